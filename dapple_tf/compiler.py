@@ -1,0 +1,132 @@
+"""From a captured model and a plan to a pipelined graph: the only file that knows the order of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.capture import Captured
+from dapple_tf.errors import PlanError
+from dapple_tf.gradients import differentiate
+from dapple_tf.planner.plan import Plan
+from dapple_tf.updates import trace_update
+from graph_passes.accumulate import Accumulate
+from graph_passes.allreduce import AllReduce
+from graph_passes.apply import Apply
+from graph_passes.backward import prune_gradients, split_backward
+from graph_passes.base import Observer, Pass, run_passes
+from graph_passes.instrument import Instrument
+from graph_passes.ir import Graph, Node, attributes
+from graph_passes.layers import Layers, find_floating
+from graph_passes.microbatch import Microbatch
+from graph_passes.mirror import Mirror
+from graph_passes.order import Order
+from graph_passes.partition import partition
+from graph_passes.place import Place
+from graph_passes.schedule import Schedule, make_schedule
+from graph_passes.split_concat import SplitConcat
+from graph_passes.updates import Updates, cut_updates
+from graph_passes.variables import find_variables
+from graph_passes.verify_pipeline import VerifyPipeline
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """What does not depend on micro-batches or replicas: stage functions, and the optimizer's update.
+
+    ``graph`` holds the input nodes and the stage functions. ``variables`` and ``constants`` are by name.
+    ``ungraded`` lists the trainable variables that no gradient reaches.
+    """
+
+    graph: Graph
+    stages: int
+    updates: Updates | None
+    global_clipnorm: float | None
+    variables: Mapping[str, tf.Variable]
+    constants: Mapping[str, tf.Tensor]
+    library: Mapping[str, bytes]
+    gradients: tuple[str, ...]
+    ungraded: tuple[str, ...]
+
+
+def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optimizer: Any | None) -> StagedModel:
+    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer.
+
+    Without an optimizer the pipelined graph gives gradients and changes nothing but state.
+    """
+    stages = partition(layers, starts, find_floating(captured.graph))
+    joint, found = differentiate(captured, stages)
+    pairs = split_backward(stages, joint, prune_gradients(joint, found))
+    args = tuple(
+        Node(name, "input", (), captured.graph.node(name).outputs, attributes({"index": i}))
+        for i, name in enumerate(captured.graph.inputs)
+    )
+    functions = tuple(function for pair in pairs for function in pair)
+    graph = Graph(captured.graph.name, args, captured.graph.inputs, functions=functions)
+    reached = {name for gradients in found for name, _ in gradients.variables}
+    trained = tuple(name for name in captured.trainable if name in reached)
+    variables, constants = dict(captured.variables), dict(captured.constants)
+    library, updates, clip = dict(joint.library), None, None
+    if optimizer is not None:
+        traced = trace_update(optimizer, trained, variables)
+        use = find_variables(graph)
+        updates = cut_updates(traced.graph, {name: use.owner(name) for name in trained})
+        variables, clip = traced.variables, traced.global_clipnorm
+        constants |= traced.constants
+        library |= dict(traced.graph.library)
+    return StagedModel(
+        graph=graph,
+        stages=len(stages.stages),
+        updates=updates,
+        global_clipnorm=clip,
+        variables=variables,
+        constants=constants,
+        library=library,
+        gradients=trained,
+        ungraded=tuple(name for name in captured.trainable if name not in reached),
+    )
+
+
+def passes(
+    model: StagedModel, captured: Captured, plan: Plan, devices: Sequence[str], home: str, *, timed: bool
+) -> tuple[tuple[Pass, ...], Schedule]:
+    """The passes that carry out ``plan``, in order, each for the reason beside it."""
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    aux = tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:])
+    try:
+        placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
+    except IndexError:
+        wanted = sorted({d for stage in plan.stages for d in stage.devices})
+        raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
+    order: list[Pass] = [
+        Microbatch(model.stages, plan.micro_batches, aux),  # calls of stages exist from here on
+        SplitConcat(plan.replicas),  # before anything that has one node a replica
+        Mirror(),  # needs the replicas
+        Accumulate(),  # needs every replica's backward
+        AllReduce(),  # needs every replica's sum
+        Order(schedule),  # needs all calls; before timing, which repeats its edges
+    ]
+    if model.updates is not None:
+        order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there
+    if timed:
+        order.append(Instrument())  # last of the rewrites: stamps what the others made
+    order += [Place(placed, home), VerifyPipeline(schedule)]
+    return tuple(order), schedule
+
+
+def pipeline_graph(
+    model: StagedModel,
+    captured: Captured,
+    plan: Plan,
+    devices: Sequence[str],
+    home: str,
+    *,
+    timed: bool = False,
+    observers: Sequence[Observer] = (),
+) -> Graph:
+    """The pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan)."""
+    order, _ = passes(model, captured, plan, devices, home, timed=timed)
+    return run_passes(model.graph, order, observers)

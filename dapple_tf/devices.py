@@ -1,0 +1,77 @@
+"""Which devices there are, and ``dapple.init``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from dapple_tf.errors import DeviceError, UsageError
+
+DEFAULT_DEVICES = 8
+
+
+def init(devices: int | None = None) -> None:
+    """Make devices to pipeline over; call it before TensorFlow runs anything.
+
+    On a machine with GPUs they are the devices. Elsewhere the CPU is divided into ``devices`` logical ones
+    (default 8). Calling it again with the same number is fine. Raises UsageError when TensorFlow has already
+    started with another number, DeviceError for a number below 1 or above the GPUs.
+    """
+    if devices is not None and devices < 1:
+        raise DeviceError(f"devices={devices}: at least one is needed")
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        if devices is not None and devices > len(gpus):
+            raise DeviceError(f"devices={devices}, but this machine has {len(gpus)} GPUs")
+        return
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(cpu)
+    if configured is not None and devices in (None, len(configured)):
+        return
+    count = DEFAULT_DEVICES if devices is None else devices
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    except RuntimeError as error:
+        have = len(tf.config.list_logical_devices("CPU"))
+        if devices is None or have == count:
+            return
+        raise UsageError(
+            f"TensorFlow has already started with {have} devices: call dapple.init(devices={count}) before any tensor, "
+            "variable or model is made"
+        ) from error
+
+
+def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
+    """Names of the devices to pipeline over: GPUs where there are any, else logical CPUs; or those ``wanted``.
+
+    Raises DeviceError naming a device that does not exist, and those that do.
+    """
+    gpus = tf.config.list_logical_devices("GPU")
+    found = tuple(device.name for device in gpus or tf.config.list_logical_devices("CPU"))
+    if wanted is None:
+        return found
+    every = tuple(device.name for device in tf.config.list_logical_devices())
+    chosen = []
+    for name in wanted:
+        matches = [found[name]] if isinstance(name, int) and 0 <= name < len(found) else []
+        if isinstance(name, str):
+            matches = [device for device in every if device == name or device.endswith(":" + name.lstrip("/:"))]
+            matches = matches or [device for device in every if device.endswith(name.removeprefix("/device:"))]
+        if len(matches) != 1:
+            raise DeviceError(f"there is no device {name!r}; there are {', '.join(every)}")
+        chosen.append(matches[0])
+    return tuple(chosen)
+
+
+def home_device() -> str:
+    """Where arguments arrive, and the loss and what no stage owns live: the host."""
+    return str(tf.config.list_logical_devices("CPU")[0].name)
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Variables made inside live on the host, so a model larger than one device can be built."""
+    with tf.device(home_device()):
+        yield

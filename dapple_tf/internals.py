@@ -1,0 +1,132 @@
+"""The only place that reaches into TensorFlow's and Keras's internals.
+
+Each function says what it relies on; ``tests/dapple_tf/test_internals.py`` fails loudly when that moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import concrete_function
+from tensorflow.python.framework import op_def_registry
+
+NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
+CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+NO_AUTOMATIC_CONTROL = "_disable_acd"  # only the edges we make order a function's ops
+
+
+def clone_function(function: Any) -> Any:
+    """A new tf.function of the same python function and options, sharing no trace (``Function._clone``)."""
+    return function._clone(None)
+
+
+def is_tf_function(function: Any) -> bool:
+    """Whether ``function`` is a tf.function (they share no public class)."""
+    return hasattr(function, "get_concrete_function") and hasattr(function, "python_function")
+
+
+def input_signature(function: Any) -> Any:
+    """The signature a tf.function was declared with, or None."""
+    return function.input_signature
+
+
+@contextlib.contextmanager
+def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None]:
+    """While open, ``on_call(layer, True)`` runs before and ``on_call(layer, False)`` after each Keras layer's call.
+
+    Keras names its scopes with a counter that cannot be told from a layer's own number, so the calls
+    themselves are watched (``keras.Layer.__call__`` is replaced, and restored).
+    """
+    original = keras.Layer.__call__
+
+    def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        on_call(self, True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            on_call(self, False)
+
+    keras.Layer.__call__ = call
+    try:
+        yield
+    finally:
+        keras.Layer.__call__ = original
+
+
+def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
+    """Move variables to other devices in place; whoever holds the tf.Variable, or traced it, sees the new home.
+
+    ``moves`` pairs each variable with its new device. The variable's ``_handle`` is replaced
+    by that of a new variable on the device, and every live ConcreteFunction that captured the old handle is
+    given the new one (``set_external_captures``), so nothing keeps the old memory alive.
+    """
+    if not moves:
+        return
+    replaced: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+    for variable, device in moves:
+        with tf.init_scope(), tf.device(device):
+            new = tf.Variable(variable.read_value(), trainable=variable.trainable, name=variable.name.split(":")[0])
+        old = variable._handle
+        replaced[id(old)] = (old, new._handle)
+        variable._handle = new._handle
+    for item in gc.get_objects():
+        if not issubclass(type(item), concrete_function.ConcreteFunction):
+            continue
+        captured = item.captured_inputs
+        if any(id(handle) in replaced for handle in captured):
+            rebound = [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
+            item.set_external_captures(rebound)
+
+
+def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
+    """For each tf.Variable the live Keras variable that wraps it, if any, else itself.
+
+    Keras variables carry the constraints that an optimizer applies.
+    """
+    wanted = {id(variable): i for i, variable in enumerate(variables)}
+    found: list[Any] = list(variables)
+    for item in gc.get_objects():
+        if issubclass(type(item), keras.Variable):
+            value = getattr(item, "_value", None)
+            if id(value) in wanted:
+                found[wanted[id(value)]] = item
+    return found
+
+
+def is_stateful_op(name: str) -> bool:
+    """Whether TensorFlow registers the op as stateful (``op_def_registry``)."""
+    definition = op_def_registry.get(name)
+    return definition is None or bool(definition.is_stateful)
+
+
+def capture_of(graph: Any, tensor: Any) -> Any:
+    """The placeholder by which ``graph`` (a FuncGraph) knows an outside tensor (``FuncGraph.capture``)."""
+    return graph.capture(tensor)
+
+
+@contextlib.contextmanager
+def plain_execution() -> Iterator[None]:
+    """While open, this thread calls functions without grappler's per-call specialisation of their callees.
+
+    Specialisation gives each of the S x M calls of a stage function a body of its own to optimise and
+    instantiate. The option exists for the whole process only (``tf.config.optimizer``); here it is set on
+    the thread's call options (``context.function_call_options``).
+    """
+    options = context.context().function_call_options
+    before = options.config_proto_serialized
+    config = config_pb2.ConfigProto.FromString(before)
+    config.graph_options.rewrite_options.function_optimization = rewriter_config_pb2.RewriterConfig.OFF
+    context.context().function_call_options = context.FunctionCallOptions(
+        executor_type=options.executor_type, config_proto=config
+    )
+    try:
+        yield
+    finally:
+        context.context().function_call_options = options

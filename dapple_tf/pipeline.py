@@ -1,0 +1,47 @@
+"""``dapple.pipeline``: wrap an unmodified loss into a pipelined training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.requested import Request
+from dapple_tf.runtime.step import PipelinedStep
+
+
+def pipeline(
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    optimizer: Any,
+    plan: Plan | None = None,
+    stages: int | Sequence[str] | str = "auto",
+    replicas: Sequence[int] | None = None,
+    micro_batches: int = 8,
+    schedule: str = "auto",
+    recompute: bool = False,
+    devices: Sequence[str | int] | None = None,
+    cluster: Any = None,
+    example_batch: Sequence[Any] | None = None,
+) -> Any:
+    """A training step over a pipeline of ``stages``, equal to one device's.
+
+    ``loss_fn``: a tf.function or callable of the batch's tensors (each batched on axis 0) that returns their
+    mean loss, or (loss, aux). ``optimizer``: a keras optimizer. ``plan``: what a planner decided; or say
+    ``stages`` (a number, the names of the layers that start a stage, or "auto"), ``replicas`` of each stage,
+    ``micro_batches`` and ``schedule`` ("gpipe", "dapple-a", "dapple-b", with ":D=n" where memory holds n
+    micro-batches). ``devices``: names or indices. Without ``loss_fn`` it is a decorator.
+
+    Raises subclasses of ValueError that say what cannot be done and what can.
+    """
+    if recompute:
+        raise PlanError("recompute is not there yet: leave it False")
+    if cluster is not None:
+        raise PlanError("plans for a cluster are not there yet: leave cluster None")
+    request = Request(stages, replicas, micro_batches, schedule, recompute)
+
+    def wrap(function: Callable[..., Any]) -> PipelinedStep:
+        return PipelinedStep(function, optimizer, request, plan, devices, example_batch)
+
+    return wrap if loss_fn is None else wrap(loss_fn)

@@ -1,0 +1,1 @@
+"""Plans, and ways to make them. Each planner is a file."""

@@ -1,0 +1,75 @@
+"""A cost for every layer from shapes alone, to balance stages until a profile has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from graph_passes.ir import Graph, Node, Shape
+from graph_passes.layers import Layers
+
+# A roofline with the proportions of a CPU core; only ratios matter for balancing.
+_FLOPS_PER_SECOND = 5e10
+_BYTES_PER_SECOND = 5e9
+
+
+def layer_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
+    """Seconds of forward of each layer (relative), given the shapes of all outputs at one batch size."""
+    return [
+        sum(node_seconds(layers.graph, layers.graph.node(name), shapes) for name in layer.nodes)
+        for layer in layers.layers
+    ]
+
+
+def crossing_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
+    """Seconds (relative) that sending the tensors of each cut takes."""
+    return [
+        sum(
+            layers.graph.type_of(value).dtype.size * shapes[value.node][value.index].elements()
+            for value in cut.crossing
+            if value.node in shapes
+        )
+        / _BYTES_PER_SECOND
+        for cut in layers.cuts
+    ]
+
+
+def node_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+    """The larger of arithmetic and memory time of one op."""
+    moved = sum(
+        kind.dtype.size * shape.elements() for kind, shape in zip(node.outputs, shapes.get(node.name, ()), strict=False)
+    )
+    return max(flops(graph, node, shapes) / _FLOPS_PER_SECOND, moved / _BYTES_PER_SECOND)
+
+
+def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+    """Multiply-adds count two; 0 for ops that are not matrix products or convolutions."""
+    if not node.outputs or node.name not in shapes:
+        return 0.0
+    out = shapes[node.name][0].elements()
+    inputs = [shapes[v.node][v.index].dims for v in node.inputs if v.node in shapes]
+    if not inputs or any(dims is None for dims in inputs):
+        return 0.0
+    sizes = [[dim or 1 for dim in dims or ()] for dims in inputs]
+    match node.op:
+        case "MatMul":
+            return 2.0 * out * sizes[0][0 if node.attr("transpose_a") else 1]
+        case "BatchMatMulV2" | "BatchMatMulV3" | "BatchMatMul":
+            return 2.0 * out * sizes[0][-2 if node.attr("adj_x") else -1]
+        case "Conv2D" | "Conv3D":
+            return 2.0 * out * prod(sizes[1][:-1])
+        case "DepthwiseConv2dNative":
+            return 2.0 * out * prod(sizes[1][:2])
+        case "Einsum":
+            return 2.0 * _einsum_points(node, sizes)
+    return 0.0
+
+
+def _einsum_points(node: Node, sizes: Sequence[Sequence[int]]) -> float:
+    equation = node.attr("equation")
+    assert isinstance(equation, bytes)
+    terms = equation.decode().split("->")[0].split(",")
+    lengths: dict[str, int] = {}
+    for term, dims in zip(terms, sizes, strict=False):
+        lengths.update(zip(term.replace("...", ""), dims[-len(term.replace("...", "")) :], strict=False))
+    return float(prod(lengths.values()))

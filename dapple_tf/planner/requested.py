@@ -1,0 +1,111 @@
+"""The plan that a user asked for by hand: a number of stages or their first layers, replicas, micro-batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.plan import Plan, StagePlan
+from graph_passes.layers import Layers
+from graph_passes.partition import balance
+
+
+@dataclass(frozen=True)
+class Request:
+    """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage."""
+
+    stages: int | Sequence[str] | str = "auto"
+    replicas: Sequence[int] | None = None
+    micro_batches: int = 8
+    schedule: str = "auto"
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Relative costs: of each layer, and of sending what crosses each cut."""
+
+    layers: Sequence[float]
+    cuts: Sequence[float]
+
+
+def plan_request(
+    request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int
+) -> Plan:
+    """Carry out ``request`` for a model, a batch of so many samples, and so many devices.
+
+    Raises PlanError (counts that do not fit) or PartitionError (cuts
+    that cannot be made).
+    """
+    starts = _starts(request, layers, costs, devices)
+    count = len(starts) + 1
+    replicas = tuple(request.replicas) if request.replicas is not None else (1,) * count
+    if len(replicas) != count:
+        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} stages, but there are {count}")
+    if min(replicas) < 1:
+        raise PlanError(f"replicas={list(replicas)}: every stage needs at least one device")
+    if sum(replicas) > devices:
+        raise PlanError(
+            f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are {devices}: "
+            "ask for fewer, or make more with dapple.init(devices=n)"
+        )
+    check_batch(global_batch_size, request.micro_batches, replicas)
+    bounds = [0, *starts, len(layers.layers)]
+    stages, used = [], 0
+    for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
+        stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
+        used += r
+    schedule = "dapple-a" if request.schedule == "auto" else request.schedule
+    return Plan(
+        model=layers.graph.name,
+        planner="requested",
+        global_batch_size=global_batch_size,
+        micro_batch_size=-(-global_batch_size // request.micro_batches),
+        micro_batches=request.micro_batches,
+        schedule=schedule,
+        recompute=request.recompute,
+        stages=tuple(stages),
+    )
+
+
+def check_batch(size: int, micro_batches: int, replicas: Sequence[int]) -> None:
+    """PlanError unless every slice of every micro-batch gets at least one sample."""
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: it must be at least 1")
+    if micro_batches > size:
+        raise PlanError(f"micro_batches={micro_batches} is more than the {size} samples of the batch: use at most {size}")
+    if size // micro_batches < max(replicas):
+        raise PlanError(
+            f"a batch of {size} samples in {micro_batches} micro-batches gives some only {size // micro_batches} samples, "
+            f"too few for {max(replicas)} replicas: use fewer micro-batches or a larger batch"
+        )
+
+
+def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> list[int]:
+    wanted = request.stages
+    if wanted == "auto":
+        wanted = _automatic(layers, devices, request.replicas)
+    if isinstance(wanted, str):
+        raise PlanError(f"stages={wanted!r}: give a number, a list of layer names, or 'auto'")
+    if isinstance(wanted, int):
+        if wanted < 1:
+            raise PlanError(f"stages={wanted}: there must be at least one")
+        mixed = request.replicas is not None and len(set(request.replicas)) > 1
+        positions = [p for p in layers.positions() if layers.cut(p).splittable or not mixed]
+        return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], wanted)
+    starts = [layers.find(name) for name in wanted]
+    if starts and starts[0] == 0:
+        starts = starts[1:]  # naming the first stage's first layer too is fine
+    for before, after, name in zip(starts, starts[1:], list(wanted)[-len(starts) + 1 :], strict=False):
+        if after <= before:
+            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
+    return starts
+
+
+def _automatic(layers: Layers, devices: int, replicas: Sequence[int] | None) -> int:
+    """A stage for each device that can really run beside the others."""
+    if replicas is not None:
+        return len(replicas)
+    return max(1, min(devices, os.cpu_count() or 1, len(layers.positions()) + 1))

@@ -1,0 +1,1 @@
+"""What holds the state of a pipeline and runs it."""

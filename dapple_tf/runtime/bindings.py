@@ -1,0 +1,85 @@
+"""The variables behind the names: the user's own, moved to their stages, and the pipeline's copies and buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from graph_passes.ir import Graph, Node
+from graph_passes.names import nodes_of, replica_counts
+from graph_passes.variables import Variables, find_variables
+
+
+class StepVariables:
+    """Implements ``emit.Bindings`` for one pipelined graph."""
+
+    def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], updating: tf.Variable) -> None:
+        self._variables = variables
+        self._updating = updating
+        self._use: Variables = find_variables(graph)
+        self._counts = replica_counts(graph)
+        self._copies: dict[tuple[int, int, str], tf.Variable] = {}
+        self._buffers: dict[tuple[int, int], list[tf.Variable]] = {}
+        for node in nodes_of(graph, "refresh"):
+            for name in node.strings("variables"):
+                key = (node.integer("stage"), node.integer("replica"), name)
+                self._copies[key] = _like(variables[name], node.device)
+        for node in nodes_of(graph, "gradients"):
+            if not node.inputs:
+                place = (node.integer("stage"), node.integer("replica"))
+                self._buffers[place] = [_like(variables[name], node.device) for name in node.strings("variables")]
+
+    def variable(self, node: Node, name: str) -> tf.Variable:
+        """See ``emit.Bindings``."""
+        if node.op in ("forward", "backward", "refresh"):
+            key = (node.integer("stage"), node.integer("replica"), name)
+            return self._copies.get(key, self._variables[name])
+        return self._variables[name]
+
+    def owner(self, name: str) -> tf.Variable:
+        """See ``emit.Bindings``."""
+        return self._variables[name]
+
+    def copies(self, name: str) -> Sequence[tf.Variable]:
+        """See ``emit.Bindings``."""
+        stage = self._use.owner(name)
+        return [self._copies[stage, replica, name] for replica in range(self._counts[stage])]
+
+    def accumulators(self, node: Node) -> Sequence[tf.Variable]:
+        """See ``emit.Bindings``."""
+        return self._buffers.get((node.integer("stage"), node.integer("replica")), [])
+
+    @property
+    def updating(self) -> tf.Variable:
+        """See ``emit.Bindings``."""
+        return self._updating
+
+
+def _like(variable: tf.Variable, device: str) -> tf.Variable:
+    with tf.init_scope(), tf.device(device):
+        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+
+
+def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
+    """Move every variable to the device of what writes it: weights to their owner's, slots to their update's.
+
+    What several updates share (the step counter, the learning rate) stays where it is.
+    """
+    device = {n.integer("stage"): n.device for n in nodes_of(graph, "forward") if n.integer("replica") == 0}
+    homes = {name: device[stages[0]] for name, stages in find_variables(graph).users}
+    updates = nodes_of(graph, "update")
+    used = [{port.name for _, port in graph.function(n.string("function")).input_ports("variable")} for n in updates]
+    uses = Counter(name for names in used for name in names)
+    for node, names in zip(updates, used, strict=True):
+        if node.has("stage"):
+            homes |= {name: node.device for name in names if uses[name] == 1 and name not in homes}
+    moves = [(variables[name], home) for name, home in homes.items()]
+    internals.move_variables([(v, home) for v, home in moves if not _same(v.device, home)])
+
+
+def _same(first: str, second: str) -> bool:
+    a, b = tf.DeviceSpec.from_string(first), tf.DeviceSpec.from_string(second)
+    return (a.device_type, a.device_index) == (b.device_type, b.device_index)

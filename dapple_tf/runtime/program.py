@@ -1,0 +1,52 @@
+"""One pipelined graph made ready to run: its variables placed, its TensorFlow function built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.compiler import StagedModel
+from dapple_tf.emit import emit
+from dapple_tf.errors import StepError
+from dapple_tf.runtime.bindings import StepVariables, move_to_stages
+from graph_passes.ir import Graph
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph and the function that runs it."""
+
+    graph: Graph
+    function: Any
+    updating: tf.Variable
+
+    def run(self, batch: Sequence[Any]) -> list[Any]:
+        """Run one step on the batch's flattened tensors; the graph's outputs.
+
+        Raises StepError when the step fails, saying whether any variable was changed.
+        """
+        try:
+            with internals.plain_execution():
+                outputs = self.function(*batch)
+        except tf.errors.OpError as error:
+            raise StepError(f"{self._damage()} The step failed: {error.message}") from error
+        return list(outputs)
+
+    def _damage(self) -> str:
+        if bool(self.updating.numpy()):
+            self.updating.assign(False)
+            return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
+        return "All variables are as they were before the step."
+
+
+def build_program(graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], home: str) -> Program:
+    """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function."""
+    move_to_stages(graph, model.variables)
+    with tf.init_scope(), tf.device(home):
+        updating = tf.Variable(False, trainable=False)
+    bindings = StepVariables(graph, model.variables, updating)
+    return Program(graph, emit(graph, signature, bindings, model.constants, model.library), updating)

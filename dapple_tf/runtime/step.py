@@ -1,0 +1,174 @@
+"""The training step that users call."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.capture import Captured, batch_signature, capture
+from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
+from dapple_tf.devices import home_device, list_devices
+from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
+from dapple_tf.loss import check_loss
+from dapple_tf.planner.estimate import crossing_costs, layer_costs
+from dapple_tf.planner.plan import Plan, StagePlan
+from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
+from dapple_tf.runtime.program import Program, build_program
+from dapple_tf.runtime.timeline import Timeline, read_timeline
+from dapple_tf.shapes import infer_shapes
+from graph_passes.layers import find_layers
+from graph_passes.text import print_graph
+
+
+@dataclass
+class _Model:
+    """A function traced for one kind of batch, and its programs by (micro-batches, replicas, timed)."""
+
+    captured: Captured
+    staged: StagedModel
+    programs: dict[tuple[Any, ...], Program] = dataclasses.field(default_factory=dict)
+
+
+class PipelinedStep:
+    """A training step over a pipeline: call it with a batch, it returns the loss (and aux) and trains.
+
+    Everything is decided at the first batch, or at once where ``example_batch`` is given. Arguments of new
+    dtypes or inner shapes are traced anew under the same plan; a batch smaller than the plan's is cut into
+    fewer micro-batches where it must be.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        request: Request,
+        plan: Plan | None = None,
+        devices: Sequence[str | int] | None = None,
+        example_batch: Sequence[Any] | None = None,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._request = request
+        self._plan = plan
+        self._wanted_devices = devices
+        self._models: dict[tuple[tf.TensorSpec, ...], _Model] = {}
+        self._last: Program | None = None
+        self._record = False
+        self._timeline: Timeline | None = None
+        if example_batch is not None:
+            self.build(*example_batch)
+
+    # --- what users see
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+        if self._plan is None:
+            raise UsageError("nothing is decided before the first batch: call the step, or give example_batch")
+        return self._plan
+
+    @property
+    def graph_def(self) -> Any:
+        """The GraphDef that ran last."""
+        return self._program().function.graph.as_graph_def()
+
+    @property
+    def text(self) -> str:
+        """The pipelined graph that ran last, one call a line."""
+        return print_graph(self._program().graph, functions=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each forward and backward of the last recorded step ran; see ``record``."""
+        if self._timeline is None:
+            raise UsageError("no step was recorded: call step.record(batch) first")
+        return self._timeline
+
+    def __call__(self, *batch: Any) -> Any:
+        """Train on one batch: the mean loss over it, or (loss, aux)."""
+        outputs = self._run(batch, timed=False)
+        return self._pack(batch, outputs)
+
+    def record(self, *batch: Any) -> Any:
+        """Like a call, and takes the times of all actions, found in ``timeline`` afterwards."""
+        *outputs, stamps = self._run(batch, timed=True)
+        self._timeline = read_timeline(self._program().graph, stamps.numpy())
+        return self._pack(batch, outputs)
+
+    def build(self, *batch: Any) -> None:
+        """Decide and build everything for batches like this one, without running it."""
+        self._prepare(batch, timed=False)
+
+    # --- how
+
+    def _program(self) -> Program:
+        if self._last is None:
+            raise UsageError("nothing has been built: call the step with a batch first")
+        return self._last
+
+    def _run(self, batch: Sequence[Any], timed: bool) -> list[Any]:
+        program = self._prepare(batch, timed)
+        return program.run(tf.nest.flatten(tuple(batch)))
+
+    def _pack(self, batch: Sequence[Any], outputs: list[Any]) -> Any:
+        aux = self._models[batch_signature(batch)].captured.aux
+        return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
+
+    def _prepare(self, batch: Sequence[Any], timed: bool) -> Program:
+        signature = batch_signature(batch)
+        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
+        if size == 0:
+            raise BatchError("the batch is empty")
+        if signature not in self._models:
+            self._models[signature] = self._trace(batch, size)
+        model = self._models[signature]
+        plan = fit_plan(self.plan, size)
+        key = (plan.micro_batches, plan.replicas, timed)
+        if key not in model.programs:
+            devices, home = list_devices(self._wanted_devices), home_device()
+            graph = pipeline_graph(model.staged, model.captured, plan, devices, home, timed=timed)
+            model.programs[key] = build_program(graph, model.staged, model.captured.signature, home)
+        self._last = model.programs[key]
+        return self._last
+
+    def _trace(self, batch: Sequence[Any], size: int) -> _Model:
+        devices = list_devices(self._wanted_devices)
+        captured = capture(self._loss_fn, batch)
+        check_loss(captured)
+        layers = find_layers(captured.graph)
+        if self._plan is None:
+            slices = max(1, size // max(1, self._request.micro_batches))
+            shapes = infer_shapes(captured, slices)
+            costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
+            self._plan = plan_request(self._request, layers, costs, size, len(devices))
+        last = self._plan.stages[-1].last_layer
+        if last != len(layers.layers) - 1:
+            raise PlanError(
+                f"the plan is for {last + 1} layers, but {captured.graph.name} has {len(layers.layers)}: it was made for "
+                "another model"
+            )
+        check_batch(size, self._plan.micro_batches, self._plan.replicas) if not self._models else None
+        staged = stage_model(captured, layers, self._plan.starts, self._optimizer)
+        if staged.ungraded:
+            warnings.warn(
+                f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and it "
+                "will not be trained",
+                DappleWarning,
+                stacklevel=5,
+            )
+        return _Model(captured, staged)
+
+
+def fit_plan(plan: Plan, size: int) -> Plan:
+    """The plan for a batch of ``size`` samples: fewer micro-batches, then fewer replicas, where it is short."""
+    replicas = min(max(plan.replicas), size)
+    micro_batches = max(1, min(plan.micro_batches, size // replicas))
+    if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
+        return plan
+    stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
+    return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages)

@@ -1,0 +1,70 @@
+"""Sum gradients over the replicas of a stage (AllReduce), and over the stages that share a variable.
+
+Seeds already carry each slice's share of the batch, so the sum is the gradient of the global mean (DAPPLE,
+V.A.3, Fig. 10). The sum is wanted where the update runs: on the owner's first device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graph_passes.ir import Graph, Node, TensorType, Value, attributes
+from graph_passes.names import at, nodes_of, replica_counts
+from graph_passes.variables import find_variables
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Add ``allreduce`` (replicated stages), ``tied_sum`` (shared variables) and ``reduced`` (every owner)."""
+
+    name: str = "allreduce"
+
+    def __call__(self, graph: Graph) -> Graph:
+        """See the class."""
+        return reduce_gradients(graph)
+
+
+def reduce_gradients(graph: Graph) -> Graph:
+    """The graph with one ``reduced`` node a stage: the complete gradients of the variables it owns."""
+    replicas = replica_counts(graph)
+    sources = {(n.integer("stage"), n.integer("replica")): n for n in nodes_of(graph, "gradients")}
+    added: list[Node] = []
+    # (stage, variable) -> that stage's share of the gradient, summed over its replicas
+    shares: dict[tuple[int, str], Value] = {}
+    types: dict[str, TensorType] = {}
+    for stage, count in enumerate(replicas):
+        if (stage, 0) not in sources:
+            continue
+        first = sources[stage, 0]
+        node = first
+        if count > 1:
+            inputs = tuple(value for r in range(count) for value in sources[stage, r].values())
+            attrs = {"replica": 0, "replicas": count, "stage": stage, "variables": first.strings("variables")}
+            node = Node(at(stage, what="allreduce"), "allreduce", inputs, first.outputs, attributes(attrs))
+            added.append(node)
+        for name, value, kind in zip(first.strings("variables"), node.values(), first.outputs, strict=True):
+            shares[stage, name] = value
+            types[name] = kind
+    variables = find_variables(graph)
+    for stage in range(len(replicas)):
+        names = tuple(name for name in variables.owned(stage) if name in types)
+        if names:
+            added += _collect(stage, names, shares, types)
+    return graph.replace(nodes=(*graph.nodes, *added))
+
+
+def _collect(
+    stage: int, names: tuple[str, ...], shares: dict[tuple[int, str], Value], types: dict[str, TensorType]
+) -> list[Node]:
+    nodes: list[Node] = []
+    inputs: list[Value] = []
+    for name in names:
+        parts = tuple(value for (_, variable), value in sorted(shares.items()) if variable == name)
+        if len(parts) > 1:
+            attrs = attributes({"replica": 0, "stage": stage, "variable": name})
+            nodes.append(Node(at(stage, what=f"tied_sum_{len(nodes)}"), "tied_sum", parts, (types[name],), attrs))
+            parts = nodes[-1].values()
+        inputs += parts
+    attrs = attributes({"replica": 0, "stage": stage, "variables": names})
+    kinds = tuple(types[name] for name in names)
+    return [*nodes, Node(at(stage, what="reduced"), "reduced", tuple(inputs), kinds, attrs)]

@@ -1,0 +1,55 @@
+"""Control edges that make each device run its calls in the schedule's order (DAPPLE, section V.C, Fig. 11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graph_passes.errors import ScheduleError
+from graph_passes.ir import Graph
+from graph_passes.names import at, micro_batch_count, replica_counts
+from graph_passes.schedule import Action, Schedule
+
+_OPS = {"F": "forward", "B": "backward"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """Chain the forward and backward calls of every replica as ``schedule`` says."""
+
+    schedule: Schedule
+    name: str = "order"
+
+    def __call__(self, graph: Graph) -> Graph:
+        """See the class."""
+        return order_calls(graph, self.schedule)
+
+
+def call_name(action: Action, replica: int) -> str:
+    """The node that runs ``action`` on one replica of its stage."""
+    return at(action.stage, replica, action.micro_batch, _OPS[action.kind])
+
+
+def order_calls(graph: Graph, schedule: Schedule) -> Graph:
+    """The graph with an edge between each two neighbours of a stage's schedule that no data edge orders.
+
+    Raises ScheduleError when the schedule is for other stages or micro-batches than the graph's.
+    """
+    replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
+    shape = (len(schedule.stages), len(schedule.stages[0]) // 2)
+    if shape != (len(replicas), micro_batches):
+        raise ScheduleError(
+            f"the schedule is for {shape[0]} stages x {shape[1]} micro-batches, the graph has {len(replicas)} x "
+            f"{micro_batches}"
+        )
+    after: dict[str, tuple[str, str]] = {}
+    for stage, actions in enumerate(schedule.stages):
+        for replica in range(replicas[stage]):
+            for first, second in zip(actions, actions[1:], strict=False):
+                source, target = call_name(first, replica), call_name(second, replica)
+                after[target] = (source, f"order: {second} after {first}")
+    nodes = []
+    for node in graph.nodes:
+        if node.name in after and after[node.name][0] not in {v.node for v in node.inputs}:
+            node = node.after(*after[node.name])
+        nodes.append(node)
+    return graph.replace(nodes=tuple(nodes)).sorted()

@@ -1,0 +1,178 @@
+"""Schedules as data: the order in which each stage runs its forwards (F) and backwards (B).
+
+An action prints as ``2F0`` (stage 2, forward, micro-batch 0). Letters as in the DAPPLE paper: S stages, M
+micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx as nx
+
+from graph_passes.errors import ScheduleError
+
+_ACTION = re.compile(r"(\d+)([FB])(\d+)")
+_POLICY = re.compile(r"([a-z][a-z0-9-]*)(?::D=(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One run of a stage's forward or backward on one micro-batch."""
+
+    stage: int
+    kind: Literal["F", "B"]
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each stage its actions, in the order in which its devices run them."""
+
+    stages: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, actions)) for actions in self.stages)
+
+    @property
+    def warm_up(self) -> tuple[int, ...]:
+        """K_i: the forwards of each stage before its first backward, which is what it stashes at most."""
+        return tuple([a.kind for a in actions].index("B") for actions in self.stages)
+
+
+def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
+    """K_i of every stage (DAPPLE, section V.C).
+
+    ``gpipe``: K_i = M. ``dapple-a``: K_i = min(S - i, D). ``dapple-b``: K_i = min(2 (S - i) - 1, D). All are
+    at most M. Raises ScheduleError for an unknown policy or a D below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ScheduleError(f"D={limit}: a stage must hold at least one micro-batch")
+    bound = micro_batches if limit is None else min(limit, micro_batches)
+    match policy:
+        case "gpipe":
+            if bound < micro_batches:
+                raise ScheduleError(f"gpipe holds all M={micro_batches} micro-batches, but D={limit}: use dapple-a")
+            return (micro_batches,) * stages
+        case "dapple-a":
+            return tuple(min(stages - i, bound) for i in range(stages))
+        case "dapple-b":
+            return tuple(min(2 * (stages - i) - 1, bound) for i in range(stages))
+    raise ScheduleError(f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b (and :D=n)")
+
+
+def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
+    """K_i forwards, then strictly one backward and one forward in turn, then the remaining backwards.
+
+    DAPPLE, section III.B; with K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
+    """
+    stages = []
+    for stage, k in enumerate(warm):
+        if not 1 <= k <= micro_batches:
+            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches}")
+        actions = [Action(stage, "F", m) for m in range(k)]
+        for m in range(micro_batches):
+            actions.append(Action(stage, "B", m))
+            if k + m < micro_batches:
+                actions.append(Action(stage, "F", k + m))
+        stages.append(tuple(actions))
+    schedule = Schedule(tuple(stages))
+    check(schedule)
+    return schedule
+
+
+def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule called ``name``: a policy, with D where memory limits it: ``dapple-a:D=3``.
+
+    Raises ScheduleError for a name that is none.
+    """
+    match = _POLICY.fullmatch(name)
+    if not match:
+        raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a' or 'dapple-b:D=4'")
+    policy, limit = match.groups()
+    k = warm_up(policy, stages, micro_batches, None if limit is None else int(limit))
+    return early_backward(k, micro_batches)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that ``str(schedule)`` printed: one line a stage.
+
+    Raises ScheduleError naming the word or stage that is wrong, or the deadlock.
+    """
+    stages = []
+    for index, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
+        actions = []
+        for word in line.split():
+            match = _ACTION.fullmatch(word)
+            if not match:
+                raise ScheduleError(f"{word!r} is not an action such as 2F0")
+            if int(match[1]) != index:
+                raise ScheduleError(f"{word} stands in the line of stage {index}")
+            kind: Literal["F", "B"] = "F" if match[2] == "F" else "B"
+            actions.append(Action(index, kind, int(match[3])))
+        stages.append(tuple(actions))
+    schedule = Schedule(tuple(stages))
+    check(schedule)
+    return schedule
+
+
+def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
+    """The actions whose results ``action`` takes: the forward before, the backward after, its own forward."""
+    stage, kind, m = action.stage, action.kind, action.micro_batch
+    if kind == "F":
+        return (Action(stage - 1, "F", m),) if stage else ()
+    own = (Action(stage, "F", m),)
+    return own if stage == stages - 1 else (*own, Action(stage + 1, "B", m))
+
+
+def check(schedule: Schedule) -> None:
+    """Every stage runs each micro-batch's F and B once, and no order of the stages deadlocks.
+
+    Raises ScheduleError; a deadlock prints the stage x step grid with the blocked actions marked ``!``.
+    """
+    counts = {len(actions) for actions in schedule.stages}
+    if len(counts) != 1 or not schedule.stages or not schedule.stages[0]:
+        raise ScheduleError("the stages of a schedule must have equally many actions, and some")
+    micro_batches = counts.pop() // 2
+    for stage, actions in enumerate(schedule.stages):
+        wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in range(micro_batches)}  # type: ignore[arg-type]
+        if set(actions) != wanted or len(actions) != len(wanted):
+            missing = sorted(wanted - set(actions))
+            raise ScheduleError(f"stage {stage} must run F and B of each micro-batch once; missing or odd: "
+                                f"{' '.join(map(str, missing)) or 'repeated actions'}")
+    order = nx.DiGraph()
+    for actions in schedule.stages:
+        order.add_nodes_from(actions)
+        order.add_edges_from(zip(actions, actions[1:], strict=False))
+        for action in actions:
+            order.add_edges_from((source, action) for source in dependencies(action, len(schedule.stages)))
+    if not nx.is_directed_acyclic_graph(order):
+        raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule))
+
+
+def _grid(schedule: Schedule) -> str:
+    """The stages run as far as they can; a row a stage, the action it is stuck at marked."""
+    done: set[Action] = set()
+    heads = [0] * len(schedule.stages)
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule.stages):
+            while heads[stage] < len(actions):
+                action = actions[heads[stage]]
+                if not done.issuperset(dependencies(action, len(schedule.stages))):
+                    break
+                done.add(action)
+                heads[stage] += 1
+                moved = True
+    rows = []
+    for stage, actions in enumerate(schedule.stages):
+        cells = [f"{a}{'!' if i == heads[stage] else ''}" for i, a in enumerate(actions)]
+        rows.append(f"stage {stage}: " + " ".join(f"{cell:5}" for cell in cells).rstrip())
+    return "\n".join(rows)

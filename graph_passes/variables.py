@@ -1,0 +1,63 @@
+"""Which stage owns a variable, who else uses it, and which ones forward writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graph_passes.ir import Effect, Function, Graph
+from graph_passes.names import at
+
+
+@dataclass(frozen=True)
+class Variables:
+    """``users``: for each variable the stages that use it, the owner first; ``state``: those forward writes."""
+
+    users: tuple[tuple[str, tuple[int, ...]], ...]
+    state: frozenset[str]
+
+    def owned(self, stage: int) -> tuple[str, ...]:
+        """Variables that live on ``stage``."""
+        return tuple(name for name, stages in self.users if stages[0] == stage)
+
+    def used(self, stage: int) -> tuple[str, ...]:
+        """Variables that ``stage`` reads or writes."""
+        return tuple(name for name, stages in self.users if stage in stages)
+
+    def owner(self, name: str) -> int:
+        """The stage that holds the variable and its update: the first that uses it."""
+        return dict(self.users)[name][0]
+
+    def mirrored(self, stage: int, replica: int) -> tuple[str, ...]:
+        """Variables of which this replica works on a copy of its own.
+
+        Those owned elsewhere (another device, or another stage: tied weights), and those that forward
+        writes: the copy is committed only when the step has succeeded.
+        """
+        return tuple(
+            name for name in self.used(stage) if name in self.state or replica > 0 or self.owner(name) != stage
+        )
+
+
+def find_variables(graph: Graph) -> Variables:
+    """Read the use of variables off the stage functions of a graph."""
+    users: dict[str, list[int]] = {}
+    state: set[str] = set()
+    count = sum(1 for function in graph.functions if function.name.endswith("/forward"))
+    for stage in range(count):
+        for what in ("forward", "backward"):
+            function = graph.function(at(stage, what=what))
+            for _, port in function.input_ports("variable"):
+                stages = users.setdefault(port.name, [])
+                if stage not in stages:
+                    stages.append(stage)
+            state |= _written(function)
+    return Variables(tuple((name, tuple(stages)) for name, stages in users.items()), frozenset(state))
+
+
+def _written(function: Function) -> set[str]:
+    return {
+        variable
+        for node in function.graph.nodes
+        if node.effect == Effect.WRITE
+        for variable in node.strings("writes")
+    }

@@ -1,0 +1,83 @@
+"""What must hold of a finished pipelined graph, proved before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from graph_passes.errors import GraphError
+from graph_passes.ir import Graph
+from graph_passes.names import nodes_of, replica_counts
+from graph_passes.order import call_name
+from graph_passes.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class VerifyPipeline:
+    """Check the order of every device, the way of every gradient, and that every node has a place."""
+
+    schedule: Schedule
+    name: str = "verify_pipeline"
+
+    def __call__(self, graph: Graph) -> Graph:
+        """See the class."""
+        verify_pipeline(graph, self.schedule)
+        return graph
+
+
+def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
+    """Raise GraphError unless the graph is acyclic, ordered, complete and placed."""
+    edges = nx.DiGraph()
+    edges.add_nodes_from(node.name for node in graph.nodes)
+    edges.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
+    if not nx.is_directed_acyclic_graph(edges):
+        cycle = nx.find_cycle(edges)
+        raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
+    verify_order(graph, schedule)
+    verify_gradients(graph, edges)
+    for node in graph.nodes:
+        if not node.device:
+            raise GraphError(f"node {node.name!r} has no device")
+
+
+def verify_order(graph: Graph, schedule: Schedule) -> None:
+    """Each device's only possible order of forwards and backwards is the schedule's.
+
+    A chain of edges through all its calls admits one order, so it is enough that each neighbouring pair of
+    the schedule is joined by an edge, and that there are no calls beside the schedule's.
+    """
+    scheduled: set[str] = set()
+    for stage, replicas in enumerate(replica_counts(graph)):
+        for replica in range(replicas):
+            names = [call_name(action, replica) for action in schedule.stages[stage]]
+            scheduled.update(names)
+            for first, second in zip(names, names[1:], strict=False):
+                if first not in set(graph.node(second).predecessors()):
+                    raise GraphError(f"nothing makes {second!r} run after {first!r}, as the schedule wants")
+    for op in ("forward", "backward"):
+        for node in nodes_of(graph, op):
+            if node.name not in scheduled:
+                raise GraphError(f"{node.name!r} is not in the schedule")
+
+
+def verify_gradients(graph: Graph, edges: nx.DiGraph) -> None:
+    """Every gradient that a backward call computes reaches an update, and through its AllReduce."""
+    updates = {node.name for node in nodes_of(graph, "update")}
+    if not updates:
+        return
+    reached: set[str] = set(updates)
+    for name in reversed(list(nx.topological_sort(edges))):
+        if name in reached:
+            reached.update(edges.predecessors(name))
+    consumers = graph.consumers()
+    for node in nodes_of(graph, "backward"):
+        ports = graph.function(node.string("function")).output_ports("variable", "gradient")
+        taken = {value for user in consumers[node.name] for value in user.inputs}
+        for index, port in ports:
+            if node.values()[index] not in taken or node.name not in reached:
+                raise GraphError(f"the gradient of {port.name!r} from {node.name!r} reaches no update")
+    for stage, count in enumerate(replica_counts(graph)):
+        for name in (n.name for n in nodes_of(graph, "gradients") if n.integer("stage") == stage):
+            if count > 1 and not any(user.op == "allreduce" for user in consumers[name]):
+                raise GraphError(f"{name!r} is not all-reduced over the {count} replicas of its stage")

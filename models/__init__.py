@@ -1,0 +1,1 @@
+"""Ordinary TensorFlow and Keras models, with data, that know nothing of pipelines."""

@@ -1,0 +1,98 @@
+"""Real text that every machine has: the source files of Python's standard library, as windows of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+BYTE_VALUES = 256
+"""The size of the vocabulary: a token is a byte."""
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text to train on: `data` is uint8 [bytes], `source` the file or folder that it was read from."""
+
+    source: Path
+    data: np.ndarray
+
+
+def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 4_000_000) -> Corpus:
+    """Read at most `max_bytes` bytes of text, the same ones every time.
+
+    A `path` may be a file or a folder, of which every file that is not hidden is read; None means the
+    standard library's `.py` files, without its tests and whatever is installed beside it. Files follow one
+    another in the order of their names, a newline between them.
+
+    Raises ValueError if `path` does not exist or holds no text.
+    """
+    if path is None:
+        source = Path(sysconfig.get_path("stdlib"))
+        files = _library_files(source)
+    else:
+        source = Path(path).expanduser()
+        files = _all_files(source)
+
+    text = bytearray()
+    for file in files:
+        if text:
+            text += b"\n"
+        with file.open("rb") as stream:
+            text += stream.read(max_bytes - len(text))
+        if len(text) >= max_bytes:
+            break
+    if not text.strip():
+        raise ValueError(
+            f"the corpus {source} holds no text: name a file or folder that does with corpus=PATH"
+        )
+    return Corpus(source, np.frombuffer(bytes(text), np.uint8))
+
+
+def windows(corpus: Corpus, *, context: int, batch_size: int, seed: int = 0) -> tf.data.Dataset:
+    """Sample batches of windows without end; iterating again gives the same batches again.
+
+    Each element is (x, y), both int32 [batch_size, context]; y is x moved on by one byte.
+
+    Raises ValueError if the corpus is shorter than one window of `context + 1` bytes.
+    """
+    starts = len(corpus.data) - context
+    if starts < 1:
+        raise ValueError(
+            f"the corpus {corpus.source} has {len(corpus.data)} bytes, but a context of {context} needs "
+            f"{context + 1} or more: use a smaller context, or a longer text with corpus=PATH"
+        )
+    data = tf.constant(corpus.data)
+    offsets = tf.range(context + 1, dtype=tf.int64)
+
+    def cut(draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        positions = tf.expand_dims(draws % starts, 1) + offsets
+        window = tf.cast(tf.gather(data, positions), tf.int32)
+        return window[:, :-1], window[:, 1:]
+
+    draws = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=False)
+    return draws.batch(batch_size, drop_remainder=True).map(cut).prefetch(2)
+
+
+def _library_files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - _NOT_LIBRARY)
+        yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def _all_files(path: Path) -> Iterator[Path]:
+    if not path.exists():
+        raise ValueError(f"there is no corpus at {path}: name an existing file or folder with corpus=PATH")
+    if path.is_file():
+        yield path
+        return
+    for parent, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))

@@ -1,0 +1,112 @@
+"""VGG (Simonyan and Zisserman): stacks of 3x3 convolutions, each at half the resolution of the last."""
+
+from __future__ import annotations
+
+import random
+
+import keras
+import tensorflow as tf
+
+import dapple_tf as dapple
+from models.images import labelled_images
+
+CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+"""Convolutions in each of the five stacks, by the number of layers with weights."""
+
+
+def vgg(
+    *,
+    depth: int = 11,
+    width: int = 64,
+    hidden: int = 512,
+    classes: int = 10,
+    image_size: int = 32,
+    dropout: float = 0.0,
+    dtype: str = "float32",
+    batch_size: int = 32,
+    learning_rate: float = 3e-4,
+    seed: int = 0,
+) -> dapple.Workload:
+    """Give a VGG generated pictures and its optimizer.
+
+    The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
+    a scalar of `dtype`: the mean cross entropy in nats. VGG-16 of the paper has depth 16, hidden 4096,
+    classes 1000, image_size 224 and dropout 0.5.
+
+    Raises ValueError if `depth` is not 11, 13, 16 or 19, or the images are too small to be halved five times.
+    """
+    model = build_vgg(
+        depth=depth,
+        width=width,
+        hidden=hidden,
+        classes=classes,
+        image_size=image_size,
+        dropout=dropout,
+        dtype=dtype,
+        seed=seed,
+    )
+
+    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        logits = model(images, training=True)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+
+    return dapple.Workload(
+        loss_fn=loss_fn,
+        optimizer=keras.optimizers.Adam(learning_rate),
+        dataset=labelled_images(
+            classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype
+        ),
+    )
+
+
+def build_vgg(
+    *,
+    depth: int,
+    width: int,
+    hidden: int,
+    classes: int,
+    image_size: int,
+    dropout: float,
+    dtype: str,
+    seed: int,
+) -> keras.Model:
+    """Build the model: `dtype` [batch, image_size, image_size, 3] in, logits [batch, classes] out.
+
+    The first stack has `width` channels, each later one twice as many up to 8 x width. Layers are named
+    block1_conv1, block1_pool, ..., flatten, fc1, fc2 and predictions.
+    """
+    if depth not in CONVOLUTIONS:
+        raise ValueError(
+            f"there is no VGG of depth {depth}: choose one of {', '.join(map(str, CONVOLUTIONS))}"
+        )
+    if image_size < 32:
+        raise ValueError(f"images of {image_size}x{image_size} cannot be halved five times: use 32 or more")
+    seeds = random.Random(seed)
+
+    def he_normal() -> keras.Initializer:
+        return keras.initializers.HeNormal(seed=seeds.getrandbits(31))
+
+    images = keras.Input([image_size, image_size, 3], dtype=dtype, name="images")
+    x = images
+    for block, convolutions in enumerate(CONVOLUTIONS[depth], start=1):
+        for i in range(1, convolutions + 1):
+            x = keras.layers.Conv2D(
+                width * min(2 ** (block - 1), 8),
+                3,
+                padding="same",
+                activation="relu",
+                kernel_initializer=he_normal(),
+                name=f"block{block}_conv{i}",
+                dtype=dtype,
+            )(x)
+        x = keras.layers.MaxPooling2D(2, name=f"block{block}_pool", dtype=dtype)(x)
+    x = keras.layers.Flatten(name="flatten", dtype=dtype)(x)
+    for i in (1, 2):
+        x = keras.layers.Dense(hidden, "relu", kernel_initializer=he_normal(), name=f"fc{i}", dtype=dtype)(x)
+        if dropout:
+            x = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name=f"fc{i}_dropout", dtype=dtype)(
+                x
+            )
+    glorot = keras.initializers.GlorotUniform(seed=seeds.getrandbits(31))
+    logits = keras.layers.Dense(classes, kernel_initializer=glorot, name="predictions", dtype=dtype)(x)
+    return keras.Model(images, logits, name=f"vgg{depth}")

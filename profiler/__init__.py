@@ -1,0 +1,1 @@
+"""Measured facts: what each layer of a model costs, and what the cluster it runs on can do."""

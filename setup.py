@@ -1,0 +1,58 @@
+"""Package metadata of dapple_tf; the tools' settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="dapple_tf",
+    version="0.1.0",
+    description="A compiler and runtime for pipelined training in TensorFlow 2",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The dapple_tf authors",
+    license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.10,<3.14",
+    package_dir={"": "."},
+    packages=find_packages(include=["dapple_tf*", "graph_passes*", "profiler*"]),
+    package_data={name: ["py.typed"] for name in ("dapple_tf", "graph_passes", "profiler")},
+    install_requires=[
+        # One minor version: the graph rewriting relies on how this one traces and runs functions.
+        # tensorflow-cpu is the same package without CUDA; the extra "gpu" adds it.
+        "tensorflow-cpu==2.21.*",
+        "keras>=3.12,<4",
+        "numpy>=2,<3",
+        "protobuf",  # TensorFlow says which versions it can work with
+        "networkx>=3.2,<4",
+        "click>=8.1,<9",
+        "rich>=13,<16",
+        "matplotlib>=3.8,<4",
+    ],
+    extras_require={
+        "gpu": ["tensorflow[and-cuda]==2.21.*"],
+        "test": [
+            "pytest>=9,<10",
+            "pytest-timeout>=2.3,<3",
+            "pytest-benchmark>=5,<6",
+            "hypothesis>=6.100,<7",
+            # Linters are held to a minor version: a newer one may find fault with unchanged code.
+            "ruff==0.17.*",
+            "mypy==2.4.*",
+            "import-linter>=2.15,<3",
+            "types-networkx>=3.2,<4",
+        ],
+    },
+    entry_points={"console_scripts": ["dapple = dapple_tf.cli:main"]},
+)
