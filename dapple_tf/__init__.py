@@ -4,15 +4,43 @@
     dapple.init()
     step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=2, micro_batches=8)
     loss = step(x, y)
+
+Names are loaded when first used, so that the command line answers before TensorFlow has started.
 """
 
 from __future__ import annotations
 
-from dapple_tf import errors
-from dapple_tf.devices import init, scope
-from dapple_tf.pipeline import pipeline
-from dapple_tf.planner.plan import Plan
-from dapple_tf.runtime.step import PipelinedStep
-from dapple_tf.workload import Workload
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PipelinedStep", "Plan", "Workload", "errors", "init", "pipeline", "scope"]
+if TYPE_CHECKING:
+    from dapple_tf import errors
+    from dapple_tf.devices import init, scope
+    from dapple_tf.pipeline import pipeline
+    from dapple_tf.planner.plan import Plan
+    from dapple_tf.runtime.step import PipelinedStep
+    from dapple_tf.verification import Report, verify
+    from dapple_tf.workload import Workload
+
+__all__ = ["PipelinedStep", "Plan", "Report", "Workload", "errors", "init", "pipeline", "scope", "verify"]
+
+_HOMES = {
+    "PipelinedStep": "dapple_tf.runtime.step",
+    "Plan": "dapple_tf.planner.plan",
+    "Report": "dapple_tf.verification",
+    "Workload": "dapple_tf.workload",
+    "init": "dapple_tf.devices",
+    "pipeline": "dapple_tf.pipeline",
+    "scope": "dapple_tf.devices",
+    "verify": "dapple_tf.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("dapple_tf.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # the function, even where a module of that name was just imported
+    return value

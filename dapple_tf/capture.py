@@ -46,7 +46,8 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
     """
     if not batch:
         raise BatchError("the step takes at least one argument, batched on axis 0")
-    specs, sizes = [], {}
+    specs: list[tf.TensorSpec] = []
+    sizes: dict[str, int] = {}
     for path, leaf in _leaves(batch):
         value = tf.convert_to_tensor(leaf) if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") else leaf
         shape = tuple(value.shape)
@@ -56,7 +57,7 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
             )
         sizes[path] = shape[0]
         specs.append(tf.TensorSpec((None, *shape[1:]), tf.as_dtype(value.dtype), name=f"arg{len(specs)}"))
-    if len({size for size in sizes.values() if size is not None}) > 1:
+    if len({size for size in sizes.values()}) > 1:
         listed = ", ".join(f"argument {path}: {size}" for path, size in sizes.items())
         raise BatchError(f"the arguments are not batched alike on axis 0: {listed}")
     return tuple(specs)
@@ -211,7 +212,9 @@ def _mark_layers(ir: Graph, graph: Any, paths: list[tuple[str, bool]], inputs: d
     nodes = []
     for node in ir.nodes:
         path, container = layer_of.get(node.name, ("", True))
-        if path and not container:
+        if path and container:
+            node = node.with_attrs(within=path)
+        elif path:
             node = node.with_attrs(layer=path)
         nodes.append(node)
     return dataclasses.replace(ir, nodes=tuple(nodes))
@@ -219,4 +222,6 @@ def _mark_layers(ir: Graph, graph: Any, paths: list[tuple[str, bool]], inputs: d
 
 def to_arrays(batch: Sequence[Any]) -> list[Any]:
     """The flattened tensors of a batch (numpy arrays are kept as they are)."""
-    return [leaf if isinstance(leaf, np.ndarray) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(tuple(batch))]
+    return [
+        leaf if isinstance(leaf, np.ndarray) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(tuple(batch))
+    ]

@@ -18,15 +18,16 @@ from graph_passes.allreduce import AllReduce
 from graph_passes.apply import Apply
 from graph_passes.backward import prune_gradients, split_backward
 from graph_passes.base import Observer, Pass, run_passes
+from graph_passes.expose import Expose
 from graph_passes.instrument import Instrument
-from graph_passes.ir import Graph, Node, attributes
+from graph_passes.ir import Effect, Graph, Node, attributes
 from graph_passes.layers import Layers, find_floating
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
 from graph_passes.partition import partition
 from graph_passes.place import Place
-from graph_passes.schedule import Schedule, make_schedule
+from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
 from graph_passes.updates import Updates, cut_updates
 from graph_passes.variables import find_variables
@@ -37,8 +38,10 @@ from graph_passes.verify_pipeline import VerifyPipeline
 class StagedModel:
     """What does not depend on micro-batches or replicas: stage functions, and the optimizer's update.
 
-    ``graph`` holds the input nodes and the stage functions. ``variables`` and ``constants`` are by name.
-    ``ungraded`` lists the trainable variables that no gradient reaches.
+    ``graph`` holds the input nodes and the stage functions. ``variables`` (the model's and the optimizer's) and
+    ``constants`` are by name. ``gradients`` names the variables that are trained (``trained`` are the objects the
+    optimizer knows), ``ungraded`` those no gradient reaches.
+    ``stateful``: forward draws random numbers or writes variables, so its result depends on the micro-batches.
     """
 
     graph: Graph
@@ -46,8 +49,11 @@ class StagedModel:
     updates: Updates | None
     global_clipnorm: float | None
     variables: Mapping[str, tf.Variable]
+    model_variables: Mapping[str, tf.Variable]
     constants: Mapping[str, tf.Tensor]
     library: Mapping[str, bytes]
+    trained: tuple[Any, ...]
+    stateful: bool
     gradients: tuple[str, ...]
     ungraded: tuple[str, ...]
 
@@ -69,12 +75,12 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
     reached = {name for gradients in found for name, _ in gradients.variables}
     trained = tuple(name for name in captured.trainable if name in reached)
     variables, constants = dict(captured.variables), dict(captured.constants)
-    library, updates, clip = dict(joint.library), None, None
+    library, updates, clip, objects = dict(joint.library), None, None, ()
     if optimizer is not None:
         traced = trace_update(optimizer, trained, variables)
         use = find_variables(graph)
         updates = cut_updates(traced.graph, {name: use.owner(name) for name in trained})
-        variables, clip = traced.variables, traced.global_clipnorm
+        variables, clip, objects = traced.variables, traced.global_clipnorm, traced.trained
         constants |= traced.constants
         library |= dict(traced.graph.library)
     return StagedModel(
@@ -83,17 +89,20 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
         updates=updates,
         global_clipnorm=clip,
         variables=variables,
+        model_variables=captured.variables,
         constants=constants,
         library=library,
+        trained=objects,
+        stateful=any(node.effect in (Effect.WRITE, Effect.RANDOM) for node in captured.graph.nodes),
         gradients=trained,
         ungraded=tuple(name for name in captured.trainable if name not in reached),
     )
 
 
 def passes(
-    model: StagedModel, captured: Captured, plan: Plan, devices: Sequence[str], home: str, *, timed: bool
-) -> tuple[tuple[Pass, ...], Schedule]:
-    """The passes that carry out ``plan``, in order, each for the reason beside it."""
+    model: StagedModel, captured: Captured, plan: Plan, devices: Sequence[str], home: str, extra: str
+) -> tuple[Pass, ...]:
+    """The passes that carry out ``plan``, in order, each for the reason beside it; see ``pipeline_graph``."""
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     aux = tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:])
     try:
@@ -111,10 +120,12 @@ def passes(
     ]
     if model.updates is not None:
         order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there
-    if timed:
+    if extra == "gradients":
+        order.append(Expose())  # needs what AllReduce left
+    if extra == "times":
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
-    return tuple(order), schedule
+    return tuple(order)
 
 
 def pipeline_graph(
@@ -124,9 +135,11 @@ def pipeline_graph(
     devices: Sequence[str],
     home: str,
     *,
-    timed: bool = False,
+    extra: str = "",
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """The pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan)."""
-    order, _ = passes(model, captured, plan, devices, home, timed=timed)
-    return run_passes(model.graph, order, observers)
+    """The pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan).
+
+    ``extra`` asks for more outputs: "times" (of every call) or "gradients" (of every variable).
+    """
+    return run_passes(model.graph, passes(model, captured, plan, devices, home, extra), observers)

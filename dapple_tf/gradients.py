@@ -32,7 +32,7 @@ def differentiate(captured: Captured, stages: StageGraph) -> tuple[Graph, tuple[
         found.append(result)
         arriving = {value: True for value, _ in result.boundary}
     joint = read_graph(graph, tensors.inputs, captured.graph.name)
-    return _keep_layers(joint, captured.graph), tuple(reversed(found))
+    return joint, tuple(reversed(found))
 
 
 class _Tensors:
@@ -77,7 +77,12 @@ def _depends_on_training(captured: Captured) -> set[str]:
 
 
 def _stage(
-    captured: Captured, stages: StageGraph, stage: Stage, arriving: dict[Value, Any], tensors: _Tensors, trained: set[str]
+    captured: Captured,
+    stages: StageGraph,
+    stage: Stage,
+    arriving: dict[Value, Any],
+    tensors: _Tensors,
+    trained: set[str],
 ) -> StageGradients:
     graph = captured.graph
     loss = graph.outputs[0]
@@ -87,7 +92,9 @@ def _stage(
         targets.append(loss)
     if not targets:
         return StageGradients()
-    seeds = [tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)]
+    seeds = [
+        tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
+    ]
     entering = [v for v in stage.inputs if graph.type_of(v).dtype.differentiable and v.node in trained]
     foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
     needed = ancestors(graph, [v.node for v in targets], stop=foreign)
@@ -96,21 +103,12 @@ def _stage(
     if not sources:
         return StageGradients()
     stops = [tensors[value] for value in stage.inputs if graph.type_of(value).dtype.differentiable]
-    grads = tf.gradients(
-        [tensors[v] for v in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients"
-    )
+    grads = tf.gradients([tensors[v] for v in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients")
     dense = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in grads]
     boundary = tuple((v, g) for v, g in zip(entering, dense, strict=False) if g is not None)
     variables = tuple((n, g) for n, g in zip(names, dense[len(entering) :], strict=True) if g is not None)
     return StageGradients(
-        tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)), boundary, variables
+        tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)),
+        boundary,
+        variables,
     )
-
-
-def _keep_layers(joint: Graph, original: Graph) -> Graph:
-    """Give the joint graph's forward nodes the layer they were captured with."""
-    nodes = []
-    for node in joint.nodes:
-        known = original.by_name.get(node.name)
-        nodes.append(node.with_attrs(layer=known.string("layer")) if known and known.has("layer") else node)
-    return joint.replace(nodes=tuple(nodes))

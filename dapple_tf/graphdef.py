@@ -11,7 +11,6 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 from dapple_tf import internals
 from graph_passes.ir import (
     Attr,
-    Control,
     DType,
     Effect,
     FunctionRef,
@@ -40,12 +39,21 @@ _RANDOM = frozenset(
     }
 )
 _CALLS = frozenset(
-    {"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
+    {
+        "While",
+        "StatelessWhile",
+        "If",
+        "StatelessIf",
+        "Case",
+        "StatelessCase",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+    }
 )
 # Attributes that hold only for the graph they were made in.
 _LOCAL_ATTRS = frozenset({"_class", "_read_only_resource_inputs", "_output_shapes"})
 # Attributes of the IR's own, unknown to TensorFlow.
-_OWN_ATTRS = frozenset({"layer", "writes"})
+_OWN_ATTRS = frozenset({"layer", "within", "writes"})
 
 
 # --- reading

@@ -31,8 +31,8 @@ def check_loss(captured: Captured) -> None:
         seen.add(value)
         if node.op == "Sum" and _reduces_batch(graph, node, batched):
             raise LossError(
-                f"the loss of {graph.name} is a sum over the batch ({node.name!r} sums axis 0), not a mean: its gradient "
-                "would depend on the batch size; use tf.reduce_mean"
+                f"the loss of {graph.name} is a sum over the batch ({node.name!r} sums axis 0), not a mean: its "
+                "gradient would depend on the batch size; use tf.reduce_mean"
             )
         if node.op in _DIVISIONS:
             denominator = node.inputs[1]
@@ -40,9 +40,9 @@ def check_loss(captured: Captured) -> None:
                 pending.append(node.inputs[0])
             elif _from_data(graph, denominator):
                 warnings.warn(
-                    f"the loss of {graph.name} is divided by {denominator.node!r}, which is computed from the batch's data "
-                    "(a count of unmasked tokens?): micro-batches then weigh samples otherwise than the whole batch does, "
-                    "and gradients differ from one device's",
+                    f"the loss of {graph.name} is divided by {denominator.node!r}, which is computed from the batch's "
+                    "data (a count of unmasked tokens?): micro-batches then weigh samples otherwise than the whole "
+                    "batch does, and gradients differ from one device's",
                     DappleWarning,
                     stacklevel=6,
                 )

@@ -28,9 +28,13 @@ def build_function(function: Function, constants: Mapping[str, tf.Tensor], libra
         known = {name: inputs[index] for name, index in by_input.items()}
         known |= {name: tf.identity(value) for name, value in captured.items()}
         wanted = [value for value in function.graph.outputs if value.node not in known]
-        made = tf.graph_util.import_graph_def(
-            definition, input_map=known, return_elements=[_tensor_name(v) for v in wanted], name="body"
-        ) if definition.node else []
+        made = (
+            tf.graph_util.import_graph_def(
+                definition, input_map=known, return_elements=[_tensor_name(v) for v in wanted], name="body"
+            )
+            if definition.node
+            else []
+        )
         found = dict(zip(wanted, made or [], strict=True))
         return [known[v.node] if v.node in known else found[v] for v in function.graph.outputs]
 

@@ -19,11 +19,16 @@ from graph_passes.ir import Graph, Node, attributes
 
 @dataclass(frozen=True)
 class TracedUpdate:
-    """``graph``: args are gradients named by their variable; ``variables``: all it reads or writes, by name."""
+    """An optimizer's update as a graph.
+
+    ``graph``: args are gradients named by their variable; ``variables``: all it reads or writes, by name;
+    ``trained``: the objects whose gradients it takes, as the optimizer knows them; ``global_clipnorm``: left out.
+    """
 
     graph: Graph
     variables: dict[str, tf.Variable]
     constants: dict[str, tf.Tensor]
+    trained: tuple[Any, ...]
     global_clipnorm: float | None
 
 
@@ -70,7 +75,7 @@ def trace_update(optimizer: Any, names: Sequence[str], variables: dict[str, tf.V
             label = f"optimizer/capture/{len(constants)}"
             constants[label] = outside
             inputs[inside.op.name] = Node(label, "capture")
-    return TracedUpdate(read_graph(graph, inputs, "optimizer"), found, constants, clip)
+    return TracedUpdate(read_graph(graph, inputs, "optimizer"), found, constants, tuple(trained), clip)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_passes.ir import Control, Graph, Node, attributes
+from graph_passes.ir import Attr, Control, Graph, Node, attributes
 from graph_passes.names import at, micro_batch_count, nodes_of
 
 
@@ -34,7 +34,7 @@ def accumulate_gradients(graph: Graph) -> Graph:
         stage, replica, m = (node.integer(key) for key in ("stage", "replica", "micro_batch"))
         values = tuple(node.values()[i] for i, _ in ports)
         names = tuple(port.name for _, port in ports)
-        attrs = {"replica": replica, "stage": stage, "variables": names}
+        attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "variables": names}
         controls: tuple[Control, ...] = ()
         if last:
             here = at(stage, replica, m, "accumulate")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_passes.ir import Graph, Node, TensorType, Value, attributes
+from graph_passes.ir import Attr, Graph, Node, TensorType, Value, attributes
 from graph_passes.names import at, nodes_of, replica_counts
 from graph_passes.variables import find_variables
 
@@ -39,7 +39,12 @@ def reduce_gradients(graph: Graph) -> Graph:
         node = first
         if count > 1:
             inputs = tuple(value for r in range(count) for value in sources[stage, r].values())
-            attrs = {"replica": 0, "replicas": count, "stage": stage, "variables": first.strings("variables")}
+            attrs: dict[str, Attr] = {
+                "replica": 0,
+                "replicas": count,
+                "stage": stage,
+                "variables": first.strings("variables"),
+            }
             node = Node(at(stage, what="allreduce"), "allreduce", inputs, first.outputs, attributes(attrs))
             added.append(node)
         for name, value, kind in zip(first.strings("variables"), node.values(), first.outputs, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_passes.ir import Control, Function, Graph, Node, TensorType, Value, attributes, tensor
+from graph_passes.ir import Attr, Control, Function, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.names import at, nodes_of
 from graph_passes.updates import Updates
 
@@ -91,8 +91,20 @@ def _clip(reduced: tuple[Node, ...], gradients: dict[str, tuple[Value, TensorTyp
 
 
 def _update(
-    function: Function, stage: int | None, gradients: dict[str, tuple[Value, TensorType]], after: tuple[str, str]
+    function: Function,
+    stage: int | None,
+    gradients: dict[str, tuple[Value, TensorType]],
+    after: tuple[str, str],
 ) -> Node:
     inputs = tuple(gradients[port.name][0] for _, port in function.input_ports("gradient"))
-    attrs = {"function": function.name} if stage is None else {"function": function.name, "replica": 0, "stage": stage}
-    return Node(function.name.replace("optimizer", "update"), "update", inputs, (), attributes(dict(attrs)), (Control(*after),))
+    attrs: dict[str, Attr] = {"function": function.name}
+    if stage is not None:
+        attrs |= {"replica": 0, "stage": stage}
+    return Node(
+        function.name.replace("optimizer", "update"),
+        "update",
+        inputs,
+        (),
+        attributes(attrs),
+        (Control(*after),),
+    )

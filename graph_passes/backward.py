@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graph_passes.errors import PartitionError
-from graph_passes.ir import Effect, Function, Graph, Node, Port, TensorType, Value, ancestors, attributes, topological
+from graph_passes.ir import (
+    Effect,
+    Function,
+    Graph,
+    Node,
+    Port,
+    TensorType,
+    Value,
+    ancestors,
+    attributes,
+    topological,
+)
 from graph_passes.layers import SHAPE_OPS
 from graph_passes.partition import Stage, StageGraph
 
@@ -55,14 +66,10 @@ def split_backward(
     ``joint`` is the graph after differentiation, ``gradients`` holds one entry a stage. Raises
     PartitionError when a gradient needs a tensor that belongs to another stage.
     """
-    return tuple(
-        _split(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True)
-    )
+    return tuple(_split(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True))
 
 
-def _split(
-    stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients
-) -> tuple[Function, Function]:
+def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients) -> tuple[Function, Function]:
     foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
     loss, *aux = stages.graph.outputs
     results = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
@@ -102,9 +109,9 @@ def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence
     entering = set(inputs)
     hoisted: set[str] = set()
     for node in joint.nodes:
-        if node.name in candidates and node.op in _SMALL_OPS:
-            if all(v in entering or v.node in known or v.node in hoisted for v in node.inputs):
-                hoisted.add(node.name)
+        available = all(v in entering or v.node in known or v.node in hoisted for v in node.inputs)
+        if node.name in candidates and node.op in _SMALL_OPS and available:
+            hoisted.add(node.name)
     return hoisted
 
 

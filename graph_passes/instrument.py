@@ -38,7 +38,14 @@ def stamp_calls(graph: Graph) -> Graph:
         waits = tuple(Control(name, "time: the call could start") for name in dict.fromkeys(node.predecessors()))
         start = Node(f"{node.name}/start", "timestamp", (), (_STAMP,), place, waits)
         call = node.after(start.name, "time: the start is taken before")
-        end = Node(f"{node.name}/end", "timestamp", (), (_STAMP,), place, (Control(node.name, "time: the call ended"),))
+        end = Node(
+            f"{node.name}/end",
+            "timestamp",
+            (),
+            (_STAMP,),
+            place,
+            (Control(node.name, "time: the call ended"),),
+        )
         nodes += [start, call, end]
         stamps += [Value(start.name), Value(end.name)]
     pack = Node("timeline", "pack", tuple(stamps), (tensor("float64", len(stamps)),))

@@ -1,7 +1,8 @@
 """Layers of a model's graph, and the places where it can be cut into stages.
 
-Capture leaves on each op the attribute ``layer`` (the path of the Keras layer whose call made it) where
-there is one. Consecutive ops of one leaf layer form a layer; elsewhere every op is a layer of its own.
+Capture leaves on each op the attribute ``layer`` (the path of the Keras layer whose call made it) or, where
+that layer holds other layers, ``within``. Consecutive ops of one ``layer`` form a layer; elsewhere every op is
+a layer of its own, named by its path and its op's name.
 
 *Floating* nodes belong to no layer: constants, reads of variables that forward leaves alone, shapes of the
 batch arguments, and what is computed from those. They are repeated in every stage that uses them, so
@@ -23,10 +24,9 @@ SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 @dataclass(frozen=True)
 class Layer:
-    """A run of ops that is never cut. ``name`` is unique; ``path`` the Keras layers it lies in."""
+    """A run of ops that is never cut. ``name`` is unique: a path of Keras layers, or an op's name."""
 
     name: str
-    path: str
     nodes: tuple[str, ...]
 
 
@@ -138,20 +138,22 @@ def find_layers(graph: Graph) -> Layers:
 
 
 def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
-    runs: list[tuple[str, list[str]]] = []
+    runs: list[tuple[str, bool, list[str]]] = []  # name, whether a leaf layer, ops
     for node in nodes:
-        path = node.string("layer") if node.has("layer") else ""
-        if path and runs and runs[-1][0] == path:
-            runs[-1][1].append(node.name)
+        leaf = node.has("layer")
+        name = node.string("layer") if leaf else node.name
+        if node.has("within"):
+            name = node.string("within") + "/" + node.name.rsplit("/", 1)[-1]
+        if leaf and runs and runs[-1][:2] == (name, True):
+            runs[-1][2].append(node.name)
         else:
-            runs.append((path, [node.name]))
+            runs.append((name, leaf, [node.name]))
     used: dict[str, int] = {}
     layers = []
-    for path, names in runs:
-        name = path or names[0]
+    for name, _, nodes_of_run in runs:
         used[name] = used.get(name, 0) + 1
         unique = name if used[name] == 1 else f"{name}.{used[name]}"
-        layers.append(Layer(unique, path, tuple(names)))
+        layers.append(Layer(unique, tuple(nodes_of_run)))
     return tuple(layers)
 
 
@@ -186,9 +188,7 @@ def _state_spans(graph: Graph, home: dict[str, int]) -> dict[str, tuple[int, int
     return spans
 
 
-def _problem(
-    graph: Graph, position: int, crossing: Sequence[Value], spans: dict[str, tuple[int, int]]
-) -> str:
+def _problem(graph: Graph, position: int, crossing: Sequence[Value], spans: dict[str, tuple[int, int]]) -> str:
     if not crossing:
         return "no tensor crosses here, so the parts are not a pipeline"
     for value in crossing:

@@ -7,7 +7,7 @@ micro-batches are (DAPPLE, Fig. 10, with the weights that make it exact).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_passes.errors import GraphError
@@ -25,7 +25,9 @@ class Aux:
 
 
 def aux_kind(kind: TensorType) -> Aux:
-    """Tensors batched on axis 0 are concatenated in sample order, other floats averaged by samples, integers
+    """How to merge an aux output of this type.
+
+    Tensors batched on axis 0 are concatenated in sample order, other floats averaged by samples, integers
     summed; GraphError for the rest.
     """
     dims = kind.shape.dims
@@ -153,9 +155,7 @@ class _Builder:
 
     def _call(self, function: Function, stage: int, m: int, op: str, inputs: Sequence[Value]) -> Node:
         attrs = attributes({**dict(_place(stage, m)), "function": function.name})
-        node = Node(
-            at(stage, 0, m, op), op, tuple(inputs), tuple(port.type for port in function.outputs), attrs
-        )
+        node = Node(at(stage, 0, m, op), op, tuple(inputs), tuple(port.type for port in function.outputs), attrs)
         self.types.update(zip(node.values(), node.outputs, strict=True))
         return node
 

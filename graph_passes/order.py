@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from graph_passes.errors import ScheduleError
@@ -44,7 +45,7 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     after: dict[str, tuple[str, str]] = {}
     for stage, actions in enumerate(schedule.stages):
         for replica in range(replicas[stage]):
-            for first, second in zip(actions, actions[1:], strict=False):
+            for first, second in itertools.pairwise(actions):
                 source, target = call_name(first, replica), call_name(second, replica)
                 after[target] = (source, f"order: {second} after {first}")
     nodes = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +60,7 @@ def partition(layers: Layers, starts: Sequence[int], floating: frozenset[str]) -
             raise PartitionError(f"no stage can start at layer {name!r}: {problem}{_nearest(layers, position)}")
     bounds = [0, *starts, count]
     stages = []
-    for index, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (first, end) in enumerate(itertools.pairwise(bounds)):
         nodes = tuple(name for layer in layers.layers[first:end] for name in layer.nodes)
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else ()
@@ -82,9 +83,7 @@ def _check_random(graph: Graph, floating: frozenset[str]) -> None:
             raise PartitionError(f"floating node {name!r} has the effect {graph.node(name).effect!r}")
 
 
-def balance(
-    costs: Sequence[float], positions: Sequence[int], crossing: Sequence[float], stages: int
-) -> list[int]:
+def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
     """Starts of ``stages`` contiguous stages that minimise the largest stage cost.
 
     ``costs`` are per layer (any unit), ``positions`` the allowed cuts, ``crossing[i]`` what sending the tensors

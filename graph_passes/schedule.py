@@ -6,6 +6,7 @@ micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,15 +142,17 @@ def check(schedule: Schedule) -> None:
         raise ScheduleError("the stages of a schedule must have equally many actions, and some")
     micro_batches = counts.pop() // 2
     for stage, actions in enumerate(schedule.stages):
-        wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in range(micro_batches)}  # type: ignore[arg-type]
+        wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in range(micro_batches)}
         if set(actions) != wanted or len(actions) != len(wanted):
             missing = sorted(wanted - set(actions))
-            raise ScheduleError(f"stage {stage} must run F and B of each micro-batch once; missing or odd: "
-                                f"{' '.join(map(str, missing)) or 'repeated actions'}")
-    order = nx.DiGraph()
+            raise ScheduleError(
+                f"stage {stage} must run F and B of each micro-batch once; missing or odd: "
+                f"{' '.join(map(str, missing)) or 'repeated actions'}"
+            )
+    order: nx.DiGraph[Action] = nx.DiGraph()
     for actions in schedule.stages:
         order.add_nodes_from(actions)
-        order.add_edges_from(zip(actions, actions[1:], strict=False))
+        order.add_edges_from(itertools.pairwise(actions))
         for action in actions:
             order.add_edges_from((source, action) for source in dependencies(action, len(schedule.stages)))
     if not nx.is_directed_acyclic_graph(order):

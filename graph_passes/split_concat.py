@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from graph_passes.errors import PartitionError
-from graph_passes.ir import Graph, Node, Value, attributes, topological
+from graph_passes.ir import Attr, Graph, Node, Value, attributes, topological
 from graph_passes.layers import batch_axis
 from graph_passes.names import at, micro_batch_count
 
@@ -104,7 +104,7 @@ class _Exchanges:
         name = at(here, replica, m, f"concat_{producer.op}")
         if name not in self.nodes:
             inputs = tuple(piece[k] for k in range(len(tensors)) for piece in pieces)
-            attrs = {
+            attrs: dict[str, Attr] = {
                 "axes": tuple(self._axis(v) for v in tensors),
                 "micro_batch": m,
                 "pieces": len(pieces),
@@ -115,9 +115,7 @@ class _Exchanges:
             self.nodes[name] = Node(name, "concat", inputs, kinds, attributes(attrs))
         return Value(name, place)
 
-    def _piece(
-        self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int
-    ) -> tuple[Value, ...]:
+    def _piece(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
         """What replica i of the producer sends to ``replica`` of stage ``here``: one value a tensor."""
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         r, q = self.replicas[there], self.replicas[here]
@@ -127,7 +125,7 @@ class _Exchanges:
             return whole
         name = at(there, i, m, f"split_{producer.op}")
         if name not in self.nodes:
-            attrs = {
+            attrs: dict[str, Attr] = {
                 "axes": tuple(self._axis(v) for v in tensors),
                 "micro_batch": m,
                 "micro_batches": self.micro_batches,

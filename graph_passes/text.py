@@ -85,8 +85,9 @@ def print_node(node: Node) -> str:
 
 
 def print_graph(graph: Graph, *, functions: bool = True) -> str:
-    """The text of a graph; ``functions=False`` leaves out stage functions and library (it then reads better
-    but parses to the call level alone).
+    """The text of a graph.
+
+    ``functions=False`` leaves out stage functions and library: it reads better, and parses to the call level alone.
     """
     return "\n".join(_lines(graph, functions)) + "\n"
 
@@ -283,4 +284,3 @@ def _parse_function(name: str, lines: Iterator[tuple[int, str]]) -> Function:
         role, kind, port = rest.split(" ", 2)
         ports[keyword].append(Port(role, str(ast.literal_eval(port)), parse_type(kind)))
     raise TextError(f"function {name!r} has no graph")
-

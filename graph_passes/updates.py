@@ -63,9 +63,7 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
     )
 
 
-def _slot_stages(
-    graph: Graph, owner: Mapping[str, int], closure: Mapping[str, set[str]]
-) -> dict[str, set[int]]:
+def _slot_stages(graph: Graph, owner: Mapping[str, int], closure: Mapping[str, set[str]]) -> dict[str, set[int]]:
     """For each variable that is not trained, the stages whose updates read it."""
     stages: dict[str, set[int]] = {}
     for name, needs in closure.items():
@@ -103,7 +101,4 @@ def _function(name: str, graph: Graph, roots: set[str], done: set[str]) -> Funct
     ]
     ordered = sorted(inputs.values(), key=lambda entry: entry[0].role)
     nodes = topological([*(node for _, node in ordered), *body])
-    return Function(
-        name, Graph(name, nodes, tuple(node.name for _, node in ordered)), tuple(p for p, _ in ordered), ()
-    )
-
+    return Function(name, Graph(name, nodes, tuple(node.name for _, node in ordered)), tuple(p for p, _ in ordered), ())

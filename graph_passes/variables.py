@@ -56,8 +56,5 @@ def find_variables(graph: Graph) -> Variables:
 
 def _written(function: Function) -> set[str]:
     return {
-        variable
-        for node in function.graph.nodes
-        if node.effect == Effect.WRITE
-        for variable in node.strings("writes")
+        variable for node in function.graph.nodes if node.effect == Effect.WRITE for variable in node.strings("writes")
     }

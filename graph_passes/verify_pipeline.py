@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import networkx as nx
@@ -28,7 +29,7 @@ class VerifyPipeline:
 
 def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
     """Raise GraphError unless the graph is acyclic, ordered, complete and placed."""
-    edges = nx.DiGraph()
+    edges: nx.DiGraph[str] = nx.DiGraph()
     edges.add_nodes_from(node.name for node in graph.nodes)
     edges.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
     if not nx.is_directed_acyclic_graph(edges):
@@ -52,7 +53,7 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
         for replica in range(replicas):
             names = [call_name(action, replica) for action in schedule.stages[stage]]
             scheduled.update(names)
-            for first, second in zip(names, names[1:], strict=False):
+            for first, second in itertools.pairwise(names):
                 if first not in set(graph.node(second).predecessors()):
                     raise GraphError(f"nothing makes {second!r} run after {first!r}, as the schedule wants")
     for op in ("forward", "backward"):
@@ -61,7 +62,7 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
                 raise GraphError(f"{node.name!r} is not in the schedule")
 
 
-def verify_gradients(graph: Graph, edges: nx.DiGraph) -> None:
+def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
     """Every gradient that a backward call computes reaches an update, and through its AllReduce."""
     updates = {node.name for node in nodes_of(graph, "update")}
     if not updates:

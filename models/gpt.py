@@ -120,12 +120,8 @@ class Block(keras.layers.Layer):
         self.attention_norm = keras.layers.LayerNormalization(name="attention_norm", dtype=dtype)
         self.attention = CausalSelfAttention(width, heads, residual, seeds, name="attention", dtype=dtype)
         self.mlp_norm = keras.layers.LayerNormalization(name="mlp_norm", dtype=dtype)
-        self.up = keras.layers.Dense(
-            4 * width, "gelu", kernel_initializer=_normal(seeds), name="up", dtype=dtype
-        )
-        self.down = keras.layers.Dense(
-            width, kernel_initializer=_normal(seeds, residual), name="down", dtype=dtype
-        )
+        self.up = keras.layers.Dense(4 * width, "gelu", kernel_initializer=_normal(seeds), name="up", dtype=dtype)
+        self.down = keras.layers.Dense(width, kernel_initializer=_normal(seeds, residual), name="down", dtype=dtype)
         self.dropout = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name="dropout", dtype=dtype)
 
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
@@ -137,22 +133,16 @@ class Block(keras.layers.Layer):
 class CausalSelfAttention(keras.layers.Layer):
     """Each position looks at itself and those before it: [batch, context, width] to the same."""
 
-    def __init__(
-        self, width: int, heads: int, residual: float, seeds: random.Random, *, name: str, dtype: str
-    ) -> None:
+    def __init__(self, width: int, heads: int, residual: float, seeds: random.Random, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
         self.width, self.heads = width, heads
         self.qkv = keras.layers.Dense(3 * width, kernel_initializer=_normal(seeds), name="qkv", dtype=dtype)
-        self.out = keras.layers.Dense(
-            width, kernel_initializer=_normal(seeds, residual), name="out", dtype=dtype
-        )
+        self.out = keras.layers.Dense(width, kernel_initializer=_normal(seeds, residual), name="out", dtype=dtype)
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         context, per_head = x.shape[1], self.width // self.heads
         qkv = ops.reshape(self.qkv(x), (-1, context, 3, self.heads, per_head))
-        q, k, v = ops.unstack(
-            ops.transpose(qkv, (2, 0, 3, 1, 4)), 3
-        )  # each [batch, heads, context, per_head]
+        q, k, v = ops.unstack(ops.transpose(qkv, (2, 0, 3, 1, 4)), 3)  # each [batch, heads, context, per_head]
 
         future = np.triu(np.full((context, context), -1e9, x.dtype.as_numpy_dtype), 1)
         scores = ops.matmul(q * per_head**-0.5, ops.transpose(k, (0, 1, 3, 2))) + future

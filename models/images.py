@@ -26,9 +26,7 @@ def labelled_images(
     def draw(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stream = tf.stack([tf.constant(seed, tf.int64), number])
         labels = tf.random.stateless_uniform([batch_size], stream, maxval=classes, dtype=tf.int32)
-        grain = tf.random.stateless_normal(
-            [batch_size, image_size, image_size, 3], stream, dtype=pictures.dtype
-        )
+        grain = tf.random.stateless_normal([batch_size, image_size, image_size, 3], stream, dtype=pictures.dtype)
         return tf.gather(pictures, labels) + noise * grain, labels
 
     return tf.data.Dataset.counter().map(draw).prefetch(2)

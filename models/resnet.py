@@ -25,7 +25,7 @@ def resnet(
     image_size: int = 32,
     dtype: str = "float32",
     batch_size: int = 32,
-    learning_rate: float = 0.02,
+    learning_rate: float = 0.01,
     seed: int = 0,
 ) -> dapple.Workload:
     """Give a ResNet generated pictures and its optimizer.
@@ -36,9 +36,7 @@ def resnet(
 
     Raises ValueError if `depth` is not 18, 34, 50 or 101.
     """
-    model = build_resnet(
-        depth=depth, width=width, classes=classes, image_size=image_size, dtype=dtype, seed=seed
-    )
+    model = build_resnet(depth=depth, width=width, classes=classes, image_size=image_size, dtype=dtype, seed=seed)
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         logits = model(images, training=True)
@@ -47,15 +45,11 @@ def resnet(
     return dapple.Workload(
         loss_fn=loss_fn,
         optimizer=keras.optimizers.SGD(learning_rate, momentum=0.9),
-        dataset=labelled_images(
-            classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+        dataset=labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype),
     )
 
 
-def build_resnet(
-    *, depth: int, width: int, classes: int, image_size: int, dtype: str, seed: int
-) -> keras.Model:
+def build_resnet(*, depth: int, width: int, classes: int, image_size: int, dtype: str, seed: int) -> keras.Model:
     """Build the model: `dtype` [batch, image_size, image_size, 3] in, logits [batch, classes] out.
 
     Layers are named stem, group1_block1, group1_block2, ..., pool and predictions. From depth 50 on, blocks
@@ -82,9 +76,7 @@ def build_resnet(
 class ConvNorm(keras.layers.Layer):
     """A convolution and its batch norm: [batch, h, w, c] to [batch, h / stride, w / stride, channels]."""
 
-    def __init__(
-        self, channels: int, kernel: int, stride: int, seeds: random.Random, *, name: str, dtype: str
-    ) -> None:
+    def __init__(self, channels: int, kernel: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
         he_normal = keras.initializers.HeNormal(seed=seeds.getrandbits(31))
         self.convolution = keras.layers.Conv2D(
@@ -110,9 +102,7 @@ class Stem(keras.layers.Layer):
         super().__init__(name=name, dtype=dtype)
         kernel, stride = (7, 2) if large else (3, 1)
         self.conv = ConvNorm(width, kernel, stride, seeds, name="conv", dtype=dtype)
-        self.pool = (
-            keras.layers.MaxPooling2D(3, 2, padding="same", name="pool", dtype=dtype) if large else None
-        )
+        self.pool = keras.layers.MaxPooling2D(3, 2, padding="same", name="pool", dtype=dtype) if large else None
 
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
         x = keras.activations.relu(self.conv(x, training=training))
@@ -134,9 +124,7 @@ class Residual(keras.layers.Layer):
         return keras.activations.relu(last(x, training=training) + shortcut)
 
 
-def basic_block(
-    inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str
-) -> Residual:
+def basic_block(inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> Residual:
     """Make a block of two 3x3 convolutions, from `inputs` channels to `width`."""
     chain = [
         ConvNorm(width, 3, stride, seeds, name="conv1", dtype=dtype),
@@ -145,9 +133,7 @@ def basic_block(
     return Residual(chain, _projection(inputs, width, stride, seeds, dtype), name=name, dtype=dtype)
 
 
-def bottleneck(
-    inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str
-) -> Residual:
+def bottleneck(inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> Residual:
     """Make a block of a 3x3 convolution between two of 1x1, from `inputs` channels to 4 x `width`."""
     chain = [
         ConvNorm(width, 1, 1, seeds, name="conv1", dtype=dtype),

@@ -50,9 +50,7 @@ def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
         if len(text) >= max_bytes:
             break
     if not text.strip():
-        raise ValueError(
-            f"the corpus {source} holds no text: name a file or folder that does with corpus=PATH"
-        )
+        raise ValueError(f"the corpus {source} holds no text: name a file or folder that does with corpus=PATH")
     return Corpus(source, np.frombuffer(bytes(text), np.uint8))
 
 

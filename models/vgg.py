@@ -24,7 +24,7 @@ def vgg(
     dropout: float = 0.0,
     dtype: str = "float32",
     batch_size: int = 32,
-    learning_rate: float = 3e-4,
+    learning_rate: float = 1e-4,
     seed: int = 0,
 ) -> dapple.Workload:
     """Give a VGG generated pictures and its optimizer.
@@ -53,9 +53,7 @@ def vgg(
     return dapple.Workload(
         loss_fn=loss_fn,
         optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=labelled_images(
-            classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+        dataset=labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype),
     )
 
 
@@ -76,9 +74,7 @@ def build_vgg(
     block1_conv1, block1_pool, ..., flatten, fc1, fc2 and predictions.
     """
     if depth not in CONVOLUTIONS:
-        raise ValueError(
-            f"there is no VGG of depth {depth}: choose one of {', '.join(map(str, CONVOLUTIONS))}"
-        )
+        raise ValueError(f"there is no VGG of depth {depth}: choose one of {', '.join(map(str, CONVOLUTIONS))}")
     if image_size < 32:
         raise ValueError(f"images of {image_size}x{image_size} cannot be halved five times: use 32 or more")
     seeds = random.Random(seed)
@@ -104,9 +100,7 @@ def build_vgg(
     for i in (1, 2):
         x = keras.layers.Dense(hidden, "relu", kernel_initializer=he_normal(), name=f"fc{i}", dtype=dtype)(x)
         if dropout:
-            x = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name=f"fc{i}_dropout", dtype=dtype)(
-                x
-            )
+            x = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name=f"fc{i}_dropout", dtype=dtype)(x)
     glorot = keras.initializers.GlorotUniform(seed=seeds.getrandbits(31))
     logits = keras.layers.Dense(classes, kernel_initializer=glorot, name="predictions", dtype=dtype)(x)
     return keras.Model(images, logits, name=f"vgg{depth}")

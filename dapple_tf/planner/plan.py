@@ -55,10 +55,13 @@ class Plan:
         for index, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.last_layer < stage.first_layer:
                 raise PlanError(
-                    f"stages[{index}] holds layers {stage.first_layer} to {stage.last_layer}, but must start at {expected}"
+                    f"stages[{index}] holds layers {stage.first_layer} to {stage.last_layer}, but must start at "
+                    f"{expected}"
                 )
             if not stage.devices or len(set(stage.devices)) != len(stage.devices):
-                raise PlanError(f"stages[{index}].devices is {list(stage.devices)}: name each device once, and at least one")
+                raise PlanError(
+                    f"stages[{index}].devices is {list(stage.devices)}: name each device once, and at least one"
+                )
             expected = stage.last_layer + 1
 
     @property
@@ -144,7 +147,7 @@ def _integers(data: Any, key: str, where: str) -> tuple[int, ...]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a crash leaves the old file or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)

@@ -31,9 +31,7 @@ class Costs:
     cuts: Sequence[float]
 
 
-def plan_request(
-    request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int
-) -> Plan:
+def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int) -> Plan:
     """Carry out ``request`` for a model, a batch of so many samples, and so many devices.
 
     Raises PlanError (counts that do not fit) or PartitionError (cuts
@@ -75,11 +73,13 @@ def check_batch(size: int, micro_batches: int, replicas: Sequence[int]) -> None:
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: it must be at least 1")
     if micro_batches > size:
-        raise PlanError(f"micro_batches={micro_batches} is more than the {size} samples of the batch: use at most {size}")
+        raise PlanError(
+            f"micro_batches={micro_batches} is more than the {size} samples of the batch: use at most {size}"
+        )
     if size // micro_batches < max(replicas):
         raise PlanError(
-            f"a batch of {size} samples in {micro_batches} micro-batches gives some only {size // micro_batches} samples, "
-            f"too few for {max(replicas)} replicas: use fewer micro-batches or a larger batch"
+            f"a batch of {size} samples in {micro_batches} micro-batches gives some only {size // micro_batches} "
+            f"samples, too few for {max(replicas)} replicas: use fewer micro-batches or a larger batch"
         )
 
 

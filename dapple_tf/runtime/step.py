@@ -21,13 +21,14 @@ from dapple_tf.planner.requested import Costs, Request, check_batch, plan_reques
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
 from dapple_tf.shapes import infer_shapes
+from graph_passes.expose import exposed
 from graph_passes.layers import find_layers
 from graph_passes.text import print_graph
 
 
 @dataclass
 class _Model:
-    """A function traced for one kind of batch, and its programs by (micro-batches, replicas, timed)."""
+    """A function traced for one kind of batch, and its programs by (micro-batches, replicas, extra outputs)."""
 
     captured: Captured
     staged: StagedModel
@@ -58,6 +59,7 @@ class PipelinedStep:
         self._wanted_devices = devices
         self._models: dict[tuple[tf.TensorSpec, ...], _Model] = {}
         self._last: Program | None = None
+        self.layer_names: tuple[str, ...] = ()
         self._record = False
         self._timeline: Timeline | None = None
         if example_batch is not None:
@@ -91,18 +93,29 @@ class PipelinedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
-        outputs = self._run(batch, timed=False)
+        outputs = self._run(batch)
         return self._pack(batch, outputs)
 
     def record(self, *batch: Any) -> Any:
         """Like a call, and takes the times of all actions, found in ``timeline`` afterwards."""
-        *outputs, stamps = self._run(batch, timed=True)
+        *outputs, stamps = self._run(batch, "times")
         self._timeline = read_timeline(self._program().graph, stamps.numpy())
         return self._pack(batch, outputs)
 
     def build(self, *batch: Any) -> None:
         """Decide and build everything for batches like this one, without running it."""
-        self._prepare(batch, timed=False)
+        self._prepare(batch)
+
+    def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Like a call, but returns the loss and the gradient of every trained variable by name (numpy)."""
+        outputs = self._run(batch, "gradients")
+        names = exposed(self._program().graph)
+        values = [value.numpy() for value in outputs]
+        return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
+
+    def model(self, batch: Sequence[Any]) -> StagedModel:
+        """What batches like this one were compiled to, before micro-batches."""
+        return self._models[batch_signature(batch)].staged
 
     # --- how
 
@@ -111,15 +124,15 @@ class PipelinedStep:
             raise UsageError("nothing has been built: call the step with a batch first")
         return self._last
 
-    def _run(self, batch: Sequence[Any], timed: bool) -> list[Any]:
-        program = self._prepare(batch, timed)
+    def _run(self, batch: Sequence[Any], extra: str = "") -> list[Any]:
+        program = self._prepare(batch, extra)
         return program.run(tf.nest.flatten(tuple(batch)))
 
     def _pack(self, batch: Sequence[Any], outputs: list[Any]) -> Any:
         aux = self._models[batch_signature(batch)].captured.aux
         return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
 
-    def _prepare(self, batch: Sequence[Any], timed: bool) -> Program:
+    def _prepare(self, batch: Sequence[Any], extra: str = "") -> Program:
         signature = batch_signature(batch)
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         if size == 0:
@@ -128,10 +141,10 @@ class PipelinedStep:
             self._models[signature] = self._trace(batch, size)
         model = self._models[signature]
         plan = fit_plan(self.plan, size)
-        key = (plan.micro_batches, plan.replicas, timed)
+        key = (plan.micro_batches, plan.replicas, extra)
         if key not in model.programs:
             devices, home = list_devices(self._wanted_devices), home_device()
-            graph = pipeline_graph(model.staged, model.captured, plan, devices, home, timed=timed)
+            graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
             model.programs[key] = build_program(graph, model.staged, model.captured.signature, home)
         self._last = model.programs[key]
         return self._last
@@ -141,6 +154,7 @@ class PipelinedStep:
         captured = capture(self._loss_fn, batch)
         check_loss(captured)
         layers = find_layers(captured.graph)
+        self.layer_names = tuple(layer.name for layer in layers.layers)
         if self._plan is None:
             slices = max(1, size // max(1, self._request.micro_batches))
             shapes = infer_shapes(captured, slices)
@@ -149,15 +163,16 @@ class PipelinedStep:
         last = self._plan.stages[-1].last_layer
         if last != len(layers.layers) - 1:
             raise PlanError(
-                f"the plan is for {last + 1} layers, but {captured.graph.name} has {len(layers.layers)}: it was made for "
-                "another model"
+                f"the plan is for {last + 1} layers, but {captured.graph.name} has {len(layers.layers)}: it was made "
+                "for another model"
             )
-        check_batch(size, self._plan.micro_batches, self._plan.replicas) if not self._models else None
+        if not self._models:  # later batches may be short
+            check_batch(size, self._plan.micro_batches, self._plan.replicas)
         staged = stage_model(captured, layers, self._plan.starts, self._optimizer)
         if staged.ungraded:
             warnings.warn(
-                f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and it "
-                "will not be trained",
+                f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and "
+                "it will not be trained",
                 DappleWarning,
                 stacklevel=5,
             )

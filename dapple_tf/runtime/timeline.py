@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from graph_passes.instrument import timed_calls
 from graph_passes.ir import Graph
@@ -49,7 +49,7 @@ def read_timeline(graph: Graph, stamps: Any) -> Timeline:
     events = []
     for i, name in enumerate(timed_calls(graph)):
         node = graph.node(name)
-        kind = "F" if node.op == "forward" else "B"
+        kind: Literal["F", "B"] = "F" if node.op == "forward" else "B"
         action = Action(node.integer("stage"), kind, node.integer("micro_batch"))
         start, end = float(stamps[2 * i]) - first, float(stamps[2 * i + 1]) - first
         events.append(Event(action, node.integer("replica"), node.device, start, end))

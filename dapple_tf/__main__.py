@@ -1,0 +1,5 @@
+"""``python -m dapple_tf``: the command line."""
+
+from dapple_tf.cli import main
+
+main()

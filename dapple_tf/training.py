@@ -1,0 +1,104 @@
+"""The training loop of ``dapple train``: batches in, progress out, and a comparison with the plain model."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dapple_tf.errors import ModelError
+from dapple_tf.workload import Workload
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a loop measured; ``seconds`` of each step but the first, which also builds."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    samples: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples a second by the median step (which a busy machine disturbs least)."""
+        ordered = sorted(self.seconds)
+        return self.samples / ordered[len(ordered) // 2] if ordered else 0.0
+
+
+def batches(dataset: Iterable[Any], steps: int, skip: int = 0) -> Iterator[tuple[Any, ...]]:
+    """``steps`` batches as tuples, from the beginning again where the data set ends.
+
+    Raises ModelError for an empty data set.
+    """
+    endless = itertools.chain.from_iterable(_rounds(dataset))
+    for batch in itertools.islice(endless, skip, skip + steps):
+        yield batch if isinstance(batch, tuple) else (batch,)
+
+
+def _rounds(dataset: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    while True:
+        empty = True
+        for batch in dataset:
+            empty = False
+            yield [batch]
+        if empty:
+            raise ModelError("the workload's dataset has no batches")
+
+
+def run_steps(
+    step: Callable[..., Any],
+    workload: Workload,
+    steps: int,
+    label: str,
+    skip: int = 0,
+    after: Callable[[int], None] | None = None,
+) -> Run:
+    """Train for ``steps`` batches with a progress bar on stderr (loss, samples/s, time left)."""
+    losses, seconds, samples = [], [], 0
+    console = Console(file=sys.stderr)
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=steps, status="tracing and building")
+        for number, batch in enumerate(batches(workload.dataset, steps, skip), 1):
+            begin = time.perf_counter()
+            result = step(*batch)
+            loss = float(result[0] if isinstance(result, tuple) else result)
+            took = time.perf_counter() - begin
+            samples = int(tf.nest.flatten(batch)[0].shape[0])
+            losses.append(loss)
+            if number > 1:
+                seconds.append(took)
+            if after is not None:
+                after(skip + number)
+            status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
+            progress.update(task, advance=1, status=status)
+            if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):
+                console.print(f"{label} {skip + number}: {status}", highlight=False)
+    return Run(tuple(losses), tuple(seconds), samples)
+
+
+def plain_step(workload: Workload) -> Callable[..., Any]:
+    """The ordinary training step of a workload: one tf.function, no pipeline."""
+
+    def step(*batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            result = workload.loss_fn(*batch)
+            loss = result[0] if isinstance(result, tuple) else result
+        variables = list(tape.watched_variables())
+        workload.optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    return tf.function(step)  # type: ignore[no-any-return]  # TensorFlow is untyped
