@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
@@ -49,18 +48,31 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
     specs: list[tf.TensorSpec] = []
     sizes: dict[str, int] = {}
     for path, leaf in _leaves(batch):
-        value = tf.convert_to_tensor(leaf) if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") else leaf
+        value = _tensor(path, leaf)
         shape = tuple(value.shape)
         if not shape:
             raise BatchError(
                 f"argument {path} is a scalar; every argument must be batched on axis 0 (close over what is not)"
             )
         sizes[path] = shape[0]
-        specs.append(tf.TensorSpec((None, *shape[1:]), tf.as_dtype(value.dtype), name=f"arg{len(specs)}"))
-    if len({size for size in sizes.values()}) > 1:
+        specs.append(tf.TensorSpec((None, *shape[1:]), tf.as_dtype(value.dtype)))
+    if len(set(sizes.values())) > 1:
         listed = ", ".join(f"argument {path}: {size}" for path, size in sizes.items())
         raise BatchError(f"the arguments are not batched alike on axis 0: {listed}")
     return tuple(specs)
+
+
+def _tensor(path: str, leaf: Any) -> Any:
+    """The leaf, or a tensor of it where it has no shape or type of its own."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return leaf
+    try:
+        return tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+        raise BatchError(
+            f"argument {path} is a {type(leaf).__name__}; every argument must be an array or a dense tensor, batched "
+            "on axis 0 (close over what is not)"
+        ) from error
 
 
 def _leaves(batch: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -129,30 +141,33 @@ def _outputs(concrete: Any, graph: Any, loss_fn: Any) -> tuple[list[Any], Any]:
 
 
 class _LayerRecorder:
-    """Which ops each Keras layer's call made: a list of (first op, end op, path, whether it holds layers)."""
+    """Which ops each Keras layer's call made: (graph, first op, end op, path, whether it holds layers)."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[keras.Layer, int, list[bool]]] = []
-        self.spans: list[tuple[int, int, str, bool]] = []
+        self.stack: list[tuple[keras.Layer, Any, int, list[bool]]] = []  # layer, its graph, first op, layers inside
+        self.spans: list[tuple[Any, int, int, str, bool]] = []
 
     def __call__(self, layer: keras.Layer, entering: bool) -> None:
         graph = tf.compat.v1.get_default_graph()
         count = len(graph.get_operations()) if graph.building_function else 0
         if entering:
-            if self.stack:
-                self.stack[-1][2].append(True)
-            self.stack.append((layer, count, []))
+            if self.stack and self.stack[-1][1] is graph:
+                self.stack[-1][3].append(True)
+            self.stack.append((layer, graph, count, []))
             return
         path = "/".join(entry[0].name for entry in self.stack)
-        _, first, inner = self.stack.pop()
-        self.spans.append((first, count, path, bool(inner) or isinstance(layer, keras.Model)))
+        _, _, first, inner = self.stack.pop()
+        self.spans.append((graph, first, count, path, bool(inner) or isinstance(layer, keras.Model)))
 
-    def paths(self, operations: int) -> list[tuple[str, bool]]:
-        """For each op its innermost layer's path, and whether that layer holds others (a container)."""
-        found: list[tuple[str, bool]] = [("", True)] * operations
-        for first, end, path, container in reversed(self.spans):
-            for index in range(first, min(end, operations)):
-                found[index] = (path, container)
+    def paths(self, graph: Any) -> list[tuple[str, bool]]:
+        """For each op of ``graph`` its innermost layer's path, and whether that layer holds others (a container).
+
+        Calls made while the body of a loop was traced belong to the body's graph, not to this one.
+        """
+        found: list[tuple[str, bool]] = [("", True)] * len(graph.get_operations())
+        for where, first, end, path, container in reversed(self.spans):
+            if where is graph:
+                found[first:end] = [(path, container)] * (end - first)
         return found
 
 
@@ -166,6 +181,9 @@ def _read(
     trainable_ids = {id(variable) for variable in graph.trainable_variables}
     trainable: list[str] = []
     arguments = graph.inputs[: len(specs)]
+    operations = {
+        op.name for op in graph.get_operations() if op.type != "Placeholder"
+    }  # a variable may have such a name
     for i, tensor in enumerate(arguments):
         inputs[tensor.op.name] = Node(f"input/{i}", "arg", attrs=attributes({"port": f"input/{i}"}))
     for outside, inside in graph.captures:
@@ -179,7 +197,7 @@ def _read(
             inputs[inside.op.name] = Node(f"capture/{len(constants)}", "capture")
             constants[f"capture/{len(constants)}"] = outside
             continue
-        label = unique(variable.name.split(":")[0], variables)
+        label = unique(variable.name.split(":")[0], operations | variables.keys())
         variables[label] = variable
         inputs[inside.op.name] = Node(label, "variable")
         if id(variable) in trainable_ids:
@@ -187,7 +205,7 @@ def _read(
     if not trainable:
         raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
     ir = read_graph(graph, inputs, name)
-    ir = _mark_layers(ir, graph, recorder.paths(len(graph.get_operations())), inputs)
+    ir = _mark_layers(ir, graph, recorder.paths(graph), inputs)
     values = tuple(_value(tensor, inputs) for tensor in outputs)
     ir = ir.replace(inputs=tuple(inputs[t.op.name].name for t in arguments), outputs=values)
     return Captured(ir, graph, variables, tuple(trainable), constants, aux, specs)
@@ -218,10 +236,3 @@ def _mark_layers(ir: Graph, graph: Any, paths: list[tuple[str, bool]], inputs: d
             node = node.with_attrs(layer=path)
         nodes.append(node)
     return dataclasses.replace(ir, nodes=tuple(nodes))
-
-
-def to_arrays(batch: Sequence[Any]) -> list[Any]:
-    """The flattened tensors of a batch (numpy arrays are kept as they are)."""
-    return [
-        leaf if isinstance(leaf, np.ndarray) else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(tuple(batch))
-    ]

@@ -24,15 +24,23 @@ class Checkpoints:
         variables = {f"v{i}": variable for i, variable in enumerate(names.values())}
         tracked = tf.train.Checkpoint(step=self._count, optimizer=optimizer, **variables)
         try:
-            self._manager = tf.train.CheckpointManager(tracked, os.fspath(folder), max_to_keep=3)
+            os.makedirs(folder, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{os.fspath(folder)} cannot hold checkpoints: {error}") from error
+            raise UsageError(f"{os.fspath(folder)} cannot hold checkpoints: {error.strerror}") from error
+        self._manager = tf.train.CheckpointManager(tracked, os.fspath(folder), max_to_keep=3)
 
     def restore(self) -> int:
         """Load the latest checkpoint, if there is one; the number of steps it had done."""
         if self._manager.latest_checkpoint is None:
             return 0
-        self._manager.checkpoint.restore(self._manager.latest_checkpoint).assert_existing_objects_matched()
+        try:
+            status = self._manager.checkpoint.restore(self._manager.latest_checkpoint)
+            status.assert_existing_objects_matched()
+        except (AssertionError, ValueError, tf.errors.OpError) as error:
+            raise UsageError(
+                f"{self._manager.latest_checkpoint} cannot be loaded, being damaged or of another model or optimizer: "
+                f"{error}"
+            ) from error
         return int(self._count.numpy())
 
     def save(self, steps: int) -> str:

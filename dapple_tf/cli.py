@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -84,7 +85,13 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
         if keep is not None and (number % every == 0 or number == steps):
             keep.save(number)
 
-    run = run_steps(step, workload, steps - done, "training", done, after)
+    numbers = itertools.count(done + 1)
+
+    def one(*batch: Any) -> Any:
+        # The last two steps take times: the first of them also builds, the second is the one to look at.
+        return (step.record if trace and next(numbers) > steps - 2 else step)(*batch)
+
+    run = run_steps(one, workload, steps - done, "training", done, after)
     result = {
         "steps": steps,
         "first_loss": run.losses[0],
@@ -102,8 +109,8 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
         )
     _say(speed)
     if trace:
-        step.record(*first)
-        save_timeline(step.timeline, trace, f"{step.plan.model}: {step.plan.schedule}, M = {step.plan.micro_batches}")
+        name = options["model"].rpartition(":")[2]
+        save_timeline(step.timeline, trace, f"{name}: {step.plan.schedule}, M = {step.plan.micro_batches}")
         result["trace"] = trace
         _say(f"timeline of one step: {trace}")
     if options["as_json"]:

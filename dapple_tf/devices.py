@@ -52,17 +52,22 @@ def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
     found = tuple(device.name for device in gpus or tf.config.list_logical_devices("CPU"))
     if wanted is None:
         return found
-    every = tuple(device.name for device in tf.config.list_logical_devices())
+    if isinstance(wanted, str | int):
+        raise DeviceError(f"devices={wanted!r}: give a list of names or indices, such as ['CPU:0', 'CPU:1']")
+    every = [device.name for device in tf.config.list_logical_devices()]
+    known: dict[str | int, str] = {**dict(enumerate(found)), **{_short(name): name for name in every}}
     chosen = []
     for name in wanted:
-        matches = [found[name]] if isinstance(name, int) and 0 <= name < len(found) else []
-        if isinstance(name, str):
-            matches = [device for device in every if device == name or device.endswith(":" + name.lstrip("/:"))]
-            matches = matches or [device for device in every if device.endswith(name.removeprefix("/device:"))]
-        if len(matches) != 1:
+        key = _short(name) if isinstance(name, str) else name
+        if key not in known:
             raise DeviceError(f"there is no device {name!r}; there are {', '.join(every)}")
-        chosen.append(matches[0])
+        chosen.append(known[key])
     return tuple(chosen)
+
+
+def _short(name: str) -> str:
+    """Type and index, ``cpu:1``, of a device's name in any of its spellings."""
+    return name.lower().rpartition("device:")[2].removeprefix("/")
 
 
 def home_device() -> str:

@@ -6,6 +6,7 @@ Every op is made under its node's device, name and control edges; TensorFlow add
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,7 +45,8 @@ def emit(
     library: Mapping[str, bytes],
 ) -> Any:
     """The ConcreteFunction that runs ``graph``: takes the batch's tensors, returns the graph's outputs."""
-    functions = {f.name: build_function(f, constants, library) for f in graph.functions}
+    calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
+    functions = {f.name: build_function(f, constants, library, whole=calls[f.name] > 1) for f in graph.functions}
 
     def step(*batch: Any) -> list[Any]:
         emitter = _Emitter(graph, bindings, functions)
@@ -122,7 +124,7 @@ class _Emitter:
             self.bindings.variable(node, port.name).handle if port.role == "variable" else next(values)
             for port in function.inputs
         ]
-        return call_whole(self.functions[function.name], arguments)
+        return call(self.functions[function.name], arguments)
 
     _forward = _backward = _update = _call
 
@@ -165,7 +167,7 @@ class _Emitter:
             with tf.init_scope():
                 self.functions[key] = _accumulator([value.dtype for value in inputs], first)
         handles = [variable.handle for variable in self.bindings.accumulators(node)]
-        return call_whole(self.functions[key], [*handles, *inputs])
+        return call(self.functions[key], [*handles, *inputs])
 
     def _gradients(self, node: Node, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         if inputs:
@@ -191,7 +193,7 @@ class _Emitter:
 
     def _clip(self, node: Node, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         norm, *gradients = inputs
-        limit = tf.cast(node.attr("limit"), tf.float64)
+        limit = tf.constant(node.attr("limit"), tf.float64)  # tf.cast would round a Python float to float32
         scale = limit / tf.maximum(norm, limit)
         return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients], []
 
@@ -236,13 +238,19 @@ class _Emitter:
         return [tf.stack(inputs)], []
 
 
-def call_whole(function: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Call a ConcreteFunction in the graph being built; its outputs, and the call op itself."""
+def call(function: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Call a ConcreteFunction in the graph being built: its outputs, and the ops that mark its end.
+
+    Where TensorFlow inlines the call, the call op stands for its side effects only, and an IdentityN of all
+    outputs for the rest; both are waited for.
+    """
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     outputs = function(*arguments)
-    calls = [op for op in graph.get_operations()[before:] if op.type in internals.CALL_OPS]
-    return list(outputs) if outputs is not None else [], calls
+    ops = [op for op in graph.get_operations()[before:] if op.type in internals.CALL_OPS]
+    if not outputs:
+        return [], ops
+    return list(outputs), [*ops, tf.identity_n(list(outputs))[0].op]
 
 
 def _read(variable: tf.Variable) -> Any:

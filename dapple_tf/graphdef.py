@@ -36,6 +36,10 @@ _RANDOM = frozenset(
         "RandomGamma",
         "RandomPoissonV2",
         "Multinomial",
+        "UniformCandidateSampler",
+        "LogUniformCandidateSampler",
+        "LearnedUnigramCandidateSampler",
+        "FixedUnigramCandidateSampler",
     }
 )
 _CALLS = frozenset(
@@ -94,15 +98,19 @@ def _effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any]) -> t
         return Effect.READ, ()
     if op.type in _RANDOM:
         return Effect.RANDOM, ()
-    if not internals.is_stateful_op(op.type):
-        return Effect.PURE, ()
+    if op.type not in _CALLS and not internals.is_stateful_op(op.type):
+        return Effect.PURE, ()  # (TensorFlow counts a call that draws random numbers as stateless now and then)
     resources = [(i, tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
     if resources:
         read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i) if op.type in _CALLS else set()
         written = tuple(_ir_name(tensor.op.name, inputs) for i, tensor in resources if i not in read_only)
-        return (Effect.WRITE, written) if written else (Effect.READ, ())
-    if op.type in _CALLS and not _acts(_called(op.node_def), bodies):
-        return Effect.PURE, ()
+        if written:
+            return Effect.WRITE, written
+    if op.type in _CALLS:
+        acting = _acting(_called(op.node_def), bodies)
+        if acting:
+            return (Effect.RANDOM if acting <= _RANDOM else Effect.SIDE), ()
+        return (Effect.READ if resources else Effect.PURE), ()
     return Effect.SIDE, ()
 
 
@@ -112,9 +120,9 @@ def _called(node: Any) -> list[str]:
     return names + [function.name for value in node.attr.values() for function in value.list.func]
 
 
-def _acts(names: list[str], bodies: Mapping[str, Any]) -> bool:
-    """Whether any of the functions, or those they call, holds a stateful op other than reads and calls."""
-    pending, seen = list(names), set()
+def _acting(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
+    """The stateful ops, other than reads and calls, that the functions and those they call hold."""
+    pending, seen, found = list(names), set(), set()
     while pending:
         name = pending.pop()
         if name in seen or name not in bodies:
@@ -124,8 +132,8 @@ def _acts(names: list[str], bodies: Mapping[str, Any]) -> bool:
             if node.op in _CALLS:
                 pending += _called(node)
             elif node.op not in _READS and internals.is_stateful_op(node.op):
-                return True
-    return False
+                found.add(node.op)
+    return found
 
 
 def _type(tensor: Any) -> TensorType:
@@ -134,16 +142,23 @@ def _type(tensor: Any) -> TensorType:
 
 
 def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) -> list[Node]:
-    """The nodes less NoOps, with the control edges that order true effects (also those through a NoOp)."""
+    """The nodes less NoOps, with the control edges that order true effects (also through a NoOp or Identity)."""
     before = {op.name: [source.name for source in op.control_inputs] for op in graph.get_operations()}
     by_name = {node.name: node for node in nodes}
 
     def sources(name: str) -> Iterable[str]:
         for source in before.get(name, ()):
-            if source in by_name and by_name[source].op == "NoOp":
-                yield from sources(source)
-            elif source not in inputs:
-                yield source
+            yield from reached(source)
+
+    def reached(source: str) -> Iterable[str]:
+        if source in inputs:
+            return
+        if by_name[source].op == "NoOp":
+            yield from sources(source)
+            return
+        yield source
+        if by_name[source].op == "Identity":  # an assertion in a function gives its result, not itself
+            yield from reached(by_name[source].inputs[0].node)
 
     result = []
     for node in nodes:
@@ -289,6 +304,8 @@ def _write_list(proto: attr_value_pb2.AttrValue, items: tuple[Attr, ...]) -> Non
                 proto.list.type.append(_dtype_number(item))
             case Shape():
                 _write_shape(proto.list.shape.add(), item)
+            case _:
+                raise TypeError(f"{item!r} is no item of a list attribute of TensorFlow's")
 
 
 def _write_shape(proto: Any, shape: Shape) -> None:

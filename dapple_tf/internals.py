@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import func_graph, op_def_registry
 
 NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -64,8 +64,8 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     """Move variables to other devices in place; whoever holds the tf.Variable, or traced it, sees the new home.
 
     ``moves`` pairs each variable with its new device. The variable's ``_handle`` is replaced
-    by that of a new variable on the device, and every live ConcreteFunction that captured the old handle is
-    given the new one (``set_external_captures``), so nothing keeps the old memory alive.
+    by that of a new variable on the device, and every live ConcreteFunction and FuncGraph that captured the old
+    handle is given the new one (``set_external_captures``, ``reset_captures``), so nothing keeps the old memory alive.
     """
     if not moves:
         return
@@ -76,13 +76,19 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
         old = variable._handle
         replaced[id(old)] = (old, new._handle)
         variable._handle = new._handle
+
+    def rebind(captured: Sequence[Any]) -> list[Any] | None:
+        if not any(id(handle) in replaced for handle in captured):
+            return None
+        return [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
+
     for item in gc.get_objects():
-        if not issubclass(type(item), concrete_function.ConcreteFunction):
-            continue
-        captured = item.captured_inputs
-        if any(id(handle) in replaced for handle in captured):
-            rebound = [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
-            item.set_external_captures(rebound)
+        if issubclass(type(item), concrete_function.ConcreteFunction):
+            if rebound := rebind(item.captured_inputs):
+                item.set_external_captures(rebound)
+        elif issubclass(type(item), func_graph.FuncGraph) and (rebound := rebind(item.external_captures)):
+            item.function_captures.reset_captures(rebound, item.internal_captures)
+            assert len(item.captures) == len(rebound)  # reading them drops a cache that holds the old handles
 
 
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from dapple_tf.capture import Captured
 from dapple_tf.errors import DappleWarning, LossError
-from graph_passes.ir import Graph, Node, Value, ancestors
+from graph_passes.ir import Graph, Node, Opaque
 from graph_passes.layers import SHAPE_OPS
 
 # Ops that leave a sum a sum (or a mean a mean).
-_LINEAR = frozenset({"Identity", "Cast", "Reshape", "Squeeze", "Neg", "AddV2", "Add", "AddN", "Sub", "Mul"})
+_LINEAR = frozenset({"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Neg", "AddV2", "Add", "AddN", "Sub"})
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+_REDUCTIONS = frozenset({"Sum", "Mean"})
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a node's output.
+
+    ``touched``: it depends on the arguments, be it on their shapes only; ``data``: on more than their shapes.
+    ``spread``: it holds something for each sample still. ``scaled``: each sample's part was divided or multiplied by
+    something of the whole batch. ``summed``: the op that summed it over the batch, where nothing of the batch has
+    scaled it. ``divided``: what it was divided by, where that was computed from the data of the whole batch.
+    """
+
+    touched: bool = False
+    data: bool = False
+    spread: bool = False
+    scaled: bool = False
+    summed: str = ""
+    divided: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is something of the whole batch: its size, a count, a norm."""
+        return self.touched and not self.spread
 
 
 def check_loss(captured: Captured) -> None:
@@ -21,59 +50,87 @@ def check_loss(captured: Captured) -> None:
     from the batch's data, since such weights differ between micro-batches.
     """
     graph = captured.graph
-    batched = _batched(graph)
-    pending, seen = [graph.outputs[0]], set()
-    while pending:
-        value = pending.pop()
-        node = graph.node(value.node)
-        if value in seen:
-            continue
-        seen.add(value)
-        if node.op == "Sum" and _reduces_batch(graph, node, batched):
-            raise LossError(
-                f"the loss of {graph.name} is a sum over the batch ({node.name!r} sums axis 0), not a mean: its "
-                "gradient would depend on the batch size; use tf.reduce_mean"
-            )
-        if node.op in _DIVISIONS:
-            denominator = node.inputs[1]
-            if graph.node(denominator.node).op == "Const":
-                pending.append(node.inputs[0])
-            elif _from_data(graph, denominator):
-                warnings.warn(
-                    f"the loss of {graph.name} is divided by {denominator.node!r}, which is computed from the batch's "
-                    "data (a count of unmasked tokens?): micro-batches then weigh samples otherwise than the whole "
-                    "batch does, and gradients differ from one device's",
-                    DappleWarning,
-                    stacklevel=6,
-                )
-        elif node.op in _LINEAR:
-            pending += node.inputs
-
-
-def _batched(graph: Graph) -> set[str]:
-    """Nodes whose first output has an unknown axis 0 that comes from the arguments."""
-    found = {node.name for node in graph.nodes if node.op == "arg"}
+    facts: dict[str, _Facts] = {}
     for node in graph.nodes:
-        if node.outputs and any(value.node in found for value in node.inputs):
-            dims = node.outputs[0].shape.dims
-            if dims and dims[0] is None:
-                found.add(node.name)
-    return found
+        facts[node.name] = _observe(graph, node, facts)
+    loss = facts[graph.outputs[0].node]
+    if loss.summed:
+        raise LossError(
+            f"the loss of {graph.name} is a sum over the batch ({loss.summed!r} sums axis 0), not a mean: its "
+            "gradient would depend on the batch size; use tf.reduce_mean"
+        )
+    if loss.divided:
+        warnings.warn(
+            f"the loss of {graph.name} is divided by {loss.divided!r}, which is computed from the batch's data (a "
+            "count of unmasked tokens?): micro-batches then weigh samples otherwise than the whole batch does, and "
+            "gradients differ from one device's",
+            DappleWarning,
+            stacklevel=6,
+        )
 
 
-def _reduces_batch(graph: Graph, node: Node, batched: set[str]) -> bool:
-    if node.inputs[0].node not in batched:
+def _observe(graph: Graph, node: Node, known: dict[str, _Facts]) -> _Facts:
+    if node.op == "arg":
+        return _Facts(touched=True, data=True, spread=True)
+    inputs = [known[value.node] for value in node.inputs]
+    data = node.op not in SHAPE_OPS and any(facts.data for facts in inputs)
+    shapes = [kind.shape.dims for kind in node.outputs]
+    spread = any(facts.spread for facts in inputs) and any(dims is None or None in dims for dims in shapes)
+
+    def found(scaled: bool = False, summed: str = "", divided: str = "", spread: bool = spread) -> _Facts:
+        return _Facts(any(facts.touched for facts in inputs), data, spread and data, scaled, summed, divided)
+
+    if node.op in _LINEAR:
+        return _combine(inputs, found)
+    if node.op in _REDUCTIONS:
+        return _reduce(graph, node, inputs[0], found)
+    if node.op in _DIVISIONS:
+        return _divide(node, inputs[0], inputs[1], found)
+    if node.op == "Mul":
+        return _multiply(inputs[0], inputs[1], found)
+    return found()
+
+
+def _combine(inputs: list[_Facts], found: Callable[..., _Facts]) -> _Facts:
+    return found(
+        any(facts.scaled for facts in inputs),
+        next((facts.summed for facts in inputs if facts.summed), ""),
+        next((facts.divided for facts in inputs if facts.divided), ""),
+    )
+
+
+def _reduce(graph: Graph, node: Node, taken: _Facts, found: Callable[..., _Facts]) -> _Facts:
+    if not _reduces_batch(graph, node, taken):
+        return _combine([taken], found)
+    summed = node.name if node.op == "Sum" and not taken.scaled else ""
+    return found(taken.scaled, summed, taken.divided, spread=False)
+
+
+def _divide(node: Node, top: _Facts, bottom: _Facts, found: Callable[..., _Facts]) -> _Facts:
+    if not bottom.whole:
+        return found(top.scaled, top.summed, top.divided)
+    return found(scaled=True, divided=node.inputs[1].node if bottom.data else top.divided)
+
+
+def _multiply(first: _Facts, second: _Facts, found: Callable[..., _Facts]) -> _Facts:
+    divided = first.divided or second.divided
+    if first.scaled or second.scaled or (first.touched and second.touched and (first.whole or second.whole)):
+        return found(scaled=True, divided=divided)
+    return found(summed=first.summed or second.summed, divided=divided)
+
+
+def _reduces_batch(graph: Graph, node: Node, taken: _Facts) -> bool:
+    """Whether the reduction goes over an axis of unknown length: the batch's, or one that holds the batch."""
+    dims = graph.type_of(node.inputs[0]).shape.dims
+    axes = _constant(graph.node(node.inputs[1].node))
+    if not taken.spread or dims is None or axes is None:
         return False
-    axes = graph.node(node.inputs[1].node)
-    if axes.op != "Const":
-        return False
-    reduced = axes.outputs[0].shape.elements()
-    rank = len(graph.type_of(node.inputs[0]).shape.dims or ())
-    # A loss is a scalar: what is summed on the way to it is summed over all axes, or over axis 0 last.
-    return reduced == rank or rank == 1
+    return any(dims[axis] is None for axis in axes)
 
 
-def _from_data(graph: Graph, value: Value) -> bool:
-    """Whether a value depends on the arguments' data, and not only on their shapes."""
-    shapes = {node.name for node in graph.nodes if node.op in SHAPE_OPS}
-    return any(graph.node(name).op == "arg" for name in ancestors(graph, [value.node], stop=shapes))
+def _constant(node: Node) -> list[int] | None:
+    value = dict(node.attrs).get("value")
+    if node.op != "Const" or not isinstance(value, Opaque):
+        return None
+    array = tf.make_ndarray(attr_value_pb2.AttrValue.FromString(value.data).tensor)
+    return [int(axis) for axis in array.reshape(-1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,11 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     for key in options:
         if key not in accepted and not open_ended:
             near = difflib.get_close_matches(key, accepted, n=3) or list(accepted)
-            raise ModelError(f"{name} has no option {key!r}; it has {', '.join(near)}")
+            raise ModelError(f"{name} has no option {key!r}; it has {', '.join(near) or 'none'}")
+    for key, parameter in accepted.items():
+        named = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if named and parameter.default is inspect.Parameter.empty and key not in options:
+            raise ModelError(f"{name} needs the option {key!r}: give it with --set {key}=VALUE")
     workload = function(**options)
     if not isinstance(workload, Workload):
         raise ModelError(
@@ -68,7 +71,10 @@ def _load_file(path: Path) -> Any:
         folder = folder.parent
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    return _load_module(".".join(parts))
+    module = _load_module(".".join(parts))
+    if Path(module.__file__ or "").resolve() != resolved:
+        raise ModelError(f"{path} has the name of another module, {module.__name__!r}: rename the file")
+    return module
 
 
 def _load_module(name: str) -> Any:

@@ -35,8 +35,6 @@ def pipeline(
 
     Raises subclasses of ValueError that say what cannot be done and what can.
     """
-    if recompute:
-        raise PlanError("recompute is not there yet: leave it False")
     if cluster is not None:
         raise PlanError("plans for a cluster are not there yet: leave cluster None")
     request = Request(stages, replicas, micro_batches, schedule, recompute)

@@ -12,12 +12,14 @@ from dapple_tf.graphdef import needed_library, write_graph
 from graph_passes.ir import Function, Value
 
 
-def build_function(function: Function, constants: Mapping[str, tf.Tensor], library: Mapping[str, bytes]) -> Any:
+def build_function(
+    function: Function, constants: Mapping[str, tf.Tensor], library: Mapping[str, bytes], *, whole: bool
+) -> Any:
     """The ConcreteFunction of ``function``: it takes its ports in order (resources for variables).
 
-    Marked ``_noinline``: a call completes as a whole, so that control edges between calls mean what they say
-    and the graph's size does not grow with the model times the micro-batches. TensorFlow's automatic control
-    dependencies keep the order of side effects inside.
+    ``whole``: TensorFlow does not inline its calls, so the graph that runs does not grow with the model times the
+    micro-batches. A function that is called once is better inlined: its ops are then optimised with their
+    neighbours. TensorFlow's automatic control dependencies keep the order of side effects inside.
     """
     definition = write_graph(function.graph.replace(library=needed_library(function.graph, library)))
     by_input = dict(zip(function.graph.inputs, range(len(function.inputs)), strict=True))
@@ -39,7 +41,7 @@ def build_function(function: Function, constants: Mapping[str, tf.Tensor], libra
         return [known[v.node] if v.node in known else found[v] for v in function.graph.outputs]
 
     traced = tf.function(
-        body, autograph=False, input_signature=specs, experimental_attributes={internals.NO_INLINE: True}
+        body, autograph=False, input_signature=specs, experimental_attributes={internals.NO_INLINE: whole}
     )
     return traced.get_concrete_function()
 

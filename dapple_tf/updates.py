@@ -46,7 +46,8 @@ def trace_update(optimizer: Any, names: Sequence[str], variables: dict[str, tf.V
             optimizer.build(trained)
 
     def update(*gradients: Any) -> None:
-        optimizer.apply(list(gradients), list(trained))
+        with tf.name_scope("optimizer"):  # so that no op has the name of a variable
+            optimizer.apply(list(gradients), list(trained))
 
     specs = [tf.TensorSpec(variables[name].shape, variables[name].dtype) for name in names]
     with _without_global_clip(optimizer) as clip:

@@ -8,6 +8,7 @@ after the stages' updates as the optimizer has it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
 
     Raises PartitionError when one op updates the variables of several stages.
     """
+    graph = _unbundle(graph)
     closure = {n.name: ancestors(graph, [n.name]) for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)}
     homes = _slot_stages(graph, owner, closure)
     writes: dict[int, set[str]] = {}
@@ -61,6 +63,19 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
         stages,
         _function("optimizer/after", graph, shared - before, before) if shared - before else None,
     )
+
+
+def _unbundle(graph: Graph) -> Graph:
+    """The graph less its IdentityN nodes: Keras passes all gradients through one, which ties all stages together."""
+    same: dict[Value, Value] = {}
+    nodes = []
+    for node in graph.nodes:
+        node = dataclasses.replace(node, inputs=tuple(same.get(value, value) for value in node.inputs))
+        if node.op == "IdentityN" and not node.controls:
+            same.update(zip(node.values(), node.inputs, strict=True))
+        else:
+            nodes.append(node)
+    return graph.replace(nodes=tuple(nodes))
 
 
 def _slot_stages(graph: Graph, owner: Mapping[str, int], closure: Mapping[str, set[str]]) -> dict[str, set[int]]:

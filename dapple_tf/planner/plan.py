@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dapple_tf.errors import PlanError
+from dapple_tf.files import write_atomically
 
 FORMAT = "dapple-plan/1"
 
@@ -58,9 +58,10 @@ class Plan:
                     f"stages[{index}] holds layers {stage.first_layer} to {stage.last_layer}, but must start at "
                     f"{expected}"
                 )
-            if not stage.devices or len(set(stage.devices)) != len(stage.devices):
+            distinct = {device for device in stage.devices if device >= 0}
+            if not distinct or len(distinct) != len(stage.devices):
                 raise PlanError(
-                    f"stages[{index}].devices is {list(stage.devices)}: name each device once, and at least one"
+                    f"stages[{index}].devices is {list(stage.devices)}: name at least one device, each once, from 0"
                 )
             expected = stage.last_layer + 1
 
@@ -77,7 +78,10 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` as JSON, all or nothing."""
         data = {"format": FORMAT, **asdict(self)}
-        write_atomically(Path(path), json.dumps(data, indent=2) + "\n")
+        try:
+            write_atomically(Path(path), json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            raise PlanError(f"{path}: the plan cannot be written: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -105,9 +109,9 @@ class Plan:
                 micro_batch_size=_integer(data, "micro_batch_size"),
                 micro_batches=_integer(data, "micro_batches"),
                 schedule=_text(data, "schedule"),
-                recompute=bool(data.get("recompute", False)),
+                recompute=_flag(data, "recompute"),
                 stages=stages,
-                predicted=data.get("predicted"),
+                predicted=_mapping(data, "predicted"),
             )
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
@@ -133,6 +137,20 @@ def _text(data: Any, key: str) -> str:
     return value
 
 
+def _flag(data: Any, key: str) -> bool:
+    value = data.get(key, False)
+    if not isinstance(value, bool):
+        raise PlanError(f"{key} is {value!r}, not true or false")
+    return value
+
+
+def _mapping(data: Any, key: str) -> Mapping[str, Any] | None:
+    value = data.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise PlanError(f"{key} is {value!r}, not an object")
+    return value
+
+
 def _list(data: Any, key: str, where: str = "") -> list[Any]:
     value = _field(data, key, where)
     if not isinstance(value, list):
@@ -143,15 +161,3 @@ def _list(data: Any, key: str, where: str = "") -> list[Any]:
 def _integers(data: Any, key: str, where: str) -> tuple[int, ...]:
     items = _list(data, key, where)
     return tuple(_integer({key: item}, key, where) for item in items)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash leaves the old file or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -22,6 +22,20 @@ class Request:
     schedule: str = "auto"
     recompute: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, int):
+            raise PlanError(f"micro_batches={self.micro_batches!r}: give a whole number")
+        if not isinstance(self.schedule, str):
+            raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
+        if self.replicas is not None and not _all(self.replicas, int):
+            raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
+        if not isinstance(self.stages, int) and self.stages != "auto" and not _all(self.stages, str):
+            raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
+
+
+def _all(items: object, kind: type) -> bool:
+    return isinstance(items, Sequence) and not isinstance(items, str) and all(isinstance(item, kind) for item in items)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -87,8 +101,6 @@ def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> lis
     wanted = request.stages
     if wanted == "auto":
         wanted = _automatic(layers, devices, request.replicas)
-    if isinstance(wanted, str):
-        raise PlanError(f"stages={wanted!r}: give a number, a list of layer names, or 'auto'")
     if isinstance(wanted, int):
         if wanted < 1:
             raise PlanError(f"stages={wanted}: there must be at least one")

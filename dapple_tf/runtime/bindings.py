@@ -13,12 +13,29 @@ from graph_passes.names import nodes_of, replica_counts
 from graph_passes.variables import Variables, find_variables
 
 
+class Buffers:
+    """The pipeline's own variables, made once and shared by all its programs: copies, and sums of gradients."""
+
+    def __init__(self, home: str) -> None:
+        self._made: dict[tuple[str, str, str], tf.Variable] = {}
+        with tf.init_scope(), tf.device(home):
+            self.updating = tf.Variable(False, trainable=False)
+
+    def like(self, variable: tf.Variable, name: str, device: str, use: str) -> tf.Variable:
+        """A variable on ``device`` like the one called ``name``, for one use."""
+        key = (name, device, use)
+        if key not in self._made:
+            with tf.init_scope(), tf.device(device):
+                self._made[key] = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+        return self._made[key]
+
+
 class StepVariables:
     """Implements ``emit.Bindings`` for one pipelined graph."""
 
-    def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], updating: tf.Variable) -> None:
+    def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], buffers: Buffers) -> None:
         self._variables = variables
-        self._updating = updating
+        self._updating = buffers.updating
         self._use: Variables = find_variables(graph)
         self._counts = replica_counts(graph)
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
@@ -26,11 +43,12 @@ class StepVariables:
         for node in nodes_of(graph, "refresh"):
             for name in node.strings("variables"):
                 key = (node.integer("stage"), node.integer("replica"), name)
-                self._copies[key] = _like(variables[name], node.device)
+                self._copies[key] = buffers.like(variables[name], name, node.device, f"copy of stage {key[0]}")
         for node in nodes_of(graph, "gradients"):
             if not node.inputs:
                 place = (node.integer("stage"), node.integer("replica"))
-                self._buffers[place] = [_like(variables[name], node.device) for name in node.strings("variables")]
+                names, use = node.strings("variables"), f"sum of stage {place[0]}"
+                self._buffers[place] = [buffers.like(variables[n], n, node.device, use) for n in names]
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """See ``emit.Bindings``."""
@@ -56,11 +74,6 @@ class StepVariables:
     def updating(self) -> tf.Variable:
         """See ``emit.Bindings``."""
         return self._updating
-
-
-def _like(variable: tf.Variable, device: str) -> tf.Variable:
-    with tf.init_scope(), tf.device(device):
-        return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
 
 
 def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapple_tf.errors import UsageError
-from dapple_tf.planner.plan import write_atomically
+from dapple_tf.files import replacing, write_atomically
 from dapple_tf.runtime.timeline import Timeline
 
 _COLOURS = {"F": "#4f81bd", "B": "#6aa84f"}  # forward blue, backward green, as in the DAPPLE paper's figures
@@ -109,7 +109,6 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, dpi=130, format="png")
+    with replacing(path) as part:
+        figure.savefig(part, dpi=130, format="png")
     plt.close(figure)
-    os.replace(part, path)

@@ -12,7 +12,7 @@ from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.emit import emit
 from dapple_tf.errors import StepError
-from dapple_tf.runtime.bindings import StepVariables, move_to_stages
+from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_stages
 from graph_passes.ir import Graph
 
 
@@ -43,10 +43,8 @@ class Program:
         return "All variables are as they were before the step."
 
 
-def build_program(graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], home: str) -> Program:
+def build_program(graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers) -> Program:
     """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function."""
     move_to_stages(graph, model.variables)
-    with tf.init_scope(), tf.device(home):
-        updating = tf.Variable(False, trainable=False)
-    bindings = StepVariables(graph, model.variables, updating)
-    return Program(graph, emit(graph, signature, bindings, model.constants, model.library), updating)
+    bindings = StepVariables(graph, model.variables, buffers)
+    return Program(graph, emit(graph, signature, bindings, model.constants, model.library), buffers.updating)

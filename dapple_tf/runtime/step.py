@@ -18,10 +18,12 @@ from dapple_tf.loss import check_loss
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
+from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
 from dapple_tf.shapes import infer_shapes
 from graph_passes.expose import exposed
+from graph_passes.ir import Graph
 from graph_passes.layers import find_layers
 from graph_passes.text import print_graph
 
@@ -33,6 +35,11 @@ class _Model:
     captured: Captured
     staged: StagedModel
     programs: dict[tuple[Any, ...], Program] = dataclasses.field(default_factory=dict)
+
+    def pack(self, outputs: list[Any]) -> Any:
+        """What the user's function would return: the loss, or (loss, aux)."""
+        aux = self.captured.aux
+        return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
 
 
 class PipelinedStep:
@@ -52,6 +59,12 @@ class PipelinedStep:
         devices: Sequence[str | int] | None = None,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                f"plan is a {type(plan).__name__}, not a dapple.Plan: read a file with dapple.Plan.load(path)"
+            )
+        if (request if plan is None else plan).recompute:
+            raise PlanError("recompute is not there yet: leave it False")
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._request = request
@@ -60,7 +73,7 @@ class PipelinedStep:
         self._models: dict[tuple[tf.TensorSpec, ...], _Model] = {}
         self._last: Program | None = None
         self.layer_names: tuple[str, ...] = ()
-        self._record = False
+        self._buffers: Buffers | None = None
         self._timeline: Timeline | None = None
         if example_batch is not None:
             self.build(*example_batch)
@@ -80,9 +93,14 @@ class PipelinedStep:
         return self._program().function.graph.as_graph_def()
 
     @property
+    def graph(self) -> Graph:
+        """The pipelined graph that ran last."""
+        return self._program().graph
+
+    @property
     def text(self) -> str:
         """The pipelined graph that ran last, one call a line."""
-        return print_graph(self._program().graph, functions=False)
+        return print_graph(self.graph, functions=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -93,14 +111,14 @@ class PipelinedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
-        outputs = self._run(batch)
-        return self._pack(batch, outputs)
+        model, outputs = self._run(batch)
+        return model.pack(outputs)
 
     def record(self, *batch: Any) -> Any:
         """Like a call, and takes the times of all actions, found in ``timeline`` afterwards."""
-        *outputs, stamps = self._run(batch, "times")
-        self._timeline = read_timeline(self._program().graph, stamps.numpy())
-        return self._pack(batch, outputs)
+        model, (*outputs, stamps) = self._run(batch, "times")
+        self._timeline = read_timeline(self.graph, stamps.numpy())
+        return model.pack(outputs)
 
     def build(self, *batch: Any) -> None:
         """Decide and build everything for batches like this one, without running it."""
@@ -108,8 +126,8 @@ class PipelinedStep:
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Like a call, but returns the loss and the gradient of every trained variable by name (numpy)."""
-        outputs = self._run(batch, "gradients")
-        names = exposed(self._program().graph)
+        _, outputs = self._run(batch, "gradients")
+        names = exposed(self.graph)
         values = [value.numpy() for value in outputs]
         return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
 
@@ -124,15 +142,13 @@ class PipelinedStep:
             raise UsageError("nothing has been built: call the step with a batch first")
         return self._last
 
-    def _run(self, batch: Sequence[Any], extra: str = "") -> list[Any]:
-        program = self._prepare(batch, extra)
-        return program.run(tf.nest.flatten(tuple(batch)))
+    def _run(self, batch: Sequence[Any], extra: str = "") -> tuple[_Model, list[Any]]:
+        model, program = self._prepare(batch, extra)
+        return model, program.run(tf.nest.flatten(tuple(batch)))
 
-    def _pack(self, batch: Sequence[Any], outputs: list[Any]) -> Any:
-        aux = self._models[batch_signature(batch)].captured.aux
-        return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
-
-    def _prepare(self, batch: Sequence[Any], extra: str = "") -> Program:
+    def _prepare(self, batch: Sequence[Any], extra: str = "") -> tuple[_Model, Program]:
+        if not tf.executing_eagerly():
+            raise UsageError("a pipelined step is a whole training step: call it outside of any tf.function")
         signature = batch_signature(batch)
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         if size == 0:
@@ -145,9 +161,10 @@ class PipelinedStep:
         if key not in model.programs:
             devices, home = list_devices(self._wanted_devices), home_device()
             graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
-            model.programs[key] = build_program(graph, model.staged, model.captured.signature, home)
+            self._buffers = self._buffers or Buffers(home)
+            model.programs[key] = build_program(graph, model.staged, model.captured.signature, self._buffers)
         self._last = model.programs[key]
-        return self._last
+        return model, self._last
 
     def _trace(self, batch: Sequence[Any], size: int) -> _Model:
         devices = list_devices(self._wanted_devices)

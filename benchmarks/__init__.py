@@ -1,0 +1,1 @@
+"""Measurements behind every figure this project states. ``python -m benchmarks [NAME ...]`` runs them."""

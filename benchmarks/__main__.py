@@ -1,0 +1,38 @@
+"""Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import dapple_tf as dapple
+from benchmarks import equality, order, overhead, pipelining
+
+BENCHMARKS = {"equality": equality, "order": order, "overhead": overhead, "pipelining": pipelining}
+
+
+def main() -> int:
+    """Print a Markdown table for each benchmark; 1 where a figure misses what is wanted."""
+    names = sys.argv[1:] or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        print(f"no benchmark is called {unknown[0]!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    dapple.init(8)
+    print(f"Machine: {len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}\n")
+    missed = 0
+    for name in names:
+        print(
+            f"### {name}\n\n`python -m benchmarks {name}`\n\n| figure | wanted | measured | |\n|---|---|---|---|",
+            flush=True,
+        )
+        for row in BENCHMARKS[name].run():
+            print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
+            missed += not row.ok
+        print(flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The models that are timed: a stack of dense layers, and the gpt of the main job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf import Workload
+from models.gpt import gpt
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A workload and one batch of it."""
+
+    workload: Workload
+    batch: tuple[Any, ...]
+
+
+def dense(layers: int = 8, width: int = 1024, batch_size: int = 2048) -> Timed:
+    """``layers`` dense layers of ``width``: large matrix products, so timing shows the pipeline and little else."""
+    generator = np.random.default_rng(0)
+    stack = [keras.layers.Dense(width, activation="relu", name=f"dense_{i}") for i in range(layers)]
+    model = keras.Sequential([keras.Input((width,)), *stack])
+
+    def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(model(x) - y))
+
+    x, y = (tf.constant(generator.normal(size=(batch_size, width)), tf.float32) for _ in range(2))
+    return Timed(Workload(loss_fn, keras.optimizers.SGD(0.01), [(x, y)]), (x, y))
+
+
+def small_gpt(batch_size: int = 64) -> Timed:
+    """The main job's model, one batch."""
+    workload = gpt(batch_size=batch_size)
+    return Timed(workload, next(iter(workload.dataset)))
+
+
+MODELS = {"dense": dense, "gpt": small_gpt}

@@ -1,0 +1,342 @@
+"""Each function of ``dapple_tf.internals`` relies on something TensorFlow or Keras may move: here it would show."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.core.framework.node_def_pb2 import NodeDef
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
+
+from dapple_tf import internals
+
+HERE, THERE = "/device:CPU:0", "/device:CPU:3"
+
+
+# --- tf.functions
+
+
+def test_a_clone_keeps_the_options_and_shares_no_trace() -> None:
+    traces = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False, reduce_retracing=True)
+    def double(x: tf.Tensor) -> tf.Tensor:
+        traces.append(1)
+        return 2 * x
+
+    double(tf.ones(3))
+    clone = internals.clone_function(double)
+
+    assert clone is not double
+    assert clone.python_function is double.python_function
+    assert clone.input_signature == double.input_signature
+    assert clone._autograph is False
+    assert clone._reduce_retracing is True
+    assert double.experimental_get_tracing_count() == 1
+    assert clone.experimental_get_tracing_count() == 0
+    assert clone(tf.ones(2)).numpy().tolist() == [2, 2]
+    assert len(traces) == 2
+    assert double.experimental_get_tracing_count() == 1
+
+
+def test_a_clone_of_a_function_that_makes_a_variable_makes_its_own() -> None:
+    made = []
+
+    @tf.function
+    def count() -> tf.Tensor:
+        if not made:
+            made.append(tf.Variable(0))
+        return made[0].assign_add(1)
+
+    count()
+    assert internals.clone_function(count)() == 2
+
+
+@pytest.mark.parametrize(
+    ("thing", "expected"),
+    [
+        (tf.function(lambda x: x), True),
+        (tf.function(lambda x: x, jit_compile=False), True),
+        (lambda x: x, False),
+        (keras.layers.Dense(1), False),
+        (keras.Sequential(), False),
+    ],
+)
+def test_is_tf_function_tells_tf_functions_from_callables(thing: object, expected: bool) -> None:
+    assert internals.is_tf_function(thing) is expected
+
+
+def test_input_signature_is_the_declared_one_or_none() -> None:
+    spec = tf.TensorSpec([None, 2], tf.int32)
+    assert internals.input_signature(tf.function(lambda x: x)) is None
+    assert internals.input_signature(tf.function(lambda x: x, input_signature=[spec])) == (spec,)
+
+
+# --- Keras layers
+
+
+def test_record_layers_sees_every_call_in_and_out() -> None:
+    layers = [keras.Input((2,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(2, name="b")]
+    model = keras.Sequential(layers, name="m")
+    seen: list[tuple[str, bool]] = []
+    with internals.record_layers(lambda layer, entering: seen.append((layer.name, entering))):
+        model(tf.ones((1, 2)))
+    called = [entry for entry in seen if entry[0] in "abm"]
+    assert called[0] == ("m", True)
+    assert called[-1] == ("m", False)
+    assert [entry for entry in called if entry[0] != "m"] == [("a", True), ("a", False), ("b", True), ("b", False)]
+
+
+def test_record_layers_restores_the_call_even_on_exceptions() -> None:
+    original = keras.Layer.__call__
+    seen: list[bool] = []
+
+    class Broken(keras.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), internals.record_layers(lambda _, entering: seen.append(entering)):
+        Broken()(tf.ones(1))
+    assert seen == [True, False], "the layer is left even when its call fails"
+    assert keras.Layer.__call__ is original
+
+
+# --- moving variables
+
+
+def test_a_moved_variable_keeps_value_and_identity_and_lives_elsewhere() -> None:
+    with tf.device(HERE):
+        variable = tf.Variable([1.0, 2.0], name="w", trainable=False)
+    holder = variable
+    internals.move_variables([(variable, THERE)])
+    assert holder.device.endswith(THERE)
+    assert holder.handle.device.endswith(THERE)
+    assert holder.numpy().tolist() == [1, 2]
+    assert holder.trainable is False
+    holder.assign([3.0, 4.0])
+    holder.assign_add([1.0, 1.0])
+    assert (holder + 0.0).numpy().tolist() == [4, 5]
+
+
+def test_functions_traced_before_a_move_see_the_variable_where_it_is() -> None:
+    variable, other = tf.Variable(2.0), tf.Variable(10.0)
+
+    @tf.function
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        return x * variable
+
+    @tf.function
+    def outer(x: tf.Tensor) -> tf.Tensor:
+        return tf.cond(x > 0, lambda: inner(x), lambda: variable.read_value()) + other
+
+    @tf.function
+    def write() -> None:
+        variable.assign_add(1.0)
+
+    x = tf.constant(3.0)
+    assert (inner(x), outer(x)) == (6, 16)
+    write()
+    internals.move_variables([(variable, THERE)])
+    variable.assign(5.0)
+
+    assert inner(x) == 15
+    assert outer(x) == 25
+    assert outer(tf.constant(-1.0)) == 15
+    write()
+    assert variable.numpy() == 6
+    assert inner(x) == 18
+    assert [f.experimental_get_tracing_count() for f in (inner, outer, write)] == [1, 1, 1]
+
+
+def test_a_gradient_through_a_function_traced_before_a_move_is_right() -> None:
+    variable = tf.Variable(2.0)
+
+    @tf.function
+    def square() -> tf.Tensor:
+        return variable * variable
+
+    def slope() -> float:
+        with tf.GradientTape() as tape:
+            result = square()
+        return float(tape.gradient(result, variable))
+
+    assert slope() == 4
+    internals.move_variables([(variable, THERE)])
+    variable.assign(5.0)
+    assert slope() == 10
+
+
+def test_a_moved_keras_variable_is_saved_restored_and_predicted_with(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    x = np.ones((2, 2), np.float32)
+    model.predict(x, verbose=0)
+    kernel = model.layers[0].kernel
+    internals.move_variables([(kernel.value, THERE)])
+    kernel.assign([[1.0], [2.0]])
+    assert kernel.value.device.endswith(THERE)
+    assert model.predict(x, verbose=0).tolist() == [[3], [3]]
+
+    checkpoint = tf.train.Checkpoint(kernel=kernel.value)
+    saved = checkpoint.save(tmp_path / "c")
+    kernel.assign([[0.0], [0.0]])
+    checkpoint.restore(saved).assert_consumed()
+    assert kernel.numpy().tolist() == [[1], [2]]
+    assert kernel.value.device.endswith(THERE)
+
+
+def test_nothing_keeps_the_old_memory_after_a_move() -> None:
+    variable = tf.Variable(tf.ones(4))
+    traced = tf.function(lambda: variable + 1.0)
+    traced()
+    graph = traced.get_concrete_function().graph  # kept where the function may be gone
+    old = weakref.ref(variable.handle)
+    internals.move_variables([(variable, THERE)])
+    gc.collect()
+    assert old() is None
+    assert internals.capture_of(graph, variable.handle) is graph.captures[0][1]
+    assert traced().numpy().tolist() == [2, 2, 2, 2]
+
+
+def test_moving_nothing_does_nothing() -> None:
+    internals.move_variables([])
+
+
+# --- other lookups
+
+
+def test_keras_variables_finds_the_wrappers_and_leaves_the_rest() -> None:
+    wrapped, plain = keras.Variable([1.0]), tf.Variable([2.0])
+    found = internals.keras_variables([plain, wrapped.value])
+    assert found[0] is plain
+    assert found[1] is wrapped
+
+
+def test_keras_variables_carry_constraints() -> None:
+    layer = keras.layers.Dense(1, kernel_constraint="non_neg")
+    layer.build((None, 2))
+    (found,) = internals.keras_variables([layer.kernel.value])
+    assert isinstance(found.constraint, keras.constraints.NonNeg)
+
+
+@pytest.mark.parametrize("op", ["ReadVariableOp", "AssignVariableOp", "RandomUniform", "Assert", "PrintV2", "While"])
+def test_stateful_ops(op: str) -> None:
+    assert internals.is_stateful_op(op)
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Identity", "StatelessWhile", "StatelessIf", "PartitionedCall"])
+def test_stateless_ops(op: str) -> None:
+    assert not internals.is_stateful_op(op)
+
+
+def test_an_op_nobody_knows_is_taken_for_stateful() -> None:
+    assert internals.is_stateful_op("NoSuchOpEver")
+
+
+def test_capture_of_gives_the_placeholder_the_graph_already_has() -> None:
+    variable, constant = tf.Variable(1.0), tf.constant(2.0)
+    graph = tf.function(lambda: variable * constant).get_concrete_function().graph
+    captured = {id(outside): inside for outside, inside in graph.captures}
+    assert internals.capture_of(graph, variable.handle) is captured[id(variable.handle)]
+    assert internals.capture_of(graph, constant) is captured[id(constant)]
+
+
+# --- options of functions and of their execution
+
+
+def executed_nodes(function: Callable[..., object], *arguments: tf.Tensor) -> list[NodeDef]:
+    """The nodes that ran, after inlining."""
+    context.context().enable_run_metadata()
+    try:
+        function(*arguments)
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    return [node for graph in metadata.function_graphs for node in graph.post_optimization_graph.node]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_inline_really_keeps_a_call_whole(whole: bool) -> None:
+    body = tf.function(
+        lambda x: tf.math.softsign(x, name="tell_tale"),
+        experimental_attributes={internals.NO_INLINE: whole},
+        input_signature=[tf.TensorSpec([2])],
+    ).get_concrete_function()
+    outer = tf.function(lambda x: body(x) + body(-x)).get_concrete_function(tf.TensorSpec([2]))
+    assert {op.type for op in outer.graph.get_operations()} & internals.CALL_OPS
+    assert any("tell_tale" in node.name for node in executed_nodes(outer, tf.ones(2))) is not whole
+
+
+@pytest.mark.parametrize("kind", ["PartitionedCall", "StatefulPartitionedCall"])
+def test_call_ops_are_what_calls_are_made_of(kind: str) -> None:
+    variable = tf.Variable(1.0)
+    body = tf.function(lambda: variable + 1.0) if kind.startswith("Stateful") else tf.function(lambda: tf.constant(1.0))
+    graph = tf.function(lambda: body()).get_concrete_function().graph
+    assert [op.type for op in graph.get_operations() if "Call" in op.type] == [kind]
+    assert kind in internals.CALL_OPS
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_no_automatic_control_adds_no_edges(automatic: bool) -> None:
+    variable = tf.Variable(1.0)
+
+    def step() -> tf.Tensor:
+        variable.assign_add(1.0)
+        variable.assign_add(2.0)
+        return tf.constant(0.0) + 1.0
+
+    attributes = {} if automatic else {internals.NO_AUTOMATIC_CONTROL: True}
+    graph = tf.function(step, autograph=False, experimental_attributes=attributes).get_concrete_function().graph
+    assert any(op.control_inputs for op in graph.get_operations()) is automatic
+
+
+def function_optimization() -> int:
+    serialized = context.context().function_call_options.config_proto_serialized
+    return config_pb2.ConfigProto.FromString(serialized).graph_options.rewrite_options.function_optimization
+
+
+def test_plain_execution_switches_specialisation_off_and_back_on() -> None:
+    before = context.context().function_call_options
+    assert function_optimization() != rewriter_config_pb2.RewriterConfig.OFF
+    with internals.plain_execution():
+        assert function_optimization() == rewriter_config_pb2.RewriterConfig.OFF
+    assert context.context().function_call_options is before
+
+
+def test_plain_execution_restores_the_options_on_exceptions() -> None:
+    before = context.context().function_call_options
+    with pytest.raises(ZeroDivisionError), internals.plain_execution():
+        raise ZeroDivisionError
+    assert context.context().function_call_options is before
+
+
+def test_plain_execution_is_this_threads_only() -> None:
+    found: list[int] = []
+    with internals.plain_execution():
+        thread = threading.Thread(target=lambda: found.append(function_optimization()))
+        thread.start()
+        thread.join()
+    assert found != [rewriter_config_pb2.RewriterConfig.OFF]
+    assert len(found) == 1
+
+
+def test_plain_execution_reaches_the_functions_called_inside() -> None:
+    """Without it TensorFlow runs a copy of the callee, specialised for each call."""
+    body = tf.function(
+        lambda x, y: x * y, experimental_attributes={internals.NO_INLINE: True}, input_signature=[tf.TensorSpec([])] * 2
+    ).get_concrete_function()
+
+    def callees() -> set[str]:
+        outer = tf.function(lambda x: body(x, tf.constant(2.0)) + body(x, tf.constant(3.0)))
+        return {node.attr["f"].func.name for node in executed_nodes(outer, tf.constant(1.0))} - {""}
+
+    assert len(callees()) == 2
+    with internals.plain_execution():
+        assert len(callees()) == 1

@@ -1,0 +1,220 @@
+"""The reference: a plain training step on one device, sharing no code with dapple_tf, and the comparison with it.
+
+Gradients of embeddings are made dense before the optimizer takes them. TensorFlow gives them as IndexedSlices,
+in which a row may stand several times, and Keras 3 then squares each of these parts by itself: its Adam divides
+by something that is not the gradient's square (``test_optimizers`` shows it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import DappleWarning
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss, its variables by name (tf or Keras ones; state too), and a way to make fresh optimizers."""
+
+    loss_fn: Callable[..., Any]
+    variables: Mapping[str, Any]
+    make_optimizer: Callable[[], Any]
+
+    @staticmethod
+    def of_model(model: keras.Model, loss_fn: Callable[..., Any], make_optimizer: Callable[[], Any]) -> Problem:
+        return Problem(loss_fn, {variable.path: variable for variable in model.variables}, make_optimizer)
+
+
+@dataclass
+class Outcome:
+    """What some training steps gave: ``gradients`` of the first one, ``values`` of all variables after the last."""
+
+    losses: list[Any] = field(default_factory=list)
+    aux: list[Any] = field(default_factory=list)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative errors by the name of what was compared, and the step that was tested."""
+
+    errors: Mapping[str, float]
+    step: Any
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        return max((error, name) for name, error in self.errors.items())
+
+    def check(self, tolerance: float) -> None:
+        error, name = self.worst
+        assert error <= tolerance, f"{name} differs by {error:.1e} (allowed {tolerance:.0e})"
+
+
+def compare(problem: Problem, batches: Sequence[Any], *, in_turn: int = 1, **options: Any) -> Comparison:
+    """Train on ``batches`` on one device, then from the same values through a pipeline of these ``options``.
+
+    ``in_turn``: the one device runs that many micro-batches one after the other (for losses that draw random
+    numbers or keep state). Everything is put back before the pipeline starts.
+    """
+    tensors = {name: as_tf(variable) for name, variable in problem.variables.items()}
+    before = {name: variable.numpy() for name, variable in tensors.items()}
+    wanted = train_on_one_device(problem, batches, in_turn)
+    for name, variable in tensors.items():
+        variable.assign(before[name])
+    found, step = _train_on_pipeline(problem, batches, set(wanted.gradients), options)
+    errors: dict[str, float] = {}
+    for i, pair in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        errors[f"loss of step {i}"] = relative_error(*pair)
+    for i, (got, want) in enumerate(zip(found.aux, wanted.aux, strict=True)):
+        tf.nest.assert_same_structure(got, want)
+        for j, pair in enumerate(zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True)):
+            errors[f"aux {j} of step {i}"] = relative_error(*pair)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    assert found.values.keys() == wanted.values.keys()
+    errors |= {f"gradient of {n}": relative_error(found.gradients[n], g) for n, g in wanted.gradients.items()}
+    errors |= {f"value of {n}": relative_error(found.values[n], v) for n, v in wanted.values.items()}
+    return Comparison(errors, step)
+
+
+def relative_error(found: Any, wanted: Any) -> float:
+    """max|found - wanted| / max|wanted|; infinite for other shapes, types or NaNs; integers must be equal."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return float("inf")
+    if wanted.dtype.kind != "f":
+        return 0.0 if np.array_equal(found, wanted) else float("inf")
+    if wanted.size == 0:
+        return 0.0
+    error = float(np.max(np.abs(found - wanted)))
+    if np.isnan(error):
+        return float("inf")
+    return error / (float(np.max(np.abs(wanted))) or 1.0)
+
+
+def as_tf(variable: Any) -> tf.Variable:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+# --- one device
+
+
+def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int = 1) -> Outcome:
+    """A GradientTape and ``optimizer.apply`` in one tf.function on the first CPU, as any tutorial has it."""
+    optimizer = problem.make_optimizer()
+    trainable = {name: v for name, v in problem.variables.items() if v.trainable}
+    outcome = Outcome()
+
+    def step(*batch: Any) -> Any:
+        results = [_differentiate(problem.loss_fn, part, trainable) for part in _parts(batch, in_turn)]
+        size = _size(batch)
+        weights = [_size(part) / size for part in _parts(batch, in_turn)]
+        loss = tf.add_n([loss * tf.cast(w, loss.dtype) for w, (loss, _, _) in zip(weights, results, strict=True)])
+        gradients = results[0][2]
+        if in_turn > 1:
+            gradients = {
+                name: tf.add_n(
+                    [g[name] * tf.cast(w, g[name].dtype) for w, (_, _, g) in zip(weights, results, strict=False)]
+                )
+                for name in gradients
+            }
+        optimizer.apply(list(gradients.values()), [trainable[name] for name in gradients])
+        aux = results[0][1] if in_turn == 1 else None
+        return loss, aux, gradients
+
+    compiled = tf.function(step)
+    for i, batch in enumerate(batches):
+        with tf.device("CPU:0"):
+            loss, aux, gradients = compiled(*batch)
+        outcome.losses.append(loss.numpy())
+        outcome.aux.append(None if i == 0 or aux is None else tf.nest.map_structure(lambda t: t.numpy(), aux))
+        if i == 0:
+            outcome.gradients = {name: g.numpy() for name, g in gradients.items()}
+    outcome.values = _values(problem, optimizer)
+    return outcome
+
+
+def _differentiate(loss_fn: Callable[..., Any], batch: Sequence[Any], trainable: Mapping[str, Any]) -> Any:
+    """(loss, aux, gradients of the variables that have one)."""
+    with tf.GradientTape() as tape:
+        result = loss_fn(*batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+    found = tape.gradient(loss, [as_tf(v) for v in trainable.values()])
+    dense = {name: tf.convert_to_tensor(g) for name, g in zip(trainable, found, strict=True) if g is not None}
+    return loss, aux, dense
+
+
+def _parts(batch: Sequence[Any], count: int) -> list[Any]:
+    """The batch cut into ``count`` micro-batches: m holds samples [N m / M, N (m + 1) / M)."""
+    if count == 1:
+        return [batch]
+    size = _size(batch)
+    bounds = [size * m // count for m in range(count + 1)]
+    return [
+        tf.nest.map_structure(lambda t, low=low, high=high: t[low:high], batch)
+        for low, high in itertools.pairwise(bounds)
+    ]
+
+
+def _size(batch: Sequence[Any]) -> int:
+    return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+# --- the pipeline
+
+
+def _train_on_pipeline(
+    problem: Problem, batches: Sequence[Any], graded: set[str], options: Mapping[str, Any]
+) -> tuple[Outcome, Any]:
+    optimizer = problem.make_optimizer()
+    step = dapple.pipeline(problem.loss_fn, optimizer=optimizer, **options)
+    outcome = Outcome()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss, gradients = step.run_exposed(*batches[0])
+    _check_warnings(problem, graded, caught)
+    outcome.losses.append(loss)
+    outcome.aux.append(None)
+    outcome.gradients = {_name_of(problem, step, batches[0], n): g for n, g in gradients.items()}
+    for batch in batches[1:]:
+        result = step(*batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        outcome.losses.append(loss.numpy())
+        outcome.aux.append(None if aux is None else tf.nest.map_structure(lambda t: t.numpy(), aux))
+    outcome.values = _values(problem, optimizer)
+    return outcome, step
+
+
+def _check_warnings(problem: Problem, graded: set[str], caught: Sequence[warnings.WarningMessage]) -> None:
+    """A variable that no gradient reaches is named, and nothing else is said."""
+    ungraded = [n for n, v in problem.variables.items() if v.trainable and n not in graded]
+    said = [str(w.message) for w in caught if issubclass(w.category, DappleWarning)]
+    assert len(said) == len(caught), [str(w.message) for w in caught]
+    used = [text for text in said for name in ungraded if name in text]
+    assert bool(used) or not said, said
+    for name in graded:
+        assert not any(f" {name}," in text or f" {name}:" in text for text in said), said
+
+
+def _name_of(problem: Problem, step: Any, batch: Any, name: str) -> str:
+    """The problem's name for the variable that the pipeline calls ``name``."""
+    variable = step.model(batch).model_variables[name]
+    return next(n for n, v in problem.variables.items() if as_tf(v) is variable)
+
+
+def _values(problem: Problem, optimizer: Any) -> dict[str, Any]:
+    values = {name: as_tf(variable).numpy() for name, variable in problem.variables.items()}
+    slots = {f"slot {variable.path.split('/', 1)[-1]}": variable.numpy() for variable in optimizer.variables}
+    assert len(slots) == len(optimizer.variables), "two slots have the same name"
+    return values | slots

@@ -1,0 +1,109 @@
+"""A step that fails half-way leaves everything as it was before it, or says that it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import StepError
+from tests.equality.small_models import WIDTH, chain, data, values, weights
+
+BAD = 1e6
+
+
+def normalized() -> tuple[Any, keras.Model]:
+    """A loss that fails in its second half for an x of BAD, with batch norm in both halves; and its model."""
+    layers = keras.layers
+    keras.utils.set_random_seed(5)
+    first = keras.Sequential(
+        [
+            keras.Input((WIDTH,), dtype="float64"),
+            layers.Dense(WIDTH, dtype="float64"),
+            layers.BatchNormalization(dtype="float64"),
+        ]
+    )
+    second = keras.Sequential(
+        [
+            keras.Input((WIDTH,), dtype="float64"),
+            layers.Dense(WIDTH, dtype="float64", name="second_half"),
+            layers.BatchNormalization(dtype="float64"),
+        ]
+    )
+    both = keras.Sequential([first, second])
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        hidden = first(x, training=True)
+        result = second(hidden, training=True)
+        with tf.control_dependencies([tf.debugging.assert_less(x, np.float64(BAD), message="x is too large")]):
+            result = tf.identity(result)
+        return tf.reduce_mean(tf.reduce_sum(tf.square(result - y), 1))
+
+    return loss_fn, both
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple-a"])
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+def test_a_failure_in_one_micro_batch_changes_nothing(schedule: str, replicas: list[int]) -> None:
+    loss_fn, model = normalized()
+    adam = keras.optimizers.Adam(0.01)
+    options: dict[str, Any] = {"stages": ["second_half"], "micro_batches": 5, "replicas": replicas}
+    step = dapple.pipeline(loss_fn, optimizer=adam, schedule=schedule, **options)
+    x, y = data(10)
+    step(x, y)
+    variables = [*model.variables, *adam.variables]
+    before = values(variables)
+    bad = x.numpy()
+    bad[7] = 2 * BAD  # micro-batch 3 holds samples 6 and 7
+    with pytest.raises(StepError, match=r"All variables are as they were before the step.*x is too large"):
+        step(bad, y)
+    for variable, old in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), old, err_msg=variable.path)
+    step(x, y)  # and the next step goes on from there
+    assert int(adam.iterations.numpy()) == 2
+    assert all(np.isfinite(value).all() for value in values(variables))
+
+
+def test_the_step_after_a_failure_is_the_one_that_would_have_been_without_it() -> None:
+    ends = []
+    for fails in (False, True):
+        matrices = weights(3)
+        loss = chain(matrices)
+
+        def loss_fn(x: Any, y: Any, loss: Any = loss) -> Any:
+            with tf.control_dependencies([tf.debugging.assert_less(x, np.float64(BAD))]):
+                return loss(tf.identity(x), y)
+
+        step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.Adam(0.01), stages=3, micro_batches=3)
+        step(*data(6))
+        if fails:
+            x, y = data(6, seed=2)
+            bad = x.numpy()
+            bad[-1] = 2 * BAD
+            with pytest.raises(StepError):
+                step(bad, y)
+        step(*data(6, seed=3))
+        ends.append(values(matrices))
+    for clean, failed in zip(*ends, strict=True):
+        np.testing.assert_array_equal(clean, failed)
+
+
+class Fragile(keras.optimizers.SGD):
+    """Fails while it updates the last weight."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if variable.name == "w1":
+            gradient = tf.debugging.check_numerics(gradient / tf.zeros_like(gradient), "broken update")
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_a_failure_during_the_update_says_that_variables_may_have_changed() -> None:
+    matrices = weights(2)
+    step = dapple.pipeline(chain(matrices), optimizer=Fragile(0.1), stages=2, micro_batches=2)
+    for _ in range(2):
+        with pytest.raises(StepError, match=r"SOME VARIABLES HAVE CHANGED.*broken update"):
+            step(*data(4))

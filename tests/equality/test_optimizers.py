@@ -1,0 +1,156 @@
+"""Every optimizer of keras.optimizers, in float64: two stages, three steps, as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import PartitionError, PlanError
+from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, relative_error
+
+WIDTH = 6
+optimizers = keras.optimizers
+
+# Not optimizers to train with: the base class, and those that wrap or hold others (tested by themselves).
+NO_OPTIMIZERS = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap"}
+CLASSES = sorted(
+    name
+    for name, found in vars(optimizers).items()
+    if isinstance(found, type) and issubclass(found, optimizers.Optimizer) and name not in NO_OPTIMIZERS
+)
+
+OPTIONS: dict[str, Callable[[type], Any]] = {
+    "plain": lambda make: make(0.01),
+    "schedule": lambda make: make(optimizers.schedules.CosineDecay(0.02, 5, warmup_steps=2, warmup_target=0.05)),
+    "weight_decay": lambda make: make(0.01, weight_decay=0.1),
+    "clipnorm": lambda make: make(0.01, clipnorm=0.05),
+    "clipvalue": lambda make: make(0.01, clipvalue=0.01),
+    "global_clipnorm": lambda make: make(0.01, global_clipnorm=0.05),
+    "ema": lambda make: make(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2),
+}
+
+
+def problem(make_optimizer: Callable[[], Any], constraint: Any = None) -> Problem:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((WIDTH,), dtype="float64")])
+    for i in range(3):
+        model.add(keras.layers.Dense(WIDTH, "tanh", dtype="float64", kernel_constraint=constraint, name=f"dense_{i}"))
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_sum(tf.square(model(x) - y), 1))
+
+    return Problem.of_model(model, loss_fn, make_optimizer)
+
+
+def batches(count: int = 3, size: int = 7) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [tuple(tf.constant(random.normal(size=(size, WIDTH))) for _ in range(2)) for _ in range(count)]
+
+
+def check(case: Problem, made: list[Any]) -> None:
+    comparison = compare(case, batches(), stages=["dense_1"], micro_batches=2)
+    assert len(comparison.step.plan.stages) == 2
+    comparison.check(TOLERANCE["float64"])
+    assert [int(optimizer.iterations.numpy()) for optimizer in made] == [3, 3]
+
+
+def remembered(make: Callable[[], Any]) -> tuple[Callable[[], Any], list[Any]]:
+    """``make``, and the list of what it will have made: the one device's optimizer and the pipeline's."""
+    made: list[Any] = []
+
+    def make_and_remember() -> Any:
+        made.append(make())
+        return made[-1]
+
+    return make_and_remember, made
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_optimizer_equals_one_device(name: str) -> None:
+    make, made = remembered(lambda: getattr(optimizers, name)(0.01))
+    check(problem(make), made)
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_options_of_optimizers_equal_one_device(name: str, option: str) -> None:
+    make, made = remembered(lambda: OPTIONS[option](getattr(optimizers, name)))
+    check(problem(make), made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("SGD", "Adam")])
+def test_all_options_of_all_optimizers_equal_one_device(name: str, option: str) -> None:
+    make, made = remembered(lambda: OPTIONS[option](getattr(optimizers, name)))
+    check(problem(make), made)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "amsgrad", "centered"])
+def test_variants_equal_one_device(kind: str) -> None:
+    variants: dict[str, Callable[[], Any]] = {
+        "momentum": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+        "centered": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    }
+    make, made = remembered(variants[kind])
+    check(problem(make), made)
+
+
+def test_the_clipping_bites() -> None:
+    """With the limits used above the clipped updates differ from the plain ones, so the comparison means something."""
+    ends = []
+    for option in ("plain", "clipnorm", "clipvalue", "global_clipnorm"):
+        case = problem(lambda option=option: OPTIONS[option](optimizers.SGD))
+        step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
+        step(*batches(1)[0])
+        ends.append(np.concatenate([as_tf(v).numpy().ravel() for v in case.variables.values()]))
+    for i, first in enumerate(ends):
+        for second in ends[:i]:
+            assert relative_error(first, second) > 1e-6
+
+
+def test_constraints_of_layers_are_applied() -> None:
+    make, made = remembered(lambda: optimizers.SGD(0.5))
+    case = problem(make, keras.constraints.MaxNorm(0.3))
+    check(case, made)
+    kernels = [v.numpy() for name, v in case.variables.items() if name.endswith("kernel")]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        assert np.linalg.norm(kernel, axis=0).max() <= 0.3 + 1e-6
+
+
+def test_loss_scaling_says_that_it_cannot_be_cut() -> None:
+    case = problem(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)))
+    step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
+    with pytest.raises((PartitionError, PlanError), match=r"LossScaleOptimizer|updates variables of stages"):
+        step(*batches(1)[0])
+
+
+def test_what_is_no_keras_optimizer_is_refused() -> None:
+    case = problem(lambda: None)
+    step = dapple.pipeline(case.loss_fn, optimizer=object(), stages=2, micro_batches=2)
+    with pytest.raises(PlanError, match=r"object, not a keras\.optimizers\.Optimizer"):
+        step(*batches(1)[0])
+
+
+def test_an_embedding_row_used_twice_is_updated_by_its_gradient() -> None:
+    """Keras's own sparse Adam squares the parts of a row's gradient one by one; the pipeline squares their sum."""
+    table = tf.Variable(np.ones((3, 2)), name="table")
+    dense = tf.Variable(np.eye(2), name="dense")
+
+    def loss_fn(ids: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_sum(tf.nn.embedding_lookup(table, ids) @ dense, 1))
+
+    adam = optimizers.Adam(0.1)
+    step = dapple.pipeline(loss_fn, optimizer=adam, stages=2, micro_batches=2)
+    step(tf.constant([1, 1, 1, 2]))
+    velocity = next(v.numpy() for v in adam.variables if v.name.startswith("table") and "velocity" in v.name)
+    gradient = np.array([[0, 0], [3 / 4, 3 / 4], [1 / 4, 1 / 4]])
+    np.testing.assert_allclose(velocity, 0.001 * gradient**2, rtol=1e-6)

@@ -1,0 +1,88 @@
+"""Random small models, cut, replicated and scheduled at random, compute what one device computes (float64)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import pytest
+from hypothesis import assume, given, note, settings
+from hypothesis import strategies as st
+
+from dapple_tf.errors import PartitionError
+from tests.equality.one_device import TOLERANCE, compare
+from tests.equality.random_models import KINDS, Model, batch, build, models
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.05),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.1),
+    "adam": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.5)),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1),
+}
+
+GROUPS = [tuple(KINDS)[i::8] for i in range(8)]  # every kind of operation is in some test's models
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the way it is pipelined."""
+
+    model: Model
+    stages: int | tuple[str, ...]
+    replicas: tuple[int, ...]
+    micro_batches: int
+    schedule: str
+    optimizer: str
+    sizes: tuple[int, int]
+
+
+@st.composite
+def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
+    model = draw(models(kinds))
+    count = draw(st.integers(2, 4))
+    stages: int | tuple[str, ...] = count
+    if draw(st.booleans()):
+        starts = draw(st.sets(st.integers(1, len(model.ops) - 1), min_size=1, max_size=count - 1))
+        stages, count = tuple(model.layer(i) for i in sorted(starts)), len(starts) + 1
+    replicas = draw(st.one_of(st.just([1] * count), st.lists(st.integers(1, 3), min_size=count, max_size=count)))
+    while sum(replicas) > 8:
+        replicas[replicas.index(max(replicas))] -= 1
+    micro_batches = draw(st.integers(1, 6))
+    schedule = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b", "dapple-a:D=n", "dapple-b:D=n"]))
+    schedule = schedule.replace("n", str(draw(st.integers(1, 6)))) if ":" in schedule else schedule
+    size = max(replicas) * micro_batches + draw(st.integers(0, 7))
+    second = draw(st.one_of(st.just(size), st.integers(1, size)))  # an ordinary batch, or a short last one
+    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    return Case(model, stages, tuple(replicas), micro_batches, schedule, optimizer, (size, second))
+
+
+@pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
+@pytest.mark.parametrize("kinds", GROUPS, ids="-".join)
+def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:
+    ran: list[Case] = []
+    refused: list[str] = []
+
+    @settings(max_examples=max(4, settings.default.max_examples // 5))
+    @given(cases(kinds))
+    def check(case: Case) -> None:
+        try:
+            comparison = compare(
+                build(case.model, OPTIMIZERS[case.optimizer]),
+                [batch(i, size) for i, size in enumerate(case.sizes)],
+                stages=list(case.stages) if isinstance(case.stages, tuple) else case.stages,
+                replicas=case.replicas,
+                micro_batches=case.micro_batches,
+                schedule=case.schedule,
+            )
+        except PartitionError as error:  # a cut that cannot be, for the reason that the message gives
+            refused.append(str(error))
+            assume(False)
+        note(comparison.step.text)
+        assert len(comparison.step.plan.stages) == len(case.replicas)
+        comparison.check(TOLERANCE["float64"])
+        ran.append(case)
+
+    check()
+    assert len(ran) >= len(refused), f"most draws were refused: {refused}"

@@ -1,0 +1,266 @@
+"""What users may rely on besides equality: their variables, batches of any size, outputs, devices."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import DappleWarning, GraphError
+from graph_passes.ir import Effect
+from tests.equality.one_device import TOLERANCE, Problem, compare
+from tests.equality.small_models import WIDTH, chain, data, sgd, values, weights
+
+
+def dense_model() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    layers = [keras.layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(3)]
+    return keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *layers])
+
+
+def squares(model: Any) -> Any:
+    return lambda x, y: tf.reduce_mean(tf.reduce_sum(tf.square(model(x) - y), 1))
+
+
+def by_hand(model: keras.Model, x: Any) -> Any:
+    """The model's output in NumPy, from the values that its variables show."""
+    result = x.numpy()
+    for layer in model.layers:
+        result = np.tanh(result @ layer.kernel.numpy() + layer.bias.numpy())
+    return result
+
+
+# --- variables
+
+
+def test_the_users_own_variables_are_trained() -> None:
+    matrices = weights(3)
+    before = values(matrices)
+    step = dapple.pipeline(chain(matrices), optimizer=sgd(), stages=3, micro_batches=2)
+    step(*data(5))
+    for matrix, old in zip(matrices, before, strict=True):
+        assert np.abs(matrix.numpy() - old).max() > 1e-6
+
+
+def test_functions_traced_before_and_predict_see_the_trained_values() -> None:
+    model = dense_model()
+    x, y = data(5)
+    traced = tf.function(model)
+    old, predicted = traced(x).numpy(), model.predict(x, verbose=0)
+    step = dapple.pipeline(squares(model), optimizer=sgd(), stages=3, micro_batches=2)
+    for _ in range(2):
+        step(x, y)
+    wanted = by_hand(model, x)
+    assert np.abs(wanted - old).max() > 1e-4
+    np.testing.assert_allclose(traced(x), wanted, rtol=1e-12)
+    np.testing.assert_allclose(model(x), wanted, rtol=1e-12)
+    np.testing.assert_allclose(model.predict(x, verbose=0), wanted, rtol=1e-6)
+    assert np.abs(model.predict(x, verbose=0) - predicted).max() > 1e-4
+
+
+def test_assigning_between_steps_is_seen_by_the_pipeline() -> None:
+    matrices = weights(3)
+    start = values(matrices)
+    step = dapple.pipeline(chain(matrices), optimizer=sgd(), stages=3, replicas=[1, 2, 1], micro_batches=2)
+    losses = []
+    for _ in range(2):
+        for matrix, value in zip(matrices, start, strict=True):
+            matrix.assign(value)
+        losses.append(float(step(*data(6))))
+    assert losses[0] == losses[1]
+
+
+def test_a_saved_model_has_the_trained_values(tmp_path: Path) -> None:
+    model = dense_model()
+    x, y = data(5)
+    step = dapple.pipeline(squares(model), optimizer=sgd(), stages=2, micro_batches=2)
+    step(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(by_hand(loaded, x), by_hand(model, x))
+    np.testing.assert_allclose(loaded(x), model(x), rtol=1e-12)
+
+
+def test_a_checkpoint_holds_the_trained_values_and_brings_them_back(tmp_path: Path) -> None:
+    model = dense_model()
+    batch = data(5)
+    adam = keras.optimizers.Adam(0.05)
+    step = dapple.pipeline(squares(model), optimizer=adam, stages=2, micro_batches=2)
+    step(*batch)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=adam)
+    path = checkpoint.save(str(tmp_path / "checkpoint"))
+    saved = [variable.numpy() for variable in (*model.variables, *adam.variables)]
+    losses = [float(step(*batch)) for _ in range(2)]
+    checkpoint.restore(path)
+    for variable, value in zip((*model.variables, *adam.variables), saved, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert [float(step(*batch)) for _ in range(2)] == losses
+
+
+def test_a_tied_weight_has_one_owner() -> None:
+    matrices = weights(2)
+    tied = [matrices[0], matrices[1], matrices[0]]
+    adam = keras.optimizers.Adam(0.05)
+    step = dapple.pipeline(chain(tied), optimizer=adam, stages=["layer1", "layer2"], micro_batches=2)
+    step(*data(5))
+    assert [v.device[-5:] for v in matrices] == ["CPU:0", "CPU:1"]
+    writers = [
+        function.name
+        for function in step.graph.functions
+        for node in function.graph.nodes
+        if node.effect == Effect.WRITE and "w0" in node.strings("writes")
+    ]
+    assert writers == ["stage0/update"]
+    assert sum(v.name.startswith("w0") for v in adam.variables) == 2  # one momentum, one velocity
+
+
+def test_no_stage_is_sent_the_gradients_of_another() -> None:
+    matrices = weights(3)
+    step = dapple.pipeline(chain(matrices), optimizer=keras.optimizers.Adam(), stages=["layer1", "layer2"])
+    step.build(*data(8))
+    for stage in range(3):
+        function = step.graph.function(f"stage{stage}/update")
+        assert [port.name for _, port in function.input_ports("gradient")] == [f"w{stage}"]
+
+
+def test_weights_and_slots_live_on_the_device_of_their_stage() -> None:
+    matrices = weights(4)
+    adam = keras.optimizers.Adam(0.05)
+    step = dapple.pipeline(
+        chain(matrices),
+        optimizer=adam,
+        stages=["layer1", "layer3"],
+        replicas=[2, 1, 1],
+        micro_batches=2,
+        devices=[5, 1, 6, 2],
+    )
+    step(*data(6))
+    homes = dict(zip(("w0", "w1", "w2", "w3"), ("CPU:5", "CPU:6", "CPU:6", "CPU:2"), strict=True))
+    for matrix in matrices:
+        assert matrix.device.endswith(homes[matrix.name.removesuffix(":0")])
+    slots = [v for v in adam.variables if v.name.startswith("w")]
+    assert len(slots) == 8
+    for slot in slots:
+        assert slot.value.device.endswith(homes[slot.name[:2]]), slot.name
+
+
+# --- batches
+
+
+def test_short_batches_after_a_full_one_equal_one_device() -> None:
+    matrices = weights(4)
+    problem = Problem(chain(matrices), {v.name[:2]: v for v in matrices}, lambda: keras.optimizers.Adam(0.01))
+    batches = [data(size, seed=size) for size in (12, 12, 7, 5, 3, 2, 1, 12)]
+    comparison = compare(problem, batches, stages=4, replicas=[2, 1, 3, 1], micro_batches=4)
+    comparison.check(TOLERANCE["float64"])
+
+
+def test_new_inner_shapes_are_traced_anew_and_equal_one_device() -> None:
+    matrices = weights(3)
+
+    def loss_fn(x: Any) -> Any:  # [batch, time, WIDTH]
+        for matrix in matrices:
+            x = tf.tanh(x @ matrix)
+        return tf.reduce_mean(tf.square(x))
+
+    random = np.random.default_rng(0)
+    batches = [(tf.constant(random.normal(size=(6, time, WIDTH))),) for time in (3, 5, 3)]
+    problem = Problem(loss_fn, {v.name[:2]: v for v in matrices}, lambda: keras.optimizers.Adam(0.01))
+    comparison = compare(problem, batches, stages=3, micro_batches=4)
+    comparison.check(TOLERANCE["float64"])
+
+
+def test_nested_arguments_equal_one_device() -> None:
+    matrices = weights(2)
+    loss = chain(matrices)
+    problem = Problem(lambda batch: loss(batch["x"], batch["y"]), {v.name[:2]: v for v in matrices}, sgd)
+    batches = [({"x": x, "y": y},) for x, y in (data(5), data(5, 2))]
+    compare(problem, batches, stages=2, micro_batches=2).check(TOLERANCE["float64"])
+
+
+# --- outputs
+
+
+def test_aux_outputs_are_joined_in_sample_order() -> None:
+    matrices = weights(3)
+    loss = chain(matrices)
+
+    def loss_fn(x: Any, y: Any, number: Any) -> Any:
+        aux = {
+            "number": number,
+            "nested": [number * 10, tf.reduce_mean(x)],
+            "odd": tf.reduce_sum(number % 2),
+        }
+        return loss(x, y), aux
+
+    x, y = data(11)
+    number = tf.range(11)
+    step = dapple.pipeline(loss_fn, optimizer=sgd(), stages=3, replicas=[1, 2, 3], micro_batches=3)
+    value, aux = step(x, y, number)
+    assert value.shape == ()
+    np.testing.assert_array_equal(aux["number"], np.arange(11))
+    np.testing.assert_array_equal(aux["nested"][0], np.arange(11) * 10)
+    np.testing.assert_allclose(aux["nested"][1], x.numpy().mean(), rtol=1e-12)
+    assert aux["odd"].numpy() == 5
+    assert aux["odd"].dtype == tf.int32
+
+
+def test_an_aux_output_that_cannot_be_joined_is_refused() -> None:
+    loss = chain(weights(2))
+    step = dapple.pipeline(lambda x, y: (loss(x, y), tf.reduce_any(x > y)), optimizer=sgd(), stages=2, micro_batches=2)
+    with pytest.raises(GraphError, match="aux output of type bool"):
+        step(*data(4))
+
+
+def test_as_a_decorator() -> None:
+    matrices = weights(2)
+    loss = chain(matrices)
+    wanted = float(loss(*data(6)))
+
+    @dapple.pipeline(optimizer=sgd(), stages=2, micro_batches=3)
+    def step(x: Any, y: Any) -> Any:
+        return loss(x, y)
+
+    assert float(step(*data(6))) == pytest.approx(wanted, rel=1e-12)
+    assert float(step(*data(6))) < wanted
+
+
+def test_python_side_effects_happen_once() -> None:
+    seen: list[int] = []
+    loss = chain(weights(2))
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        seen.append(1)
+        return loss(x, y)
+
+    step = dapple.pipeline(loss_fn, optimizer=sgd(), stages=2, micro_batches=3)
+    for size in (6, 6, 4, 1):
+        step(*data(size))
+    step.record(*data(6))
+    step.run_exposed(*data(6))
+    assert len(seen) == 1
+
+
+def test_a_variable_that_no_gradient_reaches_is_named_and_left_alone() -> None:
+    matrices = weights(3)
+    loss = chain(matrices[:2])
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return loss(x, y) + 0.0 * tf.reduce_mean(tf.stop_gradient(x @ matrices[2]))
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.AdamW(0.1), stages=2, micro_batches=2)
+    before = values(matrices)
+    with pytest.warns(DappleWarning, match=r"no gradient reaches w2:"):
+        step(*data(4))
+    after = values(matrices)
+    np.testing.assert_array_equal(after[2], before[2])
+    assert np.abs(after[0] - before[0]).max() > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*data(4))  # said once

@@ -1,0 +1,79 @@
+"""One-line builders of the small graphs that the tests rewrite, and the two ways to compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from graph_passes.ir import Effect, Function, Graph, Node, Port, Value, attributes
+from graph_passes.text import parse_graph, parse_type, print_graph
+
+_TYPES = {"seed": "float32[]", "loss": "float32[]", "variable": "resource[]"}
+
+
+def graph(text: str) -> Graph:
+    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before."""
+    whole = re.sub(r"\n *\| *", " ", text)
+    return parse_graph(f"graph f\n{whole}\nend")
+
+
+def calls(text: str, *functions: Function) -> Graph:
+    """The graph ``f`` of these lines, which calls ``functions``."""
+    return graph(text).replace(functions=functions)
+
+
+def functions_of(text: str) -> tuple[Function, ...]:
+    """The functions that ``text`` describes."""
+    return graph(text).functions
+
+
+def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
+    """Ports such as ``arg x int32[?], boundary h``; activations are float32[?,4] unless told."""
+    found = []
+    for words in (entry.split(" ") for entry in text.split(", ") if entry):
+        role, name, *kind = words
+        default = "float32[4]" if gives and role == "variable" else _TYPES.get(role, "float32[?,4]")
+        found.append(Port(role, name, parse_type(kind[0] if kind else default)))
+    return tuple(found)
+
+
+def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] = ()) -> Function:
+    """A stage function of which only the ports matter, and the variables that it writes."""
+    written = tuple(writes)
+    body = Node("write", "AssignVariableOp", attrs=attributes({"writes": written}), effect=Effect.WRITE)
+    return Function(name, Graph(name, (body,) if written else ()), ports(takes), ports(gives, gives=True))
+
+
+def two_stages() -> tuple[Function, ...]:
+    """``x -> [w] -> h -> [v] -> loss``: each backward takes a stash and gives its variable's gradient."""
+    return (
+        function("stage0/forward", "arg x, variable w", "boundary h, stash a"),
+        function("stage0/backward", "gradient h, stash a", "variable w"),
+        function("stage1/forward", "boundary h, variable v", "loss loss, stash b"),
+        function("stage1/backward", "boundary h, seed loss, stash b", "gradient h, variable v"),
+    )
+
+
+def assert_graph(result: Graph, text: str) -> None:
+    """``result`` is the graph ``f`` of these lines (whatever its functions are)."""
+    expected, bare = graph(text), result.replace(functions=(), library=())
+    assert print_graph(bare) == print_graph(expected)  # fails with a difference that can be read
+    assert bare == expected
+
+
+def value(text: str) -> Value:
+    """``h:0``, or ``h`` for its first output."""
+    node, _, index = text.removeprefix("%").partition(":")
+    return Value(node, int(index or 0))
+
+
+@contextmanager
+def refused(error: type[Exception], *parts: str) -> Iterator[None]:
+    """The block raises ``error``, and the message says all of ``parts``."""
+    with pytest.raises(error) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value)

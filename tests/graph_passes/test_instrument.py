@@ -1,0 +1,61 @@
+"""Time stamps around calls, and gradients as outputs: graphs that tell what happened."""
+
+from __future__ import annotations
+
+from graph_passes.expose import Expose, exposed
+from graph_passes.instrument import Instrument, timed_calls
+from tests.graph_passes.builders import assert_graph, graph
+
+CALLS = """
+    %x = input() -> (float32[?])
+    %stage0/refresh = refresh()
+    %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+    | ^%stage0/refresh 'refresh'
+    %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
+    | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+    outputs %stage0/replica0/mb0/forward:0
+"""
+
+
+def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run() -> None:
+    assert_graph(
+        Instrument()(graph(CALLS)),
+        """
+        %x = input() -> (float32[?])
+        %stage0/refresh = refresh()
+        %stage0/replica0/mb0/forward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%x 'time: the call could start' ^%stage0/refresh 'time: the call could start'
+        %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+        | ^%stage0/refresh 'refresh' ^%stage0/replica0/mb0/forward/start 'time: the start is taken before'
+        %stage0/replica0/mb0/forward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/forward 'time: the call ended'
+        %stage0/replica0/mb0/backward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/forward 'time: the call could start'
+        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
+        | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+        | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'
+        %stage0/replica0/mb0/backward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/backward 'time: the call ended'
+        %timeline = pack(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
+        | %stage0/replica0/mb0/backward/start:0, %stage0/replica0/mb0/backward/end:0) -> (float64[4])
+        outputs %stage0/replica0/mb0/forward:0 %timeline:0
+        """,
+    )
+
+
+def test_timed_calls_are_the_forwards_and_backwards_in_order() -> None:
+    assert timed_calls(graph(CALLS)) == ("stage0/replica0/mb0/forward", "stage0/replica0/mb0/backward")
+
+
+def test_exposed_gradients_are_the_last_outputs() -> None:
+    before = """
+        %loss = merge() -> (float32[])
+        %stage0/reduced = reduced() {variables=['u', 'w']} -> (float32[4], float32[2])
+        %stage1/reduced = reduced() {variables=['v']} -> (float32[4])
+        outputs %loss:0
+    """
+    assert exposed(graph(before)) == ("u", "w", "v")
+    assert_graph(
+        Expose()(graph(before)),
+        before.replace("outputs %loss:0", "outputs %loss:0 %stage0/reduced:0 %stage0/reduced:1 %stage1/reduced:0"),
+    )

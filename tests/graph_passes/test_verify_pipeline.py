@@ -1,0 +1,122 @@
+"""What is proved of a finished pipelined graph: each guard catches a graph that was damaged."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.errors import GraphError
+from graph_passes.schedule import make_schedule
+from graph_passes.verify_pipeline import VerifyPipeline
+from tests.graph_passes.builders import calls, function, refused
+
+FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
+
+GOOD = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0} -> (float32[?,4]) @'b'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica1/mb0/backward = backward()
+    | {function='stage0/backward', micro_batch=0, replica=1, stage=0} -> (float32[4]) @'b'
+    | ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:0) {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica1/gradients = gradients(%stage0/replica1/mb0/backward:0) {replica=1, stage=0} -> (float32[4]) @'b'
+    %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)
+    | {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/allreduce:0) {replica=0, stage=0} @'a'
+"""
+
+
+def verify(text: str) -> None:
+    """Verify the graph for one stage and one micro-batch."""
+    VerifyPipeline(make_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
+
+
+def test_a_finished_pipeline_passes_unchanged() -> None:
+    before = calls(GOOD, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'",
+            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a' ^%stage0/update 'late'",
+            "the pipelined graph has a cycle: ",
+        ),
+        (
+            "backward(%stage0/replica0/mb0/forward:0)",
+            "backward()",
+            "nothing makes 'stage0/replica0/mb0/backward' run after 'stage0/replica0/mb0/forward', as the",
+        ),
+        (
+            "| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'",
+            "",
+            "nothing makes 'stage0/replica1/mb0/backward' run after 'stage0/replica1/mb0/forward', as the",
+        ),
+        (
+            "%stage0/update =",
+            "%stage0/replica1/mb1/forward = forward() {micro_batch=1, replica=1, stage=0} @'b'\n%stage0/update =",
+            "'stage0/replica1/mb1/forward' is not in the schedule",
+        ),
+        (
+            "gradients(%stage0/replica1/mb0/backward:0)",
+            "gradients()",
+            "the gradient of 'w' from 'stage0/replica1/mb0/backward' reaches no update",
+        ),
+        (
+            ":0, %stage0/replica1/gradients:0)",
+            ":0)",
+            "the gradient of 'w' from 'stage0/replica1/mb0/backward' reaches no update",
+        ),
+        (
+            "allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)",
+            "tied_sum(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)",
+            "'stage0/replica0/gradients' is not all-reduced over the 2 replicas of its stage",
+        ),
+        (
+            "update(%stage0/allreduce:0) {replica=0, stage=0} @'a'",
+            "update(%stage0/allreduce:0)",
+            "'stage0/update' has no device",
+        ),
+    ],
+)
+def test_a_damaged_pipeline_is_refused(old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    with refused(GraphError, said):
+        verify(GOOD.replace(old, new))
+
+
+TWO = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0) {replica=0, stage=0} @'a'
+    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
+    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0) {replica=0, stage=0} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+    %stage0/replica0/gradients = gradients() {replica=0, stage=0} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
+    %stage0/update = update(%stage0/replica0/gradients:0) {replica=0, stage=0} @'a'
+"""
+
+
+def test_gradients_reach_the_update_through_accumulation() -> None:
+    before = calls(TWO, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 2))(before) == before
+
+
+def test_a_micro_batch_that_drops_out_of_the_sum_is_refused_though_its_call_is_waited_for() -> None:
+    lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
+    with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
+        VerifyPipeline(make_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
+
+
+def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
+    text = GOOD[: GOOD.index("%stage0/update")]
+    before = calls(text, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
