@@ -29,10 +29,10 @@ def run() -> Iterator[Row]:
 
 
 def _application(name: str, dtype: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
     keras.utils.set_random_seed(0)
     model = getattr(keras.applications, name)(input_shape=(32, 32, 3), weights=None, classes=10)
-    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
     generator = np.random.default_rng(0)
     x = generator.normal(size=(12, 32, 32, 3)).astype(dtype)
     y = generator.integers(0, 10, size=12)

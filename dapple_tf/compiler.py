@@ -21,7 +21,7 @@ from graph_passes.base import Observer, Pass, run_passes
 from graph_passes.expose import Expose
 from graph_passes.instrument import Instrument
 from graph_passes.ir import Effect, Graph, Node, attributes
-from graph_passes.layers import Layers, find_floating
+from graph_passes.layers import Layers
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
@@ -63,7 +63,7 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
 
     Without an optimizer the pipelined graph gives gradients and changes nothing but state.
     """
-    stages = partition(layers, starts, find_floating(captured.graph))
+    stages = partition(layers, starts)
     joint, found = differentiate(captured, stages)
     pairs = split_backward(stages, joint, prune_gradients(joint, found))
     args = tuple(

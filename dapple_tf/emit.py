@@ -147,9 +147,9 @@ class _Emitter:
         low, high = slice_bounds(size, node)
         begin, end = micro_batch_bounds(size, node)
         of, outputs = node.integer("of"), []
-        for tensor, axis in zip(tensors, _integers(node, "axes"), strict=True):
+        for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
             rows = tf.shape(tensor, out_type=tf.int64)[axis] // (high - low)
-            for j in _integers(node, "receivers"):
+            for j in node.integers("receivers"):
                 first = tf.maximum(low, begin + (end - begin) * j // of) - low
                 last = tf.minimum(high, begin + (end - begin) * (j + 1) // of) - low
                 outputs.append(slice_axis(tensor, axis, first * rows, last * rows))
@@ -158,7 +158,7 @@ class _Emitter:
     def _concat(self, node: Node, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         pieces = node.integer("pieces")
         groups = [inputs[i : i + pieces] for i in range(0, len(inputs), pieces)]
-        return [tf.concat(group, axis) for group, axis in zip(groups, _integers(node, "axes"), strict=True)], []
+        return [tf.concat(group, axis) for group, axis in zip(groups, node.integers("axes"), strict=True)], []
 
     def _accumulate(self, node: Node, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         first = bool(node.attr("first"))
@@ -274,10 +274,6 @@ def _accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
     attributes = {internals.NO_INLINE: True}
     traced = tf.function(accumulate, autograph=False, input_signature=specs, experimental_attributes=attributes)
     return traced.get_concrete_function()
-
-
-def _integers(node: Node, key: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in node.strings(key))
 
 
 def micro_batch_bounds(size: Any, node: Node) -> tuple[Any, Any]:

@@ -15,7 +15,8 @@ from graph_passes.ir import Graph, Node, Opaque
 from graph_passes.layers import SHAPE_OPS
 
 # Ops that leave a sum a sum (or a mean a mean).
-_LINEAR = frozenset({"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Neg", "AddV2", "Add", "AddN", "Sub"})
+_SHAPING = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Select", "SelectV2")
+_LINEAR = frozenset({*_SHAPING, "Neg", "AddV2", "Add", "AddN", "Sub"})
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _REDUCTIONS = frozenset({"Sum", "Mean"})
 

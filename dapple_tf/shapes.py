@@ -22,12 +22,11 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
         known = dict(zip(captured.graph.inputs, batch, strict=True))
         known |= {name: internals.capture_of(graph, v.handle) for name, v in captured.variables.items()}
         known |= {name: internals.capture_of(graph, value) for name, value in captured.constants.items()}
-        found.update({name: (Shape(tuple(tensor.shape)),) for name, tensor in known.items()})
-        for name, variable in captured.variables.items():
-            found[name] = (Shape(tuple(variable.shape)),)
         used = {name for name in known if name in captured.graph.by_name}
         tf.graph_util.import_graph_def(definition, input_map={n: known[n] for n in used}, name="probe")
-        found.update(read_shapes(graph, "probe/"))
+        found.update(read_shapes(graph, "probe/"))  # with placeholders of no shape for the inputs, which are known
+        found.update({name: (Shape(tuple(tensor.shape)),) for name, tensor in known.items()})
+        found.update({name: (Shape(tuple(variable.shape)),) for name, variable in captured.variables.items()})
 
     specs = [tf.TensorSpec((batch_size, *spec.shape[1:]), spec.dtype) for spec in captured.signature]
     tf.function(probe, autograph=False, input_signature=specs).get_concrete_function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graph_passes.errors import GraphError
 from graph_passes.ir import Attr, Control, Function, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.names import at, nodes_of
 from graph_passes.updates import Updates
@@ -55,7 +56,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         functions.append(function)
         ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
     if updates.after is not None:
-        node = _update(updates.after, None, gradients, (last, "barrier: before all updates"))
+        node = _update(updates.after, None, gradients, (last, "barrier: nothing is half-updated by a failure"))
         added.append(Node(node.name, node.op, node.inputs, attrs=node.attrs, controls=(*node.controls, *ends)))
         functions.append(updates.after)
         ends = [Control(node.name, "the step ends with the optimizer's")]
@@ -96,7 +97,11 @@ def _update(
     gradients: dict[str, tuple[Value, TensorType]],
     after: tuple[str, str],
 ) -> Node:
-    inputs = tuple(gradients[port.name][0] for _, port in function.input_ports("gradient"))
+    wanted = [port.name for _, port in function.input_ports("gradient")]
+    for name in wanted:
+        if name not in gradients:
+            raise GraphError(f"{function.name!r} updates {name!r}, but no backward gives its gradient")
+    inputs = tuple(gradients[name][0] for name in wanted)
     attrs: dict[str, Attr] = {"function": function.name}
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}

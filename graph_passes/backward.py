@@ -18,13 +18,12 @@ from graph_passes.ir import (
     Graph,
     Node,
     Port,
-    TensorType,
     Value,
     ancestors,
     attributes,
     topological,
 )
-from graph_passes.layers import SHAPE_OPS
+from graph_passes.layers import INPUT_OPS, SHAPE_OPS
 from graph_passes.partition import Stage, StageGraph
 
 # Ops that turn tensors into small integers. Computed in forward where they need nothing else, so that no
@@ -88,8 +87,11 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
     reached = ancestors(joint, [v.node for v in wanted if v not in stage.inputs], stop=foreign | set(seeds.values()))
     small = _hoist(joint, reached - forward, forward | stages.floating, stage.inputs)
     forward |= ancestors(joint, small, stop=foreign)
-    repeated = (reached & forward & stages.floating) - _from_args(joint)
-    backward = (reached - forward) | repeated
+    backward = reached - forward
+    barred = foreign | set(seeds.values()) | (forward - stages.floating)
+    used = ancestors(joint, [*backward, *(v.node for v in wanted if v not in stage.inputs)], stop=barred)
+    repeated = (used & forward & stages.floating) - _from_args(joint)
+    backward |= repeated
 
     stash = _crossing(joint, backward, forward - repeated, stage.inputs, wanted)
     forward_ports = [*results, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
@@ -130,8 +132,7 @@ def _crossing(
     """Values made by forward's own nodes that backward takes, in the order of the graph."""
     entering = set(inputs)
     taken = {value for name in backward for value in joint.node(name).inputs} | set(wanted)
-    is_input = {"arg", "variable", "capture"}
-    found = [v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in is_input]
+    found = [v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in INPUT_OPS]
     position = {node.name: i for i, node in enumerate(joint.nodes)}
     return tuple(sorted(found, key=lambda v: (position[v.node], v.index)))
 
@@ -191,9 +192,3 @@ def rewire(node: Node, take: Callable[[Value], Value], members: set[str]) -> Nod
         inputs=tuple(take(value) for value in node.inputs),
         controls=tuple(control for control in node.controls if control.source in members),
     )
-
-
-def stash_bytes(function: Function) -> int:
-    """Bytes that one sample's forward leaves for backward (unknown dimensions counted as one)."""
-    kinds: list[TensorType] = [port.type for _, port in function.output_ports("stash")]
-    return sum(kind.bytes() for kind in kinds)

@@ -12,7 +12,7 @@ _TIMED = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Instrument:
-    """Add a last output: start and end of every call, in the order of ``timed_calls`` [calls, 2], seconds."""
+    """Add a last output: start and end of every call, in the order of ``timed_calls`` [2 x calls], seconds."""
 
     name: str = "instrument"
 
@@ -35,7 +35,10 @@ def stamp_calls(graph: Graph) -> Graph:
             nodes.append(node)
             continue
         place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage")})
-        waits = tuple(Control(name, "time: the call could start") for name in dict.fromkeys(node.predecessors()))
+        ready = (
+            f"{name}/end" if graph.node(name).op in _TIMED else name for name in dict.fromkeys(node.predecessors())
+        )
+        waits = tuple(Control(name, "time: the call could start") for name in ready)
         start = Node(f"{node.name}/start", "timestamp", (), (_STAMP,), place, waits)
         call = node.after(start.name, "time: the start is taken before")
         end = Node(

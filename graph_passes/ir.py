@@ -9,6 +9,7 @@ named after where it lives: ``stage1/replica0/mb3/forward``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +36,8 @@ class DType:
     @property
     def size(self) -> int:
         """Bytes of one element (booleans take one; handles count as eight)."""
-        digits = "".join(c for c in self.name if c.isdigit())
-        return max(1, int(digits) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
+        digits = re.search(r"\d+", self.name)  # the first: float8_e5m2
+        return max(1, int(digits[0]) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,16 @@ class Node:
     def strings(self, key: str) -> tuple[str, ...]:
         """The attribute ``key``, a tuple of strings."""
         value = self.attr(key)
-        if not isinstance(value, tuple):
-            raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple")
-        return tuple(str(item) for item in value)
+        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+            raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of strings")
+        return tuple(item for item in value if isinstance(item, str))
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """The attribute ``key``, a tuple of integers."""
+        value = self.attr(key)
+        if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
+            raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of integers")
+        return tuple(item for item in value if isinstance(item, int))
 
     def has(self, key: str) -> bool:
         """Whether the node has the attribute ``key``."""
@@ -202,10 +210,6 @@ class Port:
     role: str
     name: str
     type: TensorType
-
-    def matches(self, other: Port) -> bool:
-        """Whether the two ports name the same thing."""
-        return (self.role, self.name) == (other.role, other.name)
 
 
 @dataclass(frozen=True)

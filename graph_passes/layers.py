@@ -74,7 +74,7 @@ class Layers:
             for end in range(len(wanted), len(parts) + 1):
                 if parts[end - len(wanted) : end] == wanted:
                     found.setdefault(parts[:end], index)
-        if len(found) == 1:
+        if len(set(found.values())) == 1:
             return next(iter(found.values()))
         if found:
             names = ", ".join("/".join(parts) for parts in list(found)[:6])
@@ -148,11 +148,14 @@ def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
             runs[-1][2].append(node.name)
         else:
             runs.append((name, leaf, [node.name]))
-    used: dict[str, int] = {}
+    used: set[str] = set()
     layers = []
     for name, _, nodes_of_run in runs:
-        used[name] = used.get(name, 0) + 1
-        unique = name if used[name] == 1 else f"{name}.{used[name]}"
+        unique, count = name, 1
+        while unique in used:
+            count += 1
+            unique = f"{name}.{count}"
+        used.add(unique)
         layers.append(Layer(unique, tuple(nodes_of_run)))
     return tuple(layers)
 

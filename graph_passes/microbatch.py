@@ -63,6 +63,8 @@ class Microbatch:
 
 def unfold(graph: Graph, stages: int, micro_batches: int, aux: Sequence[TensorType] = ()) -> Graph:
     """Slices, forward and backward calls, and the merged loss and aux, for one replica of each stage."""
+    if micro_batches < 1:
+        raise GraphError(f"M = {micro_batches}: there must be at least one micro-batch")
     if not graph.inputs:
         raise GraphError("a pipeline needs at least one batched argument")
     size = Node("batch/size", "batch_size", (Value(graph.inputs[0]),), (tensor("int64"),))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graph_passes.ir import Graph, Node, attributes
-from graph_passes.names import at, replica_counts
+from graph_passes.names import at, nodes_of, replica_counts
 from graph_passes.variables import find_variables
 
 
@@ -42,6 +42,11 @@ def mirror_variables(graph: Graph) -> Graph:
         if state:
             attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})
             commits.append(Node(at(stage, what="commit"), "commit", attrs=attrs))
+    for i, commit in enumerate(commits):
+        for node in nodes_of(graph, "forward"):
+            if node.integer("stage") == commit.integer("stage"):
+                commit = commit.after(node.name, "commit: every forward has written its copy")
+        commits[i] = commit
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name in added:

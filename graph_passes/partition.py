@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from graph_passes.errors import PartitionError
-from graph_passes.ir import Effect, Graph, Value
-from graph_passes.layers import Layers
+from graph_passes.ir import Graph, Value
+from graph_passes.layers import Layers, find_floating
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class StageGraph:
         return {name: stage.index for stage in self.stages for name in stage.nodes}
 
 
-def partition(layers: Layers, starts: Sequence[int], floating: frozenset[str]) -> StageGraph:
+def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
     """Cut before each layer position in ``starts`` (ascending, without 0).
 
     Raises PartitionError where a cut is out of range, repeated, or impossible (saying why).
@@ -65,8 +66,7 @@ def partition(layers: Layers, starts: Sequence[int], floating: frozenset[str]) -
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else ()
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
-    _check_random(layers.graph, floating)
-    return StageGraph(layers.graph, tuple(stages), floating)
+    return StageGraph(layers.graph, tuple(stages), find_floating(layers.graph))
 
 
 def _nearest(layers: Layers, position: int) -> str:
@@ -75,12 +75,6 @@ def _nearest(layers: Layers, position: int) -> str:
         return ""
     near = sorted(possible, key=lambda p: abs(p - position))[:3]
     return ". Possible nearby: " + ", ".join(repr(layers.layers[p].name) for p in sorted(near))
-
-
-def _check_random(graph: Graph, floating: frozenset[str]) -> None:
-    for name in floating:
-        if graph.node(name).effect not in (Effect.PURE, Effect.READ):
-            raise PartitionError(f"floating node {name!r} has the effect {graph.node(name).effect!r}")
 
 
 def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
@@ -104,20 +98,25 @@ def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence
     def stage(first: int, e: int) -> float:
         return total[ends[e]] - total[first] + sending[e]
 
-    # best[e]: (largest stage cost, sum of squares, starts) of a cut of the layers before ends[e] into k stages
-    best: list[tuple[float, float, tuple[int, ...]] | None] = []
-    for e in range(len(ends)):
-        best.append((stage(0, e), stage(0, e) ** 2, ()))
-    for _ in range(stages - 1):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = []
-        for e in range(len(ends)):
-            options = []
-            for b in range(e):
-                if (prefix := best[b]) is not None:
-                    cost = stage(ends[b], e)
-                    options.append((max(prefix[0], cost), prefix[1] + cost**2, (*prefix[2], ends[b])))
-            following.append(min(options, default=None))
-        best = following
-    chosen = best[-1]
-    assert chosen is not None, "there are enough positions"
-    return list(chosen[2])
+    def cut(limit: float, weigh: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """The least (weight, starts) among cuts without a stage above ``limit``."""
+        # best[e]: the least of a cut of the layers before ends[e] into k stages, None where there is none
+        best: list[tuple[float, tuple[int, ...]] | None] = [
+            (weigh(0.0, cost), ()) if (cost := stage(0, e)) <= limit else None for e in range(len(ends))
+        ]
+        for _ in range(stages - 1):
+            following: list[tuple[float, tuple[int, ...]] | None] = []
+            for e in range(len(ends)):
+                options = [
+                    (weigh(prefix[0], cost), (*prefix[1], ends[b]))
+                    for b in range(e)
+                    if (prefix := best[b]) is not None and (cost := stage(ends[b], e)) <= limit
+                ]
+                following.append(min(options, default=None))
+            best = following
+        assert best[-1] is not None, "there are enough positions"
+        return best[-1]
+
+    largest, _ = cut(math.inf, max)
+    _, starts = cut(largest, lambda weight, cost: weight + cost**2)
+    return list(starts)

@@ -144,7 +144,7 @@ def check(schedule: Schedule) -> None:
     for stage, actions in enumerate(schedule.stages):
         wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in range(micro_batches)}
         if set(actions) != wanted or len(actions) != len(wanted):
-            missing = sorted(wanted - set(actions))
+            missing = sorted(wanted ^ set(actions))
             raise ScheduleError(
                 f"stage {stage} must run F and B of each micro-batch once; missing or odd: "
                 f"{' '.join(map(str, missing)) or 'repeated actions'}"

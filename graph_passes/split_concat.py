@@ -14,7 +14,7 @@ from fractions import Fraction
 from graph_passes.errors import PartitionError
 from graph_passes.ir import Attr, Graph, Node, Value, attributes, topological
 from graph_passes.layers import batch_axis
-from graph_passes.names import at, micro_batch_count
+from graph_passes.names import at, micro_batch_count, replica_counts
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ def replicate(graph: Graph, replicas: Sequence[int]) -> Graph:
 
     Raises PartitionError where a tensor without a batch axis would have to be split.
     """
+    stages = len(replica_counts(graph))
+    if len(replicas) != stages or min(replicas) < 1:
+        raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
     micro_batches = micro_batch_count(graph)
     exchanges = _Exchanges(graph, tuple(replicas), micro_batches)
     nodes: list[Node] = []

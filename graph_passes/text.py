@@ -197,6 +197,13 @@ class _Cursor:
         raise TextError("a brace is not closed")
 
 
+def _parse_value(text: str) -> Value:
+    match = _VALUE.fullmatch(text)
+    if not match:
+        raise TextError(f"not a value such as %node:0: {text[:60]!r}")
+    return Value(match[1], int(match[2]))
+
+
 def parse_node(line: str) -> Node:
     """The node that one line describes."""
     head = _NODE.match(line)
@@ -209,8 +216,9 @@ def parse_node(line: str) -> Node:
     device, effect = "", Effect.PURE
     if cursor.take(" {"):
         call = ast.parse(f"f({cursor.braces()})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        attrs = tuple((word.arg or "", _parse_attr(word.value)) for word in call.keywords)
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise TextError("attributes are written {key=value, ...}")
+        attrs = tuple((str(word.arg), _parse_attr(word.value)) for word in call.keywords)
     if cursor.take(" -> ("):
         inside, _, cursor.rest = cursor.rest.partition(")")
         outputs = tuple(parse_type(text) for text in inside.split(", "))
@@ -224,9 +232,7 @@ def parse_node(line: str) -> Node:
         controls.append(Control(match.group(1), cursor.literal()))
     if cursor.rest.strip():
         raise TextError(f"what is this? {cursor.rest[:60]!r}")
-    values = tuple(Value(source, int(index)) for source, index in _VALUE.findall(inputs))
-    if len(values) != inputs.count("%"):
-        raise TextError(f"not a list of values: {inputs[:60]!r}")
+    values = tuple(map(_parse_value, inputs.split(", "))) if inputs else ()
     return Node(name, op, values, outputs, attrs, tuple(controls), effect, device)
 
 
@@ -258,8 +264,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Graph:
             if keyword == "inputs":
                 graph = graph.replace(inputs=tuple(name.removeprefix("%") for name in rest.split()))
             elif keyword == "outputs":
-                found = _VALUE.findall(rest)
-                graph = graph.replace(outputs=tuple(Value(name, int(index)) for name, index in found))
+                graph = graph.replace(outputs=tuple(map(_parse_value, rest.split())))
             elif keyword == "library":
                 name, _, body = rest.partition(" ")
                 library.append((name, base64.b64decode(body, validate=True)))
@@ -281,6 +286,9 @@ def _parse_function(name: str, lines: Iterator[tuple[int, str]]) -> Function:
         if keyword not in ports:
             graph = _parse(itertools.chain([(number, line)], lines))
             return Function(name, graph, tuple(ports["takes"]), tuple(ports["gives"]))
-        role, kind, port = rest.split(" ", 2)
-        ports[keyword].append(Port(role, str(ast.literal_eval(port)), parse_type(kind)))
+        try:
+            role, kind, port = rest.split(" ", 2)
+            ports[keyword].append(Port(role, str(ast.literal_eval(port)), parse_type(kind)))
+        except (ValueError, SyntaxError) as error:
+            raise TextError(f"line {number}: {error}") from error
     raise TextError(f"function {name!r} has no graph")

@@ -54,14 +54,17 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
             writes.setdefault(owners.pop(), set()).add(name)
         else:
             shared.add(name)
+    everything = set(closure)
     before = {name for name in shared if any(name in closure[w] for group in writes.values() for w in group)}
+    after = shared - before
     stages = tuple(
-        (stage, _function(at(stage, what="update"), graph, writes[stage], shared)) for stage in sorted(writes)
+        (stage, _function(at(stage, what="update"), graph, writes[stage], everything - writes[stage]))
+        for stage in sorted(writes)
     )
     return Updates(
-        _function("optimizer/before", graph, before, set()) if before else None,
+        _function("optimizer/before", graph, before, everything - before) if before else None,
         stages,
-        _function("optimizer/after", graph, shared - before, before) if shared - before else None,
+        _function("optimizer/after", graph, after, everything - after) if after else None,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_passes.ir import Effect, Function, Graph
+from graph_passes.ir import Graph
+from graph_passes.layers import written_variables
 from graph_passes.names import at
 
 
@@ -50,11 +51,5 @@ def find_variables(graph: Graph) -> Variables:
                 stages = users.setdefault(port.name, [])
                 if stage not in stages:
                     stages.append(stage)
-            state |= _written(function)
+            state |= written_variables(function.graph).keys()
     return Variables(tuple((name, tuple(stages)) for name, stages in users.items()), frozenset(state))
-
-
-def _written(function: Function) -> set[str]:
-    return {
-        variable for node in function.graph.nodes if node.effect == Effect.WRITE for variable in node.strings("writes")
-    }

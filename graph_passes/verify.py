@@ -14,11 +14,21 @@ def verify(graph: Graph) -> None:
     _verify_names(graph)
     _verify_edges(graph)
     _verify_calls(graph)
-    topological(graph.nodes)
+    _verify_order(graph)
     for function in graph.functions:
         _verify_names(function.graph)
         _verify_edges(function.graph)
-        topological(function.graph.nodes)
+        _verify_order(function.graph)
+
+
+def _verify_order(graph: Graph) -> None:
+    topological(graph.nodes)  # names the nodes of a cycle
+    seen: set[str] = set()
+    for node in graph.nodes:
+        for source in node.predecessors():
+            if source not in seen:
+                raise GraphError(f"node {node.name!r} stands before {source!r}, which it needs")
+        seen.add(node.name)
 
 
 def _verify_names(graph: Graph) -> None:

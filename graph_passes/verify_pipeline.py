@@ -49,6 +49,8 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     the schedule is joined by an edge, and that there are no calls beside the schedule's.
     """
     scheduled: set[str] = set()
+    if len(schedule.stages) != len(replica_counts(graph)):
+        raise GraphError(f"the schedule has {len(schedule.stages)} stages, the graph {len(replica_counts(graph))}")
     for stage, replicas in enumerate(replica_counts(graph)):
         for replica in range(replicas):
             names = [call_name(action, replica) for action in schedule.stages[stage]]
@@ -74,9 +76,9 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
     consumers = graph.consumers()
     for node in nodes_of(graph, "backward"):
         ports = graph.function(node.string("function")).output_ports("variable", "gradient")
-        taken = {value for user in consumers[node.name] for value in user.inputs}
+        taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:
-            if node.values()[index] not in taken or node.name not in reached:
+            if node.values()[index] not in taken:
                 raise GraphError(f"the gradient of {port.name!r} from {node.name!r} reaches no update")
     for stage, count in enumerate(replica_counts(graph)):
         for name in (n.name for n in nodes_of(graph, "gradients") if n.integer("stage") == stage):

@@ -61,15 +61,18 @@ def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> fl
         case "DepthwiseConv2dNative":
             return 2.0 * out * prod(sizes[1][:2])
         case "Einsum":
-            return 2.0 * _einsum_points(node, sizes)
+            return 2.0 * out * _einsum_summed(node, sizes)
     return 0.0
 
 
-def _einsum_points(node: Node, sizes: Sequence[Sequence[int]]) -> float:
+def _einsum_summed(node: Node, sizes: Sequence[Sequence[int]]) -> int:
+    """The product of the lengths of the axes that are summed away (those of an ellipsis never are)."""
     equation = node.attr("equation")
     assert isinstance(equation, bytes)
-    terms = equation.decode().split("->")[0].split(",")
+    terms, _, result = equation.decode().partition("->")
     lengths: dict[str, int] = {}
-    for term, dims in zip(terms, sizes, strict=False):
-        lengths.update(zip(term.replace("...", ""), dims[-len(term.replace("...", "")) :], strict=False))
-    return float(prod(lengths.values()))
+    for term, dims in zip(terms.split(","), sizes, strict=False):
+        left, _, right = term.partition("...")
+        lengths.update(zip(left, dims, strict=False))
+        lengths.update(zip(right, dims[len(dims) - len(right) :], strict=False))
+    return prod(length for label, length in lengths.items() if label not in result)

@@ -108,12 +108,10 @@ def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> lis
         positions = [p for p in layers.positions() if layers.cut(p).splittable or not mixed]
         return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], wanted)
     starts = [layers.find(name) for name in wanted]
-    if starts and starts[0] == 0:
-        starts = starts[1:]  # naming the first stage's first layer too is fine
-    for before, after, name in zip(starts, starts[1:], list(wanted)[-len(starts) + 1 :], strict=False):
+    for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):
         if after <= before:
             raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
-    return starts
+    return [start for start in starts if start > 0]  # naming the first stage's first layer too is fine
 
 
 def _automatic(layers: Layers, devices: int, replicas: Sequence[int] | None) -> int:

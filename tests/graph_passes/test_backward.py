@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from graph_passes.backward import StageGradients, prune_gradients, split_backward, stash_bytes
+from graph_passes.backward import StageGradients, prune_gradients, split_backward
 from graph_passes.errors import PartitionError
 from graph_passes.ir import Function
-from graph_passes.layers import find_floating, find_layers
+from graph_passes.layers import find_layers
 from graph_passes.partition import partition
 from graph_passes.text import print_graph
-from tests.graph_passes.builders import function, functions_of, graph, refused, value
+from tests.graph_passes.builders import functions_of, graph, refused, value
 
 
 def split(forward: str, backward: str, starts: list[int], *gradients: StageGradients) -> list[Function]:
     """Forward and backward functions of all stages, in order."""
     captured = graph(forward)
-    stages = partition(find_layers(captured), starts, find_floating(captured))
+    stages = partition(find_layers(captured), starts)
     pairs = split_backward(stages, graph(forward + backward), gradients)
     return [function for pair in pairs for function in pair]
 
@@ -246,7 +246,6 @@ def test_shapes_that_gradients_ask_for_are_taken_in_forward_so_no_activation_is_
           end
         """,
     )
-    assert stash_bytes(first) == 8
 
 
 def test_aux_leaves_the_stage_that_computes_it_and_captures_are_no_ports() -> None:
@@ -349,8 +348,3 @@ def test_a_first_stage_without_variables_needs_no_gradients() -> None:
                   "%da = Exp(%seed:0) -> (float32[])\n%dv = Tan(%seed:0) -> (float32[])")  # fmt: skip
     before = found(seeds="a=seed_a"), found(seeds="loss=seed", boundary="a=da", variables="v=dv")
     assert prune_gradients(joint, before) == (found(), found(seeds="loss=seed", variables="v=dv"))
-
-
-def test_stash_bytes_are_those_of_one_sample() -> None:
-    takes_nothing = function("stage0/forward", "", "boundary h float32[?,9], stash a float32[?,4], stash b int64[?]")
-    assert stash_bytes(takes_nothing) == 16 + 8

@@ -30,7 +30,7 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
         %stage0/replica0/mb0/forward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
         | ^%stage0/replica0/mb0/forward 'time: the call ended'
         %stage0/replica0/mb0/backward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%stage0/replica0/mb0/forward 'time: the call could start'
+        | ^%stage0/replica0/mb0/forward/end 'time: the call could start'
         %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
         | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
         | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'

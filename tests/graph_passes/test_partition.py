@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.errors import PartitionError
-from graph_passes.layers import find_floating, find_layers
+from graph_passes.layers import find_layers
 from graph_passes.partition import StageGraph, balance, partition
 from tests.graph_passes.builders import graph, refused, value
 
@@ -28,7 +28,7 @@ SKIP = """
 def cut(text: str, *starts: int) -> StageGraph:
     """The graph of ``text``, cut before these layers."""
     captured = graph(text)
-    return partition(find_layers(captured), starts, find_floating(captured))
+    return partition(find_layers(captured), starts)
 
 
 def test_a_skip_is_routed_through_the_stages_between() -> None:
@@ -93,12 +93,6 @@ def test_an_impossible_cut_of_a_graph_without_any_names_no_others() -> None:
     with pytest.raises(PartitionError) as caught:
         cut(f"{both}\noutputs %a:0", 1)
     assert str(caught.value).endswith("layer 'print': no tensor crosses here, so the parts are not a pipeline")
-
-
-def test_what_draws_or_acts_may_not_float() -> None:
-    captured = graph(SKIP + "%noise = RandomUniform() -> (float32[]) !random")
-    with refused(PartitionError, "floating node 'noise' has the effect 'random'"):
-        partition(find_layers(captured), [1], frozenset({"noise"}))
 
 
 # --- balance

@@ -160,7 +160,7 @@ def run_rows(
             outputs = [list(rows_of(node, size, micro_batches, replicas)) for _ in node.outputs]
         elif node.op == "split":
             mine = bounds(0, size, node.integer("micro_batch"), node.integer("micro_batches"))
-            parts = [bounds(mine.start, mine.stop, int(j), node.integer("of")) for j in node.strings("receivers")]
+            parts = [bounds(mine.start, mine.stop, j, node.integer("of")) for j in node.integers("receivers")]
             outputs = [[row for row in rows if row in part] for rows in inputs[1:] for part in parts]
         elif node.op == "concat":
             n = node.integer("pieces")
