@@ -7,23 +7,21 @@ here the joint graph is cut into two functions and what crosses from one to the 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from graph_passes.close import PortOf, close_over
 from graph_passes.errors import PartitionError
 from graph_passes.ir import (
     Effect,
     Function,
     Graph,
-    Node,
     Port,
     Value,
     ancestors,
-    attributes,
-    topological,
 )
 from graph_passes.layers import INPUT_OPS, SHAPE_OPS
+from graph_passes.names import at
 from graph_passes.partition import Stage, StageGraph
 
 # Ops that turn tensors into small integers. Computed in forward where they need nothing else, so that no
@@ -95,15 +93,18 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
 
     stash = _crossing(joint, backward, forward - repeated, stage.inputs, wanted)
     forward_ports = [*results, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
-    forward_function = _function(f"stage{stage.index}/forward", joint, forward, stage, forward_ports, [*values, *stash])
+    name = at(stage.index, what="forward")
+    ports = _ports(name, joint, forward, stage, {})
+    forward_function = close_over(name, joint, forward, ports, forward_ports, [*values, *stash])
 
     outputs = [Port("gradient", str(x), joint.type_of(g)) for x, g in gradients.boundary]
     outputs += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
     named: dict[Value, tuple[str, str]] = {v: ("stash", str(v)) for v in stash}
     for value, placeholder in gradients.seeds:
         named[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
-    backward_function = _function(f"stage{stage.index}/backward", joint, backward, stage, outputs, wanted, named)
-    return forward_function, backward_function
+    name = at(stage.index, what="backward")
+    ports = _ports(name, joint, backward, stage, named)
+    return forward_function, close_over(name, joint, backward, ports, outputs, wanted)
 
 
 def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
@@ -137,58 +138,22 @@ def _crossing(
     return tuple(sorted(found, key=lambda v: (position[v.node], v.index)))
 
 
-def _function(
-    name: str,
-    joint: Graph,
-    members: set[str],
-    stage: Stage,
-    outputs: Sequence[Port],
-    values: Sequence[Value],
-    named: Mapping[Value, tuple[str, str]] | None = None,
-) -> Function:
-    """Close the nodes ``members`` over what they take: each outside value becomes an input with a port."""
-    named = dict(named or {})
-    inputs: dict[Value, tuple[Port, Node]] = {}
+def _ports(name: str, joint: Graph, members: set[str], stage: Stage, named: Mapping[Value, tuple[str, str]]) -> PortOf:
+    """How values enter a function of ``stage``: boundary tensors, those ``named``, arguments and variables."""
 
-    def take(value: Value) -> Value:
+    def port_of(value: Value) -> tuple[str, str] | None:
         source = joint.node(value.node)
         if value in stage.inputs:
-            role, label = "boundary", str(value)
-        elif value in named:
-            role, label = named[value]
-        elif source.op in ("arg", "variable"):
-            role, label = source.op, source.name
-        elif source.op == "capture" or value.node in members:
-            return value
-        else:
-            raise PartitionError(
-                f"{name} needs {value}, which another stage computes and does not send: a custom gradient of this "
-                f"stage closes over it. Start the stage before {value.node!r}"
-            )
-        if value not in inputs:
-            kind = joint.type_of(value)
-            node = Node(f"{role}/{len(inputs)}", role, (), (kind,), attributes({"port": label}))
-            inputs[value] = (Port(role, label, kind), node)
-        return Value(inputs[value][1].name)
+            return "boundary", str(value)
+        if value in named:
+            return named[value]
+        if source.op in ("arg", "variable"):
+            return source.op, source.name
+        if value.node in members:
+            return None
+        raise PartitionError(
+            f"{name} needs {value}, which another stage computes and does not send: a custom gradient of this "
+            f"stage closes over it. Start the stage before {value.node!r}"
+        )
 
-    body = [rewire(joint.node(n.name), take, members) for n in joint.nodes if n.name in members and n.op != "arg"]
-    body = [node for node in body if node.op not in ("variable", "capture")]
-    results = tuple(take(value) for value in values)
-    captures = {v.node for node in body for v in node.inputs} | {v.node for v in results}
-    taken = [node for node in joint.nodes if node.op == "capture" and node.name in captures]
-    ordered = sorted(inputs.values(), key=lambda entry: _ROLE_ORDER.index(entry[0].role))
-    nodes = topological([*(node for _, node in ordered), *taken, *body])
-    graph = Graph(name, nodes, tuple(node.name for _, node in ordered), results)
-    return Function(name, graph, tuple(port for port, _ in ordered), tuple(outputs))
-
-
-_ROLE_ORDER = ("arg", "boundary", "gradient", "seed", "stash", "variable")
-
-
-def rewire(node: Node, take: Callable[[Value], Value], members: set[str]) -> Node:
-    """``node`` with its inputs mapped by ``take`` and only the control edges that stay among ``members``."""
-    return dataclasses.replace(
-        node,
-        inputs=tuple(take(value) for value in node.inputs),
-        controls=tuple(control for control in node.controls if control.source in members),
-    )
+    return port_of

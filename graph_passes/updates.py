@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graph_passes.backward import rewire
+from graph_passes.close import close_over
 from graph_passes.errors import PartitionError
-from graph_passes.ir import Effect, Function, Graph, Node, Port, Value, ancestors, attributes, topological
+from graph_passes.ir import Effect, Function, Graph, Value, ancestors
 from graph_passes.names import at
 
 
@@ -96,27 +96,15 @@ def _slot_stages(graph: Graph, owner: Mapping[str, int], closure: Mapping[str, s
 def _function(name: str, graph: Graph, roots: set[str], done: set[str]) -> Function:
     """The writes ``roots`` and all they need, less the writes in ``done``, which have run before."""
     members = ancestors(graph, roots, stop=done)
-    inputs: dict[str, tuple[Port, Node]] = {}
 
-    def take(value: Value) -> Value:
+    def port_of(value: Value) -> tuple[str, str] | None:
         source = graph.node(value.node)
-        if source.op not in ("arg", "variable"):
-            if value.node not in members:
-                raise PartitionError(f"the optimizer's {name} needs {value}, the result of an update it shares")
-            return value
-        if value.node not in inputs:
-            role = "gradient" if source.op == "arg" else "variable"
-            label = source.string("port") if source.op == "arg" else source.name
-            kind = graph.type_of(value)
-            node = Node(f"{role}/{len(inputs)}", role, (), (kind,), attributes({"port": label}))
-            inputs[value.node] = (Port(role, label, kind), node)
-        return Value(inputs[value.node][1].name)
+        if source.op == "arg":
+            return "gradient", source.string("port")
+        if source.op == "variable":
+            return "variable", source.name
+        if value.node in members:
+            return None
+        raise PartitionError(f"the optimizer's {name} needs {value}, the result of an update it shares")
 
-    body = [
-        rewire(node, take, members)
-        for node in graph.nodes
-        if node.name in members and node.op not in ("arg", "variable")
-    ]
-    ordered = sorted(inputs.values(), key=lambda entry: entry[0].role)
-    nodes = topological([*(node for _, node in ordered), *body])
-    return Function(name, Graph(name, nodes, tuple(node.name for _, node in ordered)), tuple(p for p, _ in ordered), ())
+    return close_over(name, graph, members, port_of, (), ())
