@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from graph_passes.apply import Apply
+from graph_passes.errors import GraphError
 from graph_passes.updates import Updates
-from tests.graph_passes.builders import assert_graph, calls, function
+from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 GRADIENTS = """
     %loss = merge() -> (float32[])
@@ -29,6 +30,12 @@ BEGIN = """
     %update/begin = mark() {updating=True}
     | ^%update/barrier 'barrier: from here on a failure leaves the step half-applied'
 """
+
+
+def test_an_update_without_its_gradient_is_refused() -> None:
+    stages = ((0, function("stage0/update", "gradient lost, variable lost")),)
+    with refused(GraphError, "'stage0/update' updates 'lost', but no backward gives its gradient"):
+        Apply(Updates(None, stages, None))(calls(GRADIENTS))
 
 
 def test_each_stage_updates_what_it_owns_behind_the_barrier() -> None:

@@ -61,8 +61,9 @@ def test_a_value_prints_with_its_index() -> None:
 
 
 def test_attributes_are_read_by_type() -> None:
-    node = Node("n", "Op").with_attrs(stage=1, kind="mean", names=("a", "b"))
+    node = Node("n", "Op").with_attrs(stage=1, kind="mean", names=("a", "b"), axes=(0, 2))
     assert node.integer("stage") == 1
+    assert node.integers("axes") == (0, 2)
     assert node.string("kind") == "mean"
     assert node.strings("names") == ("a", "b")
     assert node.has("kind")
@@ -80,12 +81,13 @@ def test_with_attrs_replaces_and_keeps_the_order_of_names() -> None:
         ("attr", "node 'n' (Op) has no attribute 'none'"),
         ("integer", "attribute 'text' of 'n' is 'word', not an integer"),
         ("string", "attribute 'number' of 'n' is 1, not a string"),
-        ("strings", "attribute 'number' of 'n' is 1, not a tuple"),
+        ("strings", "attribute 'number' of 'n' is 1, not a tuple of strings"),
+        ("integers", "attribute 'words' of 'n' is ('a',), not a tuple of integers"),
     ],
 )
 def test_an_attribute_of_another_type_is_refused(read: str, said: str) -> None:
-    key = {"attr": "none", "integer": "text"}.get(read, "number")
-    node = Node("n", "Op").with_attrs(number=1, text="word")
+    key = {"attr": "none", "integer": "text", "integers": "words"}.get(read, "number")
+    node = Node("n", "Op").with_attrs(number=1, text="word", words=("a",))
     with refused(GraphError, said):
         getattr(node, read)(key)
 

@@ -97,6 +97,11 @@ def test_a_pipeline_without_arguments_is_refused() -> None:
         Microbatch(2, 1)(calls("", *two_stages()))
 
 
+def test_no_micro_batch_is_refused() -> None:
+    with refused(GraphError, "M = 0: there must be at least one micro-batch"):
+        Microbatch(2, 0)(calls(X, *two_stages()))
+
+
 @pytest.mark.parametrize(
     ("kind", "merged"),
     [

@@ -122,6 +122,13 @@ def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
         SplitConcat((1, 2))(before)
 
 
+@pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
+def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
+    before = unfold(calls(X, *two_stages()), 2, 1)
+    with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
+        SplitConcat(replicas)(before)
+
+
 # --- which rows arrive where
 
 

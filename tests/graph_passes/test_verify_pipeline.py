@@ -32,6 +32,11 @@ def verify(text: str) -> None:
     VerifyPipeline(make_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
 
 
+def test_a_schedule_of_other_stages_is_refused() -> None:
+    with refused(GraphError, "the schedule has 2 stages, the graph 1"):
+        VerifyPipeline(make_schedule("dapple-a", 2, 1))(calls(GOOD, *FUNCTIONS))
+
+
 def test_a_finished_pipeline_passes_unchanged() -> None:
     before = calls(GOOD, *FUNCTIONS)
     assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
