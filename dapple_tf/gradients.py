@@ -103,7 +103,9 @@ def _stage(
     if not sources:
         return StageGradients()
     stops = [tensors[value] for value in stage.inputs if graph.type_of(value).dtype.differentiable]
-    grads = tf.gradients([tensors[v] for v in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients")
+    wanted = [tensors[v] for v in targets]
+    with internals.stop_gradients_at_calls(stops):
+        grads = tf.gradients(wanted, sources, grad_ys=seeds, stop_gradients=stops, name="gradients")
     dense = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in grads]
     boundary = tuple((v, g) for v, g in zip(entering, dense, strict=False) if g is not None)
     variables = tuple((n, g) for n, g in zip(names, dense[len(entering) :], strict=True) if g is not None)

@@ -277,6 +277,7 @@ def _write_attr(proto: attr_value_pb2.AttrValue, value: Attr) -> None:
         case DType():
             proto.type = _dtype_number(value)
         case Shape():
+            proto.shape.SetInParent()  # a scalar's shape is there, and empty
             _write_shape(proto.shape, value)
         case FunctionRef(name):
             proto.func.name = name

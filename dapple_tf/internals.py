@@ -16,6 +16,7 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, op_def_registry
+from tensorflow.python.ops import gradients_util
 
 NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -104,6 +105,22 @@ def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
             if id(value) in wanted:
                 found[wanted[id(value)]] = item
     return found
+
+
+@contextlib.contextmanager
+def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
+    """While open, ``tf.gradients`` does not go through the function calls that made the tensors ``stops``.
+
+    Its own ``stop_gradients`` lets calls of functions pass: it differentiates what ``_IsPartitionedCall``
+    (of ``gradients_util``; replaced, and restored) says is one, whether or not it was told to stop there.
+    """
+    original = gradients_util._IsPartitionedCall
+    stopped = {tensor.op.name for tensor in stops}
+    gradients_util._IsPartitionedCall = lambda op: op.name not in stopped and original(op)
+    try:
+        yield
+    finally:
+        gradients_util._IsPartitionedCall = original
 
 
 def is_stateful_op(name: str) -> bool:

@@ -27,7 +27,11 @@ class Mirror:
 
 
 def mirror_variables(graph: Graph) -> Graph:
-    """The graph with a ``refresh`` before the first forward of every replica that works on copies."""
+    """The graph with a ``refresh`` before the first forward of every replica that works on copies.
+
+    The first backward waits for it by an edge of its own: where TensorFlow inlines the two calls, backward's reads
+    of a copy do not wait for forward.
+    """
     variables = find_variables(graph)
     added: dict[str, Node] = {}
     commits: list[Node] = []
@@ -37,7 +41,7 @@ def mirror_variables(graph: Graph) -> Graph:
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
                 refresh = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)
-                added[at(stage, replica, 0, "forward")] = refresh
+                added |= {at(stage, replica, 0, what): refresh for what in ("forward", "backward")}
         state = tuple(name for name in variables.owned(stage) if name in variables.state)
         if state:
             attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})
@@ -51,7 +55,8 @@ def mirror_variables(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.name in added:
             refresh = added[node.name]
-            nodes.append(refresh)
+            if node.op == "forward":
+                nodes.append(refresh)
             node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
         nodes.append(node)
     return graph.replace(nodes=(*nodes, *commits))

@@ -111,6 +111,14 @@ def without_variables(graph: Graph) -> tuple[Node, ...]:
     return tuple(kept)
 
 
+def test_a_scalars_shape_is_an_attribute_too() -> None:
+    scale = tf.Variable(1.0)
+    graph = capture(lambda x: (tf.reduce_mean(x) * scale, tf.ensure_shape(tf.reduce_sum(x), ())), (X,)).graph
+    (ensure,) = (node for node in graph.nodes if node.op == "EnsureShape")
+    definition = write_graph(graph.replace(nodes=without_variables(graph)))
+    assert imported(definition, f"{ensure.name}:0", input__0=tf.constant(X)) == X.sum()
+
+
 def test_our_own_attributes_do_not_reach_tensorflow() -> None:
     own = attributes({"layer": "a/b", "within": "a", "writes": ("v",), "T": DType("float32")})
     node = Node("n", "Identity", outputs=(tensor("float32"),), attrs=own)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.ops import gradients_util
 
 from dapple_tf import internals
 
@@ -224,6 +225,37 @@ def test_keras_variables_carry_constraints() -> None:
     layer.build((None, 2))
     (found,) = internals.keras_variables([layer.kernel.value])
     assert isinstance(found.constraint, keras.constraints.NonNeg)
+
+
+# --- gradients
+
+
+def slopes(stop: bool) -> tuple[float | None, float]:
+    """Gradients of z = y * y, y = call(x) by x and by y, with or without a stop at y."""
+    square = tf.function(lambda x: x * x)
+    found = []
+
+    def trace(x: tf.Tensor) -> tf.Tensor:
+        y = square(x)
+        stops = [y] if stop else []
+        with internals.stop_gradients_at_calls(stops):
+            found.extend(tf.gradients(y * y, [x, y], stop_gradients=stops))
+        return tf.stack([gradient for gradient in found if gradient is not None])
+
+    values = tf.function(trace, autograph=False)(tf.constant(3.0)).numpy().tolist()
+    return (None, *values) if stop else tuple(values)
+
+
+def test_gradients_stop_at_the_calls_they_are_told_to() -> None:
+    assert slopes(stop=False) == (108, 18)
+    assert slopes(stop=True) == (None, 18)
+
+
+def test_stopping_at_calls_restores_tensorflows_own_rule_even_on_exceptions() -> None:
+    original = gradients_util._IsPartitionedCall
+    with pytest.raises(ZeroDivisionError), internals.stop_gradients_at_calls([]):
+        raise ZeroDivisionError
+    assert gradients_util._IsPartitionedCall is original
 
 
 @pytest.mark.parametrize("op", ["ReadVariableOp", "AssignVariableOp", "RandomUniform", "Assert", "PrintV2", "While"])

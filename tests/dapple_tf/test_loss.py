@@ -62,6 +62,7 @@ SUMS = {
     "over a cast constant": lambda x: tf.reduce_sum(each(x)) / tf.cast(4, tf.float32),
     "negative": lambda x: -tf.reduce_sum(each(x)),
     "weighted": lambda x: tf.reduce_sum(each(x) * mask(x)),
+    "masked": lambda x: tf.reduce_sum(tf.where(mask(x) > 0, each(x), 0.0)),
     "summand over a constant": lambda x: tf.reduce_sum(each(x) / 4.0),
     "plus a regulariser": lambda x: tf.reduce_sum(each(x)) + tf.reduce_sum(W * W),
     "plus a mean": lambda x: tf.add_n([tf.reduce_mean(each(x)), 0.1 * tf.reduce_sum(each(x)), tf.reduce_sum(W)]),
@@ -116,6 +117,8 @@ def test_an_unknown_rank_cannot_be_told() -> None:
         lambda x: tf.reduce_sum(each(x) * mask(x)) * (1.0 / tf.reduce_sum(mask(x))),
         lambda x: tf.reduce_sum(each(x) * (mask(x) / tf.reduce_sum(mask(x)))),
         lambda x: 0.5 * tf.reduce_sum(each(x)) / tf.maximum(tf.reduce_sum(mask(x)), 1.0) + tf.reduce_sum(W),
+        lambda x: keras.losses.Dice()(x, tf.sigmoid(x @ W)),  # a quotient of sums over the batch
+        lambda x: keras.losses.Tversky()(x, tf.sigmoid(x @ W)),
         lambda x: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(x, x @ W, mask(x)),
     ],
 )
@@ -135,13 +138,14 @@ def test_a_keras_mask_is_warned_of() -> None:
         check(lambda x: criterion(tf.ones((tf.shape(x)[0], 3, 2)), model(x)), ids)
 
 
-REGRESSION = ["MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError",
-              "Huber", "LogCosh", "CosineSimilarity", "Poisson", "KLDivergence"]  # fmt: skip
-BINARY = ["BinaryCrossentropy", "BinaryFocalCrossentropy", "Hinge", "SquaredHinge", "CategoricalHinge",
-          "CategoricalCrossentropy", "CategoricalFocalCrossentropy", "Tversky", "Dice"]  # fmt: skip
+KERAS = """
+    MeanSquaredError MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredLogarithmicError Huber LogCosh
+    CosineSimilarity Poisson KLDivergence BinaryCrossentropy BinaryFocalCrossentropy Hinge SquaredHinge
+    CategoricalHinge CategoricalCrossentropy CategoricalFocalCrossentropy
+"""
 
 
-@pytest.mark.parametrize("name", [*REGRESSION, *BINARY])
+@pytest.mark.parametrize("name", KERAS.split())
 def test_keras_losses_pass(name: str) -> None:
     criterion = getattr(keras.losses, name)()
     check(lambda x, y: criterion(y, tf.sigmoid(x @ W)), X, np.eye(4, 3, dtype=np.float32))

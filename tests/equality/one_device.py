@@ -8,6 +8,7 @@ by something that is not the gradient's square (``test_optimizers`` shows it).
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,18 +119,14 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int =
 
     def step(*batch: Any) -> Any:
         results = [_differentiate(problem.loss_fn, part, trainable) for part in _parts(batch, in_turn)]
-        size = _size(batch)
-        weights = [_size(part) / size for part in _parts(batch, in_turn)]
-        loss = tf.add_n([loss * tf.cast(w, loss.dtype) for w, (loss, _, _) in zip(weights, results, strict=True)])
-        gradients = results[0][2]
-        if in_turn > 1:
-            gradients = {
-                name: tf.add_n(
-                    [g[name] * tf.cast(w, g[name].dtype) for w, (_, _, g) in zip(weights, results, strict=False)]
-                )
-                for name in gradients
-            }
-        optimizer.apply(list(gradients.values()), [trainable[name] for name in gradients])
+        shares = [_size(part) / _size(batch) for part in _parts(batch, in_turn)]
+        loss = _mean([loss for loss, _, _ in results], shares)
+        gradients = {name: _mean([found[name] for _, _, found in results], shares) for name in results[0][2]}
+        trained = [trainable[name] for name in gradients]
+        if not optimizer.built:
+            with tf.init_scope():  # Keras builds inside of the trace, and slots that start at a weight's value miss it
+                optimizer.build(trained)
+        optimizer.apply(list(gradients.values()), trained)
         aux = results[0][1] if in_turn == 1 else None
         return loss, aux, gradients
 
@@ -153,6 +150,13 @@ def _differentiate(loss_fn: Callable[..., Any], batch: Sequence[Any], trainable:
     found = tape.gradient(loss, [as_tf(v) for v in trainable.values()])
     dense = {name: tf.convert_to_tensor(g) for name, g in zip(trainable, found, strict=True) if g is not None}
     return loss, aux, dense
+
+
+def _mean(tensors: Sequence[Any], shares: Sequence[float]) -> Any:
+    """The weighted mean (tf.cast would round a Python float to float32)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.add_n([tensor * tf.constant(share, tensor.dtype) for tensor, share in zip(tensors, shares, strict=True)])
 
 
 def _parts(batch: Sequence[Any], count: int) -> list[Any]:
@@ -215,6 +219,8 @@ def _name_of(problem: Problem, step: Any, batch: Any, name: str) -> str:
 
 def _values(problem: Problem, optimizer: Any) -> dict[str, Any]:
     values = {name: as_tf(variable).numpy() for name, variable in problem.variables.items()}
-    slots = {f"slot {variable.path.split('/', 1)[-1]}": variable.numpy() for variable in optimizer.variables}
-    assert len(slots) == len(optimizer.variables), "two slots have the same name"
+    slots: dict[str, Any] = {}
+    for variable in optimizer.variables:  # those without a name are numbered, or share one
+        name = "slot " + re.sub(r"_\d+$", "", variable.path.split("/", 1)[-1])
+        slots[name if name not in slots else f"{name} {len(slots)}"] = variable.numpy()
     return values | slots

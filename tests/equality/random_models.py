@@ -148,7 +148,7 @@ def _compare(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _either(w: Weights, name: str) -> Callable[..., Any]:
-    return lambda p, q: tf.logical_xor(p, q)
+    return lambda p, q: tf.math.logical_xor(p, q)
 
 
 def _where(w: Weights, name: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import pytest
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError
@@ -79,7 +79,6 @@ def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:
         except PartitionError as error:  # a cut that cannot be, for the reason that the message gives
             refused.append(str(error))
             assume(False)
-        note(comparison.step.text)
         assert len(comparison.step.plan.stages) == len(case.replicas)
         comparison.check(TOLERANCE["float64"])
         ran.append(case)

@@ -76,6 +76,7 @@ def test_assigning_between_steps_is_seen_by_the_pipeline() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's, with NumPy 2
 def test_a_saved_model_has_the_trained_values(tmp_path: Path) -> None:
     model = dense_model()
     x, y = data(5)
@@ -192,12 +193,13 @@ def test_aux_outputs_are_joined_in_sample_order() -> None:
     loss = chain(matrices)
 
     def loss_fn(x: Any, y: Any, number: Any) -> Any:
+        result = loss(x, y)
         aux = {
             "number": number,
             "nested": [number * 10, tf.reduce_mean(x)],
             "odd": tf.reduce_sum(number % 2),
         }
-        return loss(x, y), aux
+        return result, aux
 
     x, y = data(11)
     number = tf.range(11)

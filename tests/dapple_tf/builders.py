@@ -1,0 +1,53 @@
+"""Small models, plans and layers that several tests of the library start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.capture import capture
+from dapple_tf.planner.plan import Plan, StagePlan
+from graph_passes.layers import Layers, find_layers
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def chain(layers: int = 3, width: int = 4) -> tuple[keras.Model, Any]:
+    """A model of dense layers called d0, d1 ..., and its loss."""
+    keras.utils.set_random_seed(1)
+    dense = [keras.layers.Dense(width, activation="tanh", name=f"d{i}") for i in range(layers)]
+    model = keras.Sequential([keras.Input((4,)), *dense], name="net")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(model(x)))
+
+    return model, loss
+
+
+def layers_of(loss: Any, *batch: Any) -> Layers:
+    """The layers of a loss."""
+    return find_layers(capture(loss, batch or (X,)).graph)
+
+
+def step_of(loss: Any, **options: Any) -> Any:
+    """``dapple.pipeline`` with SGD, two stages and two micro-batches unless said otherwise."""
+    options = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 2, **options}
+    return dapple.pipeline(loss, **options)
+
+
+def make_plan(*stages: tuple[int, int, tuple[int, ...]], **changes: Any) -> Plan:
+    """A plan of (first layer, last layer, devices)."""
+    fields: dict[str, Any] = {
+        "model": "loss",
+        "planner": "test",
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "micro_batches": 4,
+        "schedule": "dapple-a",
+        "recompute": False,
+    }
+    return Plan(**{**fields, "stages": tuple(StagePlan(*stage) for stage in stages), **changes})

@@ -1,0 +1,304 @@
+"""The command line, as a user runs it: what goes to stdout and stderr, exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapple_tf.cli import main
+from dapple_tf.planner.plan import Plan
+
+MODEL = '''
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+
+
+def tiny(width=4, batch_size=8, seed=1, mask=False, empty=False):
+    """Two dense layers on four batches of random numbers."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
+    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    numbers = np.random.RandomState(seed)
+    data = [(numbers.randn(batch_size, 3).astype("float32"), numbers.rand(batch_size, 1) > 0.4) for _ in range(4)]
+
+    def loss(x, y):
+        keep = tf.cast(y, tf.float32)
+        error = tf.square(model(x) - 1)
+        return tf.reduce_sum(error * keep) / tf.reduce_sum(keep) if mask else tf.reduce_mean(error * keep)
+
+    return dapple.Workload(loss, keras.optimizers.Adam(0.01), [] if empty else data)
+
+
+def fixed():
+    return tiny()
+
+
+def broken():
+    raise ValueError("the user's own mistake")
+'''
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny_cli_model.py"
+    path.write_text(MODEL)
+    return f"{path}:tiny"
+
+
+def dapple(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "dapple_tf", *map(str, arguments)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def last(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The JSON object on the last line of stdout."""
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+# --- whole runs, in processes of their own
+
+
+@pytest.fixture(scope="module")
+def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    trace = tmp_path_factory.mktemp("trace") / "deep" / "t.json"
+    options = ("--stages", 2, "--micro-batches", 2, "--steps", 6, "--json", "--seed", 3, "--trace", trace)
+    return dapple("train", model, *options), trace
+
+
+def test_train_prints_results_to_stdout_and_progress_to_stderr(
+    trained: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    run, trace = trained
+    result = last(run)
+    assert result["steps"] == 6
+    assert result["last_loss"] < result["first_loss"]
+    assert result["samples_per_second"] > 0
+    assert (result["plan"]["micro_batches"], len(result["plan"]["stages"])) == (2, 2)
+    assert result["trace"] == str(trace)
+    assert "2 stages, 2 micro-batches of 4 samples, schedule dapple-a" in run.stdout
+    assert "stage 1, device 1: " in run.stdout
+    assert "training 6: loss" in run.stderr
+    assert "training" not in run.stdout
+    assert "Traceback" not in run.stderr
+
+
+def test_train_saves_a_timeline_of_every_action(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    rows = json.loads(trained[1].read_text())["traceEvents"]
+    names = sorted(row["name"] for row in rows if row["ph"] == "X")
+    assert names == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
+
+
+def test_a_run_resumed_from_a_checkpoint_has_the_same_losses(
+    model: str, trained: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--json", "--seed", 3, "--checkpoint-dir", tmp_path)
+    first = last(dapple("train", model, *options, "--steps", 3))
+    run = dapple("train", model, *options, "--steps", 6)
+    resumed, whole = last(run), last(trained[0])
+    assert first["first_loss"] == whole["first_loss"]
+    assert resumed["last_loss"] == whole["last_loss"]
+    assert resumed["first_loss"] != whole["first_loss"]
+    assert f"resumed after step 3 from {tmp_path}" in run.stdout
+
+    code, _, err = command("train", model, *options, "--steps", 6)
+    assert code == 1
+    assert err.splitlines()[-1].endswith(f"{tmp_path} has 6 steps already: ask for more with --steps")
+
+
+def test_an_error_is_one_line_on_stderr(model: str) -> None:
+    run = dapple("train", model, "--stages", "three")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.splitlines()[-1].startswith("error: no layer is called 'three'; the nearest are ")
+    assert "Traceback" not in run.stderr
+
+
+# --- the rest, in this process
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], model: str) -> Callable[..., Any]:
+    """Run the command line here: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        words = [model if word is MODEL else str(word) for word in arguments]
+        monkeypatch.setattr(sys, "argv", ["dapple", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_verify_says_equal_and_exits_with_0(command: Callable[..., Any]) -> None:
+    options = ("--stages", 2, "--micro-batches", 3, "--replicas", "2,1", "--json")
+    code, out, err = command("verify", MODEL, *options)
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["ok"] is True
+    assert set(result["max_errors"]) == {"loss", "gradient", "variable"}
+    assert result["max_errors"]["gradient"] < 1e-5
+    assert "replicas [2, 1], 3 micro-batches, dapple-a: equal to one device" in out
+
+
+@pytest.mark.filterwarnings("ignore:the loss of loss is divided by")
+def test_verify_exits_with_1_where_the_pipeline_differs(command: Callable[..., Any]) -> None:
+    options = ("--stages", 2, "--micro-batches", 4, "--set", "mask=True", "--json")
+    code, out, _ = command("verify", MODEL, *options)
+    assert code == 1
+    assert json.loads(out.splitlines()[-1])["ok"] is False
+    assert "DIFFERS from one device" in out
+    assert "first to diverge: loss 'loss'" in out
+
+
+def test_a_plan_file_goes_round(command: Callable[..., Any], model: str, tmp_path: Path) -> None:
+    options = ("--stages", "two", "--replicas", "1,2", "--micro-batches", 4, "--schedule", "gpipe", "--steps", 1)
+    code, out, err = command("train", MODEL, *options, "--json")
+    assert code == 0, err
+    data = json.loads(out.splitlines()[-1])["plan"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "dapple-plan/1", **data}))
+    plan = Plan.load(path)
+    assert (plan.replicas, plan.micro_batches, plan.schedule) == ((1, 2), 4, "gpipe")
+
+    code, out, err = command("train", MODEL, "--plan", path, "--steps", 1, "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["plan"] == data
+
+
+def test_options_reach_the_model(command: Callable[..., Any]) -> None:
+    code, out, err = command(
+        "train", MODEL, "--batch-size", 6, "--micro-batches", 2, "--stages", 2, "--steps", 1, "--json"
+    )
+    assert code == 0, err
+    plan = json.loads(out.splitlines()[-1])["plan"]
+    assert (plan["global_batch_size"], plan["micro_batch_size"]) == (6, 3)
+
+
+def test_compare_times_the_plain_model_first(command: Callable[..., Any]) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--steps", 2, "--compare", 2, "--json")
+    code, out, err = command("train", MODEL, *options)
+    assert code == 0, err
+    assert "the same model un-pipelined on the same cores" in out
+    assert json.loads(out.splitlines()[-1])["plain_samples_per_second"] > 0
+    assert err.index("un-pipelined 1: loss") < err.index("training 1: loss")
+
+
+def test_without_json_the_last_line_is_for_people(command: Callable[..., Any]) -> None:
+    code, out, _ = command("train", MODEL, "--stages", 2, "--micro-batches", 2, "--steps", 1)
+    assert code == 0
+    assert out.splitlines()[-1].endswith("samples/s")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("verify", "-h"), ("--version",)])
+def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -> None:
+    code, out, err = command(*words)
+    assert (code, err) == (0, "")
+    assert "dapple" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train",), "Missing argument 'MODEL'"),
+        (("trane", MODEL), "No such command 'trane'"),
+        (("train", MODEL, "--stages"), "requires an argument"),
+        (("train", MODEL, "--stagez", 2), "No such option"),
+        (("train", MODEL, "--micro-batches", "many"), "'many' is not a valid integer"),
+        (("train", MODEL, "--steps", 0), "--steps must be at least 1"),
+        (("train", MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number a stage, such as 2,1"),
+        (("verify", MODEL, "--replicas", "two"), "--replicas two: give one whole number a stage"),
+    ],
+)
+def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[object, ...], message: str) -> None:
+    code, out, err = command(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("absent.py:f",), "there is no file absent.py"),
+        (("no_such_module:f",), "module 'no_such_module' cannot be imported"),
+        (("gpt",), "'gpt' is not a MODEL such as"),
+        ((MODEL, "--set", "width"), "--set 'width' is not of the form key=value"),
+        ((MODEL, "--set", "widht=3"), "has no option 'widht'; it has width"),
+        (("fixed", "--batch-size", 3), "takes no batch_size, so --batch-size cannot be given"),
+        (("fixed", "--seed", 3), "takes no seed, so --seed cannot be given"),
+        (("broken",), "the user's own mistake"),
+        ((MODEL, "--set", "empty=True"), "the workload's dataset has no batches"),
+        ((MODEL, "--stages", 99), "99 stages are wanted, but the model can be cut in"),
+        ((MODEL, "--stages", 0), "stages=0: there must be at least one"),
+        ((MODEL, "--stages", 2, "--replicas", "1"), "replicas=[1] names 1 stages, but there are 2"),
+        ((MODEL, "--stages", 2, "--replicas", "1,9"), "need 10 devices, but there are 8"),
+        ((MODEL, "--micro-batches", 9), "micro_batches=9 is more than the 8 samples of the batch"),
+        ((MODEL, "--schedule", "zigzag"), "no schedule is called 'zigzag'; there are gpipe, dapple-a"),
+        ((MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file"),
+        ((MODEL, "--devices", 0), "devices=0: at least one is needed"),
+        ((MODEL, "--devices", 3), "TensorFlow has already started with 8 devices"),
+        ((MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png or .json"),
+        ((MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made"),
+        ((MODEL, "--checkpoint-dir", "setup.py"), "setup.py cannot hold checkpoints: File exists"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_fails_is_told_in_one_line(
+    command: Callable[..., Any], model: str, words: tuple[object, ...], message: str
+) -> None:
+    name = words[0]
+    if name in ("fixed", "broken"):
+        words = (model.replace(":tiny", f":{name}"), *words[1:])
+    code, _, err = command("train", *words)
+    assert code == 1
+    (line,) = [line for line in err.splitlines() if line]
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_bad_trace_path_fails_before_any_training(command: Callable[..., Any]) -> None:
+    _, out, err = command("train", MODEL, "--trace", "t.gif", "--steps", 1)
+    assert "loss" not in out + err
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError, TypeError])
+def test_an_error_that_is_not_ours_keeps_its_traceback(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("not ours")
+
+    monkeypatch.setattr("dapple_tf.training.run_steps", fail)
+    with pytest.raises(error, match="not ours"):
+        command("train", MODEL, "--stages", 2, "--micro-batches", 2)
+
+
+def test_stopping_is_no_crash(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dapple_tf.training.run_steps", interrupt)
+    code, _, err = command("train", MODEL, "--stages", 2, "--micro-batches", 2)
+    assert code == 1
+    assert err.strip().endswith("stopped")

@@ -1,0 +1,44 @@
+"""A file is replaced as a whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dapple_tf.files import replacing, write_atomically
+
+
+def test_a_file_is_written_and_nothing_else_left(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a.txt", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "new")]
+
+
+def fail_half_way(part: Path) -> None:
+    part.write_text("half of the n")
+    raise ZeroDivisionError
+
+
+def test_a_failure_half_way_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(target) as part:
+        fail_half_way(part)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(target, "half \ud800")  # a lone surrogate has no encoding
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
+def test_the_old_file_stands_until_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with replacing(target) as part:
+        part.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"

@@ -1,0 +1,405 @@
+"""What ``dapple.pipeline`` refuses, and what it says and leaves behind when a step fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import (
+    BatchError,
+    CaptureError,
+    DappleWarning,
+    DeviceError,
+    LossError,
+    PartitionError,
+    PlanError,
+    ScheduleError,
+    StepError,
+    UsageError,
+)
+from tests.dapple_tf.builders import X, chain, layers_of, make_plan, step_of
+
+Loss = Callable[..., tf.Tensor]
+
+
+@pytest.fixture(scope="module")
+def loss() -> Any:
+    return chain(3)[1]
+
+
+def matrix(name: str = "w") -> tf.Variable:
+    return tf.Variable(tf.ones((4, 4)) / 4, name=name)
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"stages": 99},
+            PartitionError,
+            r"99 stages are wanted, .* 5 places only \(6 layers\): ask for at most 6 stages",
+        ),
+        ({"stages": 0}, PlanError, "stages=0: there must be at least one"),
+        ({"stages": ["d9"]}, PartitionError, "no layer is called 'd9'; the nearest are 'd2', 'd1', 'd0'"),
+        ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after the layer before it in the model"),
+        ({"stages": "d1"}, PlanError, "stages='d1': give a number, a list of layer names, or 'auto'"),
+        ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stages, but there are 2"),
+        ({"replicas": [2, 0]}, PlanError, "every stage needs at least one device"),
+        (
+            {"replicas": [8, 1]},
+            PlanError,
+            "need 9 devices, but there are 8: ask for fewer, or make more with dapple.init",
+        ),
+        ({"replicas": 2}, PlanError, "replicas=2: give one whole number for each stage"),
+        ({"replicas": [5, 1]}, PlanError, "gives some only 4 samples, too few for 5 replicas: use fewer micro-batches"),
+        ({"micro_batches": 9}, PlanError, "micro_batches=9 is more than the 8 samples of the batch: use at most 8"),
+        ({"micro_batches": 0}, PlanError, "micro_batches=0: it must be at least 1"),
+        ({"devices": ["CPU:0"]}, PlanError, r"2 stages with replicas \[1, 1\] need 2 devices, but there are 1"),
+        ({"devices": ["CPU:0", "CPU:8"]}, DeviceError, "there is no device 'CPU:8'; there are /device:CPU:0, "),
+        ({"devices": "CPU:0"}, DeviceError, "devices='CPU:0': give a list of names or indices"),
+        ({"schedule": "zigzag"}, ScheduleError, "no schedule is called 'zigzag'; there are gpipe, dapple-a, dapple-b"),
+        ({"schedule": "dapple-a:4"}, ScheduleError, "'dapple-a:4' is not a schedule such as"),
+        ({"schedule": "dapple-a:D=0"}, ScheduleError, "D=0: a stage must hold at least one micro-batch"),
+        ({"schedule": "gpipe:D=1"}, ScheduleError, "gpipe holds all M=2 micro-batches, but D=1: use dapple-a"),
+        ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
+        ({"cluster": "cluster.yaml"}, PlanError, "plans for a cluster are not there yet: leave cluster None"),
+        ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
+        (
+            {"plan": "plan.json"},
+            PlanError,
+            r"plan is a str, not a dapple.Plan: read a file with dapple.Plan.load\(path\)",
+        ),
+    ],
+)
+def test_what_cannot_be_done(loss: Loss, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        step_of(loss, **options)(X)
+
+
+def test_errors_are_value_or_runtime_errors() -> None:
+    kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
+    assert len(kinds) == 12
+    assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
+
+
+def test_an_ambiguous_layer_name_lists_what_it_may_be() -> None:
+    halves = [
+        keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="a")], name=name) for name in ("left", "right")
+    ]
+    model = keras.Sequential([keras.Input((4,)), *halves], name="net")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(model(x))
+
+    message = "layer name 'a' is ambiguous: it may be net/left/a, net/right/a. Write the longer name."
+    with pytest.raises(PartitionError, match=message):
+        step_of(loss, stages=["a"])(X)
+    assert step_of(loss, stages=["right/a"])(X).shape == ()
+
+
+def test_an_optimizer_built_for_other_variables(loss: Loss) -> None:
+    optimizer = keras.optimizers.Adam()
+    optimizer.build([keras.Variable([1.0])])
+    with pytest.raises(PlanError, match="Adam cannot update these variables: Unknown variable: "):
+        step_of(loss, optimizer=optimizer)(X)
+
+
+def test_an_optimizer_that_updates_all_at_once() -> None:
+    class Together(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            mean = tf.add_n([tf.reduce_mean(grad) for grad in grads])
+            handles = [variable.handle for variable in trainable_variables]
+
+            @tf.function
+            def update() -> None:
+                for handle in handles:
+                    tf.raw_ops.AssignSubVariableOp(resource=handle, value=mean)
+
+            update()
+
+    first, second = tf.Variable(1.0), tf.Variable(2.0)
+    message = (
+        r"op .* \(StatefulPartitionedCall\) updates variables of stages \[0, 1\] at once, .* each variable by itself"
+    )
+    with pytest.raises(PartitionError, match=message):
+        step_of(lambda x: tf.reduce_mean(tf.tanh(x * first) * second), optimizer=Together(), stages=["mul_1"])(X)
+
+
+# --- plans
+
+
+def test_a_plan_for_another_model(loss: Loss) -> None:
+    with pytest.raises(PlanError, match="the plan is for 3 layers, but loss has 6: it was made for another model"):
+        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 2, (1,))))(X)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"micro_batches": 16}, PlanError, "micro_batches=16 is more than the 8 samples of the batch"),
+        ({"schedule": "zigzag"}, ScheduleError, "no schedule is called 'zigzag'"),
+        ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out(
+    loss: Loss, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 5, (1,)), **changes))(X)
+
+
+def test_a_plan_for_more_devices(loss: Loss) -> None:
+    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 11\], but there are only 8: \['/device:CPU:0', "):
+        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 5, (11,))))(X)
+
+
+# --- boundaries
+
+
+def test_a_tensor_that_cannot_leave_its_device() -> None:
+    w, scale = matrix(), matrix("scale")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        text = tf.strings.as_string(x @ w)
+        return tf.reduce_mean(tf.strings.to_number(text) * scale[0])
+
+    message = (
+        "no stage can start at layer 'StringToNumber': %AsString:0 crosses here, and a string tensor cannot leave its "
+        "device. Possible nearby: 'AsString', "
+    )
+    with pytest.raises(PartitionError, match=message):
+        step_of(loss, stages=["StringToNumber"])(X)
+
+
+def test_a_place_that_nothing_crosses() -> None:
+    w, count = matrix(), tf.Variable(0.0, trainable=False, name="count")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        count.assign_add(1.0)
+        return tf.reduce_mean(tf.tanh(x @ w))
+
+    layers = layers_of(loss)
+    second = layers.layers[1].name
+    with pytest.raises(PartitionError, match=f"no stage can start at layer {second!r}: no tensor crosses here, so the"):
+        step_of(loss, stages=[second])(X)
+
+
+def test_a_variable_that_forward_writes_on_both_sides() -> None:
+    w, count = matrix(), tf.Variable(0.0, trainable=False, name="count")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        y = tf.tanh(x @ w) + count.assign_add(1.0)
+        return tf.reduce_mean(tf.exp(y)) * count.assign_add(1.0)
+
+    with pytest.raises(PartitionError, match="'Exp': forward writes variable 'count' and uses it on both sides"):
+        step_of(loss, stages=["Exp"])(X)
+
+
+def test_a_boundary_that_cannot_be_split_over_unequal_replicas() -> None:
+    w, scale = matrix(), matrix("scale")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        y = tf.tanh(x @ w)
+        return tf.reduce_mean(tf.exp(tf.matmul(y, y, transpose_a=True)) * scale)
+
+    message = (
+        r"whose replica counts differ \(\(2, 1\)\), but it has no single batch axis .*: cut elsewhere, or give both"
+    )
+    with pytest.raises(PartitionError, match=message):
+        step_of(loss, stages=["Exp"], replicas=[2, 1])(X)
+    assert step_of(loss, stages=["Exp"])(X).shape == ()
+
+
+def test_a_custom_gradient_that_closes_over_another_stage() -> None:
+    w, scale = matrix(), matrix("scale")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        early = tf.nn.softplus(x @ w)
+
+        @tf.custom_gradient
+        def odd(y: tf.Tensor) -> Any:
+            return tf.tanh(y), lambda upstream: upstream * early
+
+        return tf.reduce_mean(odd(tf.exp(tf.sin(early))) * scale[0])
+
+    message = r"stage1/backward needs %Softplus:0, .* a custom gradient of this stage closes .* before 'Softplus'"
+    with pytest.raises(PartitionError, match=message):
+        step_of(loss, stages=["Exp"])(X)
+
+
+def test_a_boundary_without_a_gradient_warns_of_what_is_not_trained() -> None:
+    w, scale = matrix(), tf.Variable(2.0, name="scale")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.cast(tf.argmax(x @ w, -1), tf.float32) * scale + 1.0)
+
+    with pytest.warns(DappleWarning, match="no gradient reaches w: .* it will not be trained") as caught:
+        step_of(loss)(X)
+    assert [warning.filename for warning in caught] == [__file__], "it points at the user's line"
+
+
+def test_a_warning_of_the_loss_points_at_the_users_line() -> None:
+    w = matrix()
+    step = step_of(lambda x: tf.reduce_sum(x @ w) / tf.reduce_sum(x), stages=1)
+    with pytest.warns(DappleWarning, match="which is computed from the batch's data") as caught:
+        step(X + 2)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+# --- the function and the batch
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda x, w: x @ w, LossError, r"has shape \(None, 4\), not \(\)"),
+        (lambda x, w: tf.reduce_sum(x @ w), LossError, "is a sum over the batch .* use tf.reduce_mean"),
+        (lambda x, w: tf.cast(tf.reduce_mean(x @ w), tf.int32), LossError, "is int32, not a float"),
+        (lambda x, w: tf.reduce_mean(x), CaptureError, "uses no trainable variable, so there is nothing to train"),
+        (lambda x, w: tf.reduce_sum(w * w), PartitionError, "computes nothing from its arguments"),
+        (lambda x, w: tf.reduce_sum(x @ w) / x.shape[0], CaptureError, r"let it use tf.shape\(x\)\[0\]"),
+    ],
+)
+def test_functions_that_are_no_loss(make: Callable[..., Any], error: type[Exception], message: str) -> None:
+    w = matrix()
+    with pytest.raises(error, match=message):
+        step_of(lambda x: make(x, w))(X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((), "takes at least one argument"),
+        ((3,), "argument 0 is a scalar"),
+        ((None,), "argument 0 is a NoneType"),
+        ((X, X[:3]), "not batched alike on axis 0: argument 0: 8, argument 1: 3"),
+        ((X[:0],), "the batch is empty"),
+    ],
+)
+def test_batches_that_are_none(loss: Loss, batch: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        step_of(loss)(*batch)
+
+
+def test_a_refusal_at_once_where_an_example_is_given(loss: Loss) -> None:
+    with pytest.raises(PartitionError, match="no layer is called 'd9'"):
+        step_of(loss, stages=["d9"], example_batch=(X,))
+
+
+def test_a_refusal_does_not_spoil_the_step(loss: Loss) -> None:
+    step = step_of(loss)
+    with pytest.raises(PlanError, match="more than the 1 samples"):
+        step(X[:1])
+    with pytest.raises(BatchError):
+        step(X[:0])
+    assert step(X).shape == ()
+
+
+# --- calls in the wrong order
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda step: step.plan, "nothing is decided before the first batch: call the step, or give example_batch"),
+        (lambda step: step.text, "nothing has been built: call the step with a batch first"),
+        (lambda step: step.graph_def, "nothing has been built: call the step with a batch first"),
+        (lambda step: step.timeline, r"no step was recorded: call step.record\(batch\) first"),
+    ],
+)
+def test_asking_too_early(loss: Loss, use: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        use(step_of(loss))
+
+
+def test_a_step_inside_a_tf_function(loss: Loss) -> None:
+    step = step_of(loss, example_batch=(X,))
+    with pytest.raises(UsageError, match=r"a whole training step: call it outside of any tf\.function"):
+        tf.function(lambda x: step(x), autograph=False)(X)
+
+
+# --- a step that fails
+
+
+def test_a_failed_forward_leaves_all_variables_as_they_were() -> None:
+    w, count = matrix(), tf.Variable(0.0, trainable=False, name="count")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        count.assign_add(1.0)
+        tf.debugging.assert_greater(x, -5.0, message="too small")
+        return tf.reduce_mean(tf.tanh(tf.tanh(x @ w) @ w))
+
+    step = step_of(loss, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    step(X)
+    before = (w.numpy(), count.numpy())
+    bad = X.copy()
+    bad[-1] = -9  # in the last micro-batch: the first has run by then
+    with pytest.raises(StepError, match=r"^All variables are as they were before the step\. The step failed: "):
+        step(bad)
+    np.testing.assert_array_equal(w.numpy(), before[0])
+    assert count.numpy() == before[1]
+    step(X)
+    assert np.any(w.numpy() != before[0]), "and training can go on"
+
+
+class Fragile(keras.optimizers.SGD):
+    """Fails in the update of the variable called "second", once that of "first" is done."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if "second" in variable.name:
+            with tf.control_dependencies([tf.debugging.Assert(self.iterations < 1, ["no more"])]):
+                gradient = tf.identity(gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_a_failed_update_says_that_variables_have_changed() -> None:
+    first, second = matrix("first"), matrix("second")
+    optimizer = Fragile(0.1)
+    step = step_of(lambda x: tf.reduce_mean(tf.tanh(tf.tanh(x @ first) @ second)), optimizer=optimizer)
+    step(X)
+    with pytest.raises(
+        StepError, match=r"^SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint"
+    ):
+        step(X)
+
+
+def test_steps_may_be_called_from_another_thread(loss: Loss) -> None:
+    step, found = step_of(loss), []
+    thread = threading.Thread(target=lambda: found.append(float(step(X))))
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+
+
+# --- what must not be refused
+
+
+@pytest.mark.parametrize("name", ["Mean", "Tanh", "Mul", "sub", "optimizer", "input"])
+def test_a_variable_may_have_any_name(name: str) -> None:
+    first, second = matrix(name), matrix("other")
+    batch = (X + 2,)  # not symmetric: gradients that cancel would be all rounding error
+    report = dapple.verify(
+        lambda x: tf.reduce_mean(tf.tanh(tf.tanh(x @ first) @ second)),
+        optimizer=keras.optimizers.Adam(0.1),
+        batch=batch,
+        stages=2,
+        micro_batches=2,
+    )
+    assert report.ok, str(report)
+
+
+def test_a_function_with_an_input_signature_is_trained() -> None:
+    w = matrix()
+    loss = tf.function(lambda x: tf.reduce_mean(tf.tanh(x @ w)), input_signature=[tf.TensorSpec((None, None))])
+    step = step_of(loss)
+    assert float(step(X)) > float(step(X)) > float(step(X))

@@ -1,0 +1,181 @@
+"""Plans: what makes one valid, its file, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.plan import Plan, StagePlan
+from tests.dapple_tf.builders import make_plan
+
+VALID = {
+    "format": "dapple-plan/1",
+    "model": "loss",
+    "planner": "dapple",
+    "global_batch_size": 32,
+    "micro_batch_size": 8,
+    "micro_batches": 4,
+    "schedule": "dapple-b:D=3",
+    "recompute": False,
+    "stages": [
+        {"first_layer": 0, "last_layer": 2, "devices": [0, 1]},
+        {"first_layer": 3, "last_layer": 3, "devices": [5]},
+    ],
+    "predicted": {"step_seconds": 0.5},
+}
+
+
+def written(folder: Path, data: Any) -> Path:
+    path = folder / "plan.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_a_plan_file_is_read_field_by_field(tmp_path: Path) -> None:
+    plan = Plan.load(written(tmp_path, VALID))
+    assert plan == Plan(
+        model="loss",
+        planner="dapple",
+        global_batch_size=32,
+        micro_batch_size=8,
+        micro_batches=4,
+        schedule="dapple-b:D=3",
+        recompute=False,
+        stages=(StagePlan(0, 2, (0, 1)), StagePlan(3, 3, (5,))),
+        predicted={"step_seconds": 0.5},
+    )
+    assert plan.starts == (3,)
+    assert plan.replicas == (2, 1)
+
+
+def test_the_file_a_plan_is_saved_to_is_the_contracts(tmp_path: Path) -> None:
+    Plan.load(written(tmp_path, VALID)).save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == VALID
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    stages, first = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        last = first + draw(st.integers(0, 5))
+        devices = draw(st.lists(st.integers(0, 15), min_size=1, max_size=4, unique=True))
+        stages.append((first, last, tuple(devices)))
+        first = last + 1
+    text = st.text(max_size=9)
+    return make_plan(
+        *stages,
+        model=draw(text),
+        schedule=draw(text),
+        micro_batches=draw(st.integers(1, 99)),
+        recompute=draw(st.booleans()),
+        predicted=draw(st.none() | st.dictionaries(text, st.integers() | st.lists(st.floats(0, 1)), max_size=3)),
+    )
+
+
+@given(plan=plans())
+def test_every_plan_comes_back_from_its_file(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+
+
+def test_a_saved_plan_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("")
+    make_plan((0, 1, (0,))).save(tmp_path / "plan.json")
+    assert stat.S_IMODE(os.stat(tmp_path / "plan.json").st_mode) == stat.S_IMODE(os.stat(other).st_mode)
+
+
+def test_optional_fields_may_be_absent(tmp_path: Path) -> None:
+    data = {key: value for key, value in VALID.items() if key not in ("recompute", "predicted")}
+    plan = Plan.load(written(tmp_path, data))
+    assert (plan.recompute, plan.predicted) == (False, None)
+
+
+STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "dapple-plan/2"}, "format is 'dapple-plan/2', not 'dapple-plan/1'"),
+        ({"micro_batches": "4"}, "micro_batches is '4', not a whole number"),
+        ({"micro_batches": 4.0}, "micro_batches is 4.0, not a whole number"),
+        ({"micro_batches": True}, "micro_batches is True, not a whole number"),
+        ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
+        ({"global_batch_size": -1}, "global_batch_size is -1, not a whole number"),
+        ({"schedule": 3}, "schedule is 3, not a text"),
+        ({"recompute": "no"}, "recompute is 'no', not true or false"),
+        ({"predicted": [1]}, r"predicted is \[1\], not an object"),
+        ({"stages": {}}, "stages is {}, not a list"),
+        ({"stages": []}, "a plan needs at least one stage"),
+        ({"stages": ["a"]}, r"stages\[0\].first_layer is missing"),
+        ({"stages": [{**STAGE, "devices": 0}]}, r"stages\[0\].devices is 0, not a list"),
+        ({"stages": [{**STAGE, "devices": ["0"]}]}, r"stages\[0\].devices is '0', not a whole number"),
+        ({"stages": [{**STAGE, "devices": []}]}, r"stages\[0\].devices is \[\]: name at least one device, each once"),
+        ({"stages": [{**STAGE, "devices": [1, 1]}]}, r"stages\[0\].devices is \[1, 1\]: name at least one device"),
+        ({"stages": [{**STAGE, "first_layer": 1}]}, r"stages\[0\] holds layers 1 to 2, but must start at 0"),
+        ({"stages": [STAGE, {**STAGE, "first_layer": 2}]}, r"stages\[1\] holds layers 2 to 2, but must start at 3"),
+        ({"stages": [{**STAGE, "last_layer": -1}]}, r"stages\[0\].last_layer is -1, not a whole number"),
+        ({"stages": [STAGE, {"first_layer": 3, "last_layer": 2, "devices": [0]}]}, r"stages\[1\] holds layers 3 to 2"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = written(tmp_path, {**VALID, **change})
+    with pytest.raises(PlanError, match=f"^{path}: {message}"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("field", ["model", "planner", "global_batch_size", "micro_batch_size", "schedule", "stages"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    path = written(tmp_path, {key: value for key, value in VALID.items() if key != field})
+    with pytest.raises(PlanError, match=f"^{path}: {field} is missing"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("field", ["first_layer", "last_layer", "devices"])
+def test_a_missing_field_of_a_stage_is_named(tmp_path: Path, field: str) -> None:
+    stage = {key: value for key, value in STAGE.items() if key != field}
+    with pytest.raises(PlanError, match=rf"stages\[0\].{field} is missing"):
+        Plan.load(written(tmp_path, {**VALID, "stages": [stage]}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "not json"])
+def test_a_file_that_is_no_json(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PlanError, match=f"^{path}: not a readable JSON file: "):
+        Plan.load(path)
+
+
+def test_a_file_that_is_no_object(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="format is 'list', not 'dapple-plan/1'"):
+        Plan.load(written(tmp_path, [1]))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nothing.json: not a readable JSON file: .*No such file"):
+        Plan.load(tmp_path / "nothing.json")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="not a readable JSON file"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"absent/plan.json: the plan cannot be written: No such file or directory"):
+        make_plan((0, 1, (0,))).save(tmp_path / "absent" / "plan.json")
+
+
+def test_negative_devices_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"stages\[0\].devices is \[-1\]: name at least one device, each once, from 0"):
+        make_plan((0, 1, (-1,)))

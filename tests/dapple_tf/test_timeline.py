@@ -1,0 +1,87 @@
+"""Timelines: read from time stamps, and taken from a real step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dapple_tf.runtime.timeline import Event, Timeline, read_timeline
+from graph_passes.schedule import Action, make_schedule
+from tests.dapple_tf.builders import X, chain, step_of
+
+
+def event(text: str, device: int, start: float, end: float, replica: int = 0) -> Event:
+    stage, kind, micro_batch = text
+    return Event(Action(int(stage), kind, int(micro_batch)), replica, f"/device:CPU:{device}", start, end)
+
+
+TWO = Timeline(
+    (
+        event("0F0", 0, 0.0, 1.0),
+        event("1F0", 1, 1.0, 2.0),
+        event("1B0", 1, 2.0, 4.0),
+        event("0B0", 0, 4.0, 6.0),
+    )
+)
+
+
+def test_seconds_and_bubble() -> None:
+    assert TWO.seconds == 6
+    assert TWO.bubble == pytest.approx(0.5)  # 6 of 12 device seconds
+
+
+def test_a_device_that_is_always_busy_has_no_bubble() -> None:
+    assert Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.0))).bubble == 0
+
+
+def test_the_order_of_each_replica() -> None:
+    events = (event("0F0", 0, 0, 1), event("0F0", 1, 0.5, 1, replica=1), event("0B0", 0, 1, 2), *TWO.events[1:2])
+    timeline = Timeline(events)
+    assert [str(action) for action in timeline.order(0)] == ["0F0", "0B0"]
+    assert [str(action) for action in timeline.order(0, 1)] == ["0F0"]
+    assert [str(action) for action in timeline.order(1)] == ["1F0"]
+
+
+@pytest.mark.parametrize("schedule", ["dapple-a", "dapple-b", "gpipe", "dapple-a:D=1"])
+def test_a_recorded_step_ran_in_the_schedules_order(schedule: str) -> None:
+    _, loss = chain(3)
+    step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
+    step.record(X)
+    wanted = make_schedule(schedule, 3, 4).stages
+    assert [step.timeline.order(stage) for stage in range(3)] == [tuple(actions) for actions in wanted]
+
+
+def test_a_recorded_step_trains_and_returns_the_loss() -> None:
+    losses = []
+    for record in (False, True):
+        _, loss = chain(2)
+        step = step_of(loss)
+        losses.append([float(step.record(X) if record else step(X)) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_a_recorded_step_knows_replicas_and_devices() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, replicas=[2, 1])
+    step.record(X)
+    events = step.timeline.events
+    assert {(e.action.stage, e.replica, e.device) for e in events} == {
+        (0, 0, "/device:CPU:0"),
+        (0, 1, "/device:CPU:1"),
+        (1, 0, "/device:CPU:2"),
+    }
+    assert len(events) == 3 * 2 * 2  # places, micro-batches, F and B
+    assert min(e.start for e in events) == 0
+    assert all(e.start <= e.end for e in events)
+    assert [e.start for e in events] == sorted(e.start for e in events)
+    assert 0 <= step.timeline.bubble < 1
+
+
+def test_stamps_are_paired_with_calls() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, micro_batches=1)
+    step.record(X)
+    found = read_timeline(step.graph, np.arange(10.0, 18.0))
+    assert [(e.start, e.end) for e in found.events] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert {str(e.action) for e in found.events} == {"0F0", "1F0", "1B0", "0B0"}
