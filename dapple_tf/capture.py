@@ -134,10 +134,17 @@ def _outputs(concrete: Any, graph: Any, loss_fn: Any) -> tuple[list[Any], Any]:
         )
     if not loss.dtype.is_floating:
         raise LossError(f"the loss of {name} is {loss.dtype.name}, not a float")
-    flat = list(graph.outputs)
+    flat = [_source(tensor) for tensor in graph.outputs]
     if len(flat) != 1 + len(tf.nest.flatten(aux) if aux is not None else []):
         raise CaptureError(f"every output of {name} must be a tensor")
     return flat, aux
+
+
+def _source(tensor: Any) -> Any:
+    """The tensor behind the Identity ops at a function's end, which would hold what is computed early till then."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 class _LayerRecorder:

@@ -17,13 +17,13 @@ class Buffers:
     """The pipeline's own variables, made once and shared by all its programs: copies, and sums of gradients."""
 
     def __init__(self, home: str) -> None:
-        self._made: dict[tuple[str, str, str], tf.Variable] = {}
+        self._made: dict[tuple[int, str, str], tf.Variable] = {}
         with tf.init_scope(), tf.device(home):
             self.updating = tf.Variable(False, trainable=False)
 
-    def like(self, variable: tf.Variable, name: str, device: str, use: str) -> tf.Variable:
-        """A variable on ``device`` like the one called ``name``, for one use."""
-        key = (name, device, use)
+    def like(self, variable: tf.Variable, device: str, use: str) -> tf.Variable:
+        """A variable on ``device`` of the type and shape of ``variable``, for one use."""
+        key = (id(variable), device, use)
         if key not in self._made:
             with tf.init_scope(), tf.device(device):
                 self._made[key] = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
@@ -31,7 +31,7 @@ class Buffers:
 
 
 class StepVariables:
-    """Implements ``emit.Bindings`` for one pipelined graph."""
+    """Implements ``operations.Bindings`` for one pipelined graph."""
 
     def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], buffers: Buffers) -> None:
         self._variables = variables
@@ -43,36 +43,36 @@ class StepVariables:
         for node in nodes_of(graph, "refresh"):
             for name in node.strings("variables"):
                 key = (node.integer("stage"), node.integer("replica"), name)
-                self._copies[key] = buffers.like(variables[name], name, node.device, f"copy of stage {key[0]}")
+                self._copies[key] = buffers.like(variables[name], node.device, f"copy of stage {key[0]}")
         for node in nodes_of(graph, "gradients"):
             if not node.inputs:
                 place = (node.integer("stage"), node.integer("replica"))
                 names, use = node.strings("variables"), f"sum of stage {place[0]}"
-                self._buffers[place] = [buffers.like(variables[n], n, node.device, use) for n in names]
+                self._buffers[place] = [buffers.like(variables[n], node.device, use) for n in names]
 
     def variable(self, node: Node, name: str) -> tf.Variable:
-        """See ``emit.Bindings``."""
+        """See ``operations.Bindings``."""
         if node.op in ("forward", "backward", "refresh"):
             key = (node.integer("stage"), node.integer("replica"), name)
             return self._copies.get(key, self._variables[name])
         return self._variables[name]
 
     def owner(self, name: str) -> tf.Variable:
-        """See ``emit.Bindings``."""
+        """See ``operations.Bindings``."""
         return self._variables[name]
 
     def copies(self, name: str) -> Sequence[tf.Variable]:
-        """See ``emit.Bindings``."""
+        """See ``operations.Bindings``."""
         stage = self._use.owner(name)
         return [self._copies[stage, replica, name] for replica in range(self._counts[stage])]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
-        """See ``emit.Bindings``."""
+        """See ``operations.Bindings``."""
         return self._buffers.get((node.integer("stage"), node.integer("replica")), [])
 
     @property
     def updating(self) -> tf.Variable:
-        """See ``emit.Bindings``."""
+        """See ``operations.Bindings``."""
         return self._updating
 
 

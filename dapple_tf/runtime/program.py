@@ -12,7 +12,9 @@ from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.emit import emit
 from dapple_tf.errors import StepError
+from dapple_tf.operations import Operations
 from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_stages
+from dapple_tf.runtime.replay import find_failure
 from graph_passes.ir import Graph
 
 
@@ -22,23 +24,27 @@ class Program:
 
     graph: Graph
     function: Any
-    updating: tf.Variable
+    operations: Operations
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """Run one step on the batch's flattened tensors; the graph's outputs.
 
-        Raises StepError when the step fails, saying whether any variable was changed.
+        Raises StepError when the step fails, saying whether any variable was changed, and where and why it failed.
         """
         try:
             with internals.plain_execution():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
-            raise StepError(f"{self._damage()} The step failed: {error.message}") from error
+            damage = self._damage()
+            with internals.plain_execution():
+                found = find_failure(self.graph, self.operations, batch)
+            raise StepError(f"{damage} The step failed: {found or error.message}") from error
         return list(outputs)
 
     def _damage(self) -> str:
-        if bool(self.updating.numpy()):
-            self.updating.assign(False)
+        updating = self.operations.bindings.updating
+        if bool(updating.numpy()):
+            updating.assign(False)
             return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
         return "All variables are as they were before the step."
 
@@ -47,4 +53,5 @@ def build_program(graph: Graph, model: StagedModel, signature: Sequence[tf.Tenso
     """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function."""
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
-    return Program(graph, emit(graph, signature, bindings, model.constants, model.library), buffers.updating)
+    operations = Operations(graph, bindings, model.constants, model.library)
+    return Program(graph, emit(graph, signature, operations), operations)
