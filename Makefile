@@ -10,7 +10,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 .PHONY: train test test-all lint bench clean
 
 train: .venv/installed
-	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --steps 120 --trace out/gpt-timeline.png
+	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
+	    --compare 10 --trace out/gpt-timeline.png
 
 test: lint
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -m "not slow"

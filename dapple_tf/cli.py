@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +19,30 @@ from typing import Any
 
 import click
 
-_SHARED = [
+_MODEL = [
     click.argument("model"),
-    click.option("--stages", default="auto", help="Number of stages, layer names (a,b,c), or auto."),
-    click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
-    click.option("--micro-batches", default=8, show_default=True, help="M, micro-batches of a step."),
-    click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n."),
     click.option("--batch-size", default=None, type=int, help="Samples of a batch (the model's batch_size option)."),
-    click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
-    click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
     click.option("--seed", default=None, type=int, help="Seed of the model and of the data (its seed option)."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout."),
 ]
+_PLAN = [
+    click.option("--stages", default="auto", help="Number of stages, layer names (a,b,c), or auto."),
+    click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
+    click.option("--micro-batches", default=8, show_default=True, help="M, micro-batches of a step."),
+    click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n."),
+    click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
+    click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
+]
 
 
-def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
-    for decorate in reversed(_SHARED):
-        function = decorate(function)
-    return function
+def _options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed([option for options in lists for option in options]):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +52,7 @@ def cli() -> None:
 
 
 @cli.command()
-@_shared
+@_options(_MODEL, _PLAN)
 @click.option("--steps", default=100, show_default=True, help="Training steps.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png or .json.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
@@ -57,14 +63,12 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
         raise click.UsageError("--steps must be at least 1")
     _start(options["devices"])
     from dapple_tf.runtime.picture import check_path, save_timeline
-    from dapple_tf.training import batches, plain_step, run_steps
+    from dapple_tf.training import batches, run_steps
 
     if trace:
         check_path(trace)
+    plain_speed = _time_plain(compare, **options) if compare else None
     workload, step = _prepare(**options)
-    plain = None
-    if compare:
-        plain = run_steps(plain_step(_load(**options)), _load(**options), compare + 1, "un-pipelined")
     first = next(iter(batches(workload.dataset, 1)))
     step.build(*first)
     _say(describe(step.plan, step.layer_names))
@@ -101,12 +105,10 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
     }
     _say(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps")
     speed = f"{run.samples_per_second:.1f} samples/s"
-    if plain is not None:
-        result["plain_samples_per_second"] = plain.samples_per_second
-        ratio = run.samples_per_second / plain.samples_per_second
-        speed += (
-            f"; the same model un-pipelined on the same cores: {plain.samples_per_second:.1f} samples/s ({ratio:.2f}x)"
-        )
+    if plain_speed is not None:
+        result["plain_samples_per_second"] = plain_speed
+        ratio = run.samples_per_second / plain_speed
+        speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
     _say(speed)
     if trace:
         name = options["model"].rpartition(":")[2]
@@ -117,8 +119,39 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
         click.echo(json.dumps(result))
 
 
+@cli.command(hidden=True)
+@_options(_MODEL)
+@click.option("--steps", default=10, help="Steps to time.")
+def plain(steps: int, **options: Any) -> None:
+    """Time MODEL as an ordinary tf.function on one device; what ``train --compare`` runs beside the pipeline."""
+    with quiet_start():
+        from dapple_tf.devices import home_device
+
+        home_device()
+    from dapple_tf.training import plain_step, run_steps
+
+    workload = _load(**options)
+    run = run_steps(plain_step(workload), workload, steps + 1, "un-pipelined")
+    click.echo(json.dumps({"samples_per_second": run.samples_per_second}))
+
+
+def _time_plain(
+    steps: int, model: str, settings: Sequence[str], batch_size: int | None, seed: int | None, **_: Any
+) -> float:
+    """Samples a second of the model un-pipelined, in a process of its own with TensorFlow as it comes."""
+    command = [sys.executable, "-m", "dapple_tf", "plain", model, "--steps", str(steps)]
+    for setting in settings:
+        command += ["--set", setting]
+    for option, value in (("--batch-size", batch_size), ("--seed", seed)):
+        command += [] if value is None else [option, str(value)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"the un-pipelined {model} failed (see above): leave --compare out")
+    return float(json.loads(done.stdout.splitlines()[-1])["samples_per_second"])
+
+
 @cli.command()
-@_shared
+@_options(_MODEL, _PLAN)
 def verify(**options: Any) -> None:
     """Compare one step of MODEL over a pipeline with one on one device; exit 1 where they differ."""
     _start(options["devices"])
