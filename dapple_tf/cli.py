@@ -63,12 +63,15 @@ def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: in
         raise click.UsageError("--steps must be at least 1")
     _start(options["devices"])
     from dapple_tf.runtime.picture import check_path, save_timeline
+    from dapple_tf.runtime.step import PipelinedStep
     from dapple_tf.training import batches, run_steps
 
     if trace:
         check_path(trace)
+    plan, request = _plan(options["plan_path"]), _request(**options)
     plain_speed = _time_plain(compare, **options) if compare else None
-    workload, step = _prepare(**options)
+    workload = _load(**options)
+    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
     first = next(iter(batches(workload.dataset, 1)))
     step.build(*first)
     _say(describe(step.plan, step.layer_names))
@@ -158,14 +161,14 @@ def verify(**options: Any) -> None:
     from dapple_tf.training import batches
     from dapple_tf.verification import verify as compare
 
-    workload, _ = _prepare(**options)
+    plan, request = _plan(options["plan_path"]), _request(**options)
+    workload = _load(**options)
     batch = next(iter(batches(workload.dataset, 1)))
-    request = _request(**options)
     report = compare(
         workload.loss_fn,
         optimizer=workload.optimizer,
         batch=batch,
-        plan=_plan(options["plan_path"]),
+        plan=plan,
         stages=request.stages,
         replicas=request.replicas,
         micro_batches=request.micro_batches,
@@ -236,15 +239,6 @@ def _load(model: str, settings: tuple[str, ...], batch_size: int | None, seed: i
                 raise ModelError(f"{model} takes no {key}, so --{key.replace('_', '-')} cannot be given")
             chosen[key] = value
     return load_workload(model, chosen)
-
-
-def _prepare(**options: Any) -> tuple[Any, Any]:
-    from dapple_tf.runtime.step import PipelinedStep
-
-    plan = _plan(options["plan_path"])
-    request = _request(**options)
-    workload = _load(**options)
-    return workload, PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
 
 
 def _start(devices: int | None) -> None:

@@ -104,8 +104,15 @@ def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> lis
     if isinstance(wanted, int):
         if wanted < 1:
             raise PlanError(f"stages={wanted}: there must be at least one")
-        mixed = request.replicas is not None and len(set(request.replicas)) > 1
-        positions = [p for p in layers.positions() if layers.cut(p).splittable or not mixed]
+        positions = list(layers.positions())
+        if request.replicas is not None and len(set(request.replicas)) > 1:
+            positions = [p for p in positions if layers.cut(p).splittable]
+            if len(positions) < wanted - 1 <= len(layers.positions()):
+                raise PlanError(
+                    f"{wanted} stages of differing replicas {list(request.replicas)} are wanted, but only "
+                    f"{len(positions)} cuts cross nothing but tensors with a batch axis, which alone can be split: give "
+                    "all stages equal replicas, or name the layers that start them"
+                )
         return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], wanted)
     starts = [layers.find(name) for name in wanted]
     for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):

@@ -372,3 +372,37 @@ def test_plain_execution_reaches_the_functions_called_inside() -> None:
     assert len(callees()) == 2
     with internals.plain_execution():
         assert len(callees()) == 1
+
+
+def test_inlined_calls_wait_for_their_control_inputs_under_plain_execution() -> None:
+    """TensorFlow's optimiser, when it inlines, lets writes inside run before: the reason for plain execution."""
+    read, written = tf.Variable(0.0), tf.Variable(0.0)
+    specs = [tf.TensorSpec([], tf.resource)] * 2
+
+    @tf.function(autograph=False, input_signature=specs, experimental_attributes={internals.NO_INLINE: False})
+    def inner(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+        tf.raw_ops.AssignVariableOp(resource=target, value=tf.constant(7.0))
+        return tf.raw_ops.ReadVariableOp(resource=source, dtype=tf.float32)
+
+    concrete = inner.get_concrete_function()
+
+    @tf.function(autograph=False, experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True})
+    def outer(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        slow = tf.ones([600, 600]) * start
+        for _ in range(8):
+            slow = tf.matmul(slow, slow) * 0.0 + start
+        handles = [internals.capture_of(tf.compat.v1.get_default_graph(), v.handle) for v in (read, written)]
+        early = tf.raw_ops.ReadVariableOp(resource=handles[1], dtype=tf.float32)
+        with tf.control_dependencies([slow]):
+            late = tf.raw_ops.ReadVariableOp(resource=handles[1], dtype=tf.float32)
+        with tf.control_dependencies([late]):
+            assign = tf.raw_ops.AssignVariableOp(resource=handles[0], value=tf.constant(1.0))
+        with tf.control_dependencies([assign, early]):
+            result = concrete(*handles)
+        return result, late
+
+    with internals.plain_execution():
+        result, before = outer(tf.constant(1.0))
+    assert float(result) == 1.0  # its read waited for the assignment
+    assert float(before) == 0.0  # its write did not come before
+    assert float(written) == 7.0

@@ -64,6 +64,15 @@ def test_unequal_replicas_meet_only_where_the_batch_can_be_split() -> None:
     assert stages(plan(layers, cheap, stages=2, replicas=[2, 1]))[1][0] in (1, 3)
 
 
+def test_too_few_cuts_that_can_be_split() -> None:
+    layers = model((None, 2), (2, 2), (2, 2), ())
+    assert len(plan(layers, stages=3, replicas=[1, 1, 1]).stages) == 3
+    with pytest.raises(
+        PlanError, match=r"3 stages of differing replicas \[2, 1, 1\] .* but only 1 cuts cross nothing but"
+    ):
+        plan(layers, stages=3, replicas=[2, 1, 1])
+
+
 def test_auto_takes_a_stage_for_each_core_that_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert len(plan().stages) == 3
