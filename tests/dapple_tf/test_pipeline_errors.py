@@ -47,7 +47,7 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"stages": 99},
             PartitionError,
-            r"99 stages are wanted, .* 5 places only \(6 layers\): ask for at most 6 stages",
+            r"99 stages are wanted, .* 4 places only \(5 layers\): ask for at most 5 stages",
         ),
         ({"stages": 0}, PlanError, "stages=0: there must be at least one"),
         ({"stages": ["d9"]}, PartitionError, "no layer is called 'd9'; the nearest are 'd2', 'd1', 'd0'"),
@@ -139,7 +139,7 @@ def test_an_optimizer_that_updates_all_at_once() -> None:
 
 
 def test_a_plan_for_another_model(loss: Loss) -> None:
-    with pytest.raises(PlanError, match="the plan is for 3 layers, but loss has 6: it was made for another model"):
+    with pytest.raises(PlanError, match="the plan is for 3 layers, but loss has 5: it was made for another model"):
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 2, (1,))))(X)
 
 
@@ -155,12 +155,12 @@ def test_a_plan_that_cannot_be_carried_out(
     loss: Loss, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 5, (1,)), **changes))(X)
+        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (1,)), **changes))(X)
 
 
 def test_a_plan_for_more_devices(loss: Loss) -> None:
     with pytest.raises(PlanError, match=r"the plan uses devices \[0, 11\], but there are only 8: \['/device:CPU:0', "):
-        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 5, (11,))))(X)
+        step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (11,))))(X)
 
 
 # --- boundaries
