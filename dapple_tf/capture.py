@@ -98,6 +98,8 @@ def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
         with internals.record_layers(recorder):
             concrete = function.get_concrete_function(*structured)
     except (TypeError, ValueError) as error:
+        if "None" not in str(error):  # not about the unknown batch size
+            raise CaptureError(f"{_name(loss_fn)} cannot be traced: {error}") from error
         raise CaptureError(
             f"{_name(loss_fn)} cannot be traced with an unknown batch size on axis 0 ({specs}): {error}. Where it "
             "uses x.shape[0], let it use tf.shape(x)[0]"

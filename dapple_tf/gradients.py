@@ -7,6 +7,7 @@ DAPPLE, section V.A.1: no backward graph before all forward graphs; then backwar
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -32,7 +33,16 @@ def differentiate(captured: Captured, stages: StageGraph) -> tuple[Graph, tuple[
         found.append(result)
         arriving = {value: True for value, _ in result.boundary}
     joint = read_graph(graph, tensors.inputs, captured.graph.name)
-    return joint, tuple(reversed(found))
+    return _keep_types(joint, captured.graph), tuple(reversed(found))
+
+
+def _keep_types(joint: Graph, captured: Graph) -> Graph:
+    """Differentiation reads the graph anew: what is known of forward's shapes is kept."""
+    nodes = []
+    for node in joint.nodes:
+        known = captured.by_name[node.name].outputs if node.name in captured.by_name else ()
+        nodes.append(dataclasses.replace(node, outputs=(*known, *node.outputs[len(known) :])))
+    return joint.replace(nodes=tuple(nodes))
 
 
 class _Tensors:

@@ -19,6 +19,7 @@ from tensorflow.python.framework import func_graph, op_def_registry
 from tensorflow.python.ops import gradients_util
 
 NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
+_CAPTURES = "tensorflow.core.function.capture"  # the module of what holds a FuncGraph's captures
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 NO_AUTOMATIC_CONTROL = "_disable_acd"  # only the edges we make order a function's ops
 
@@ -83,13 +84,14 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
             return None
         return [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
 
-    for item in gc.get_objects():
+    holders = (concrete_function.ConcreteFunction, func_graph.FuncGraph)
+    for item in _holding([old for old, _ in replaced.values()], holders):
         if issubclass(type(item), concrete_function.ConcreteFunction):
             if rebound := rebind(item.captured_inputs):
                 item.set_external_captures(rebound)
-        elif issubclass(type(item), func_graph.FuncGraph) and (rebound := rebind(item.external_captures)):
+        elif rebound := rebind(item.external_captures):
             item.function_captures.reset_captures(rebound, item.internal_captures)
-            assert len(item.captures) == len(rebound)  # reading them drops a cache that holds the old handles
+            len(item.captures)  # reading them drops a cache that holds the old handles
 
 
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
@@ -99,12 +101,34 @@ def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     """
     wanted = {id(variable): i for i, variable in enumerate(variables)}
     found: list[Any] = list(variables)
-    for item in gc.get_objects():
-        if issubclass(type(item), keras.Variable):
-            value = getattr(item, "_value", None)
-            if id(value) in wanted:
-                found[wanted[id(value)]] = item
+    for item in _holding(variables, (keras.Variable,)):
+        value = getattr(item, "_value", None)
+        if id(value) in wanted:
+            found[wanted[id(value)]] = item
     return found
+
+
+def _holding(targets: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
+    """The live objects of these kinds that hold one of ``targets``, directly or through containers.
+
+    Found by ``gc.get_referrers``, and not among all objects (``gc.get_objects``): holding every object would
+    break other threads that are just building a tuple.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    frontier: list[Any] = list(targets)
+    while frontier:
+        following = []
+        for item in gc.get_referrers(*frontier):
+            if id(item) in seen or item is frontier or item is targets:
+                continue
+            seen.add(id(item))
+            if issubclass(type(item), kinds):
+                found[id(item)] = item
+            elif isinstance(item, dict | list | tuple) or type(item).__module__.startswith(_CAPTURES):
+                following.append(item)
+        frontier = following
+    return list(found.values())
 
 
 @contextlib.contextmanager

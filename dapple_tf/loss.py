@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from graph_passes.layers import SHAPE_OPS
 _SHAPING = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Select", "SelectV2")
 _LINEAR = frozenset({*_SHAPING, "Neg", "AddV2", "Add", "AddN", "Sub"})
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+# Ops whose inside is not looked into.
+_OPAQUE = frozenset(
+    {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "IdentityN"}
+)
 _REDUCTIONS = frozenset({"Sum", "Mean"})
 
 
@@ -28,7 +33,8 @@ class _Facts:
     ``touched``: it depends on the arguments, be it on their shapes only; ``data``: on more than their shapes.
     ``spread``: it holds something for each sample still. ``scaled``: each sample's part was divided or multiplied by
     something of the whole batch. ``summed``: the op that summed it over the batch, where nothing of the batch has
-    scaled it. ``divided``: what it was divided by, where that was computed from the data of the whole batch.
+    scaled it. ``divided``: what it was divided by, where that was computed from the data of the whole batch. ``bent``:
+    the op that made one number of the batch otherwise than by a sum or mean, or that took one and is not linear.
     """
 
     touched: bool = False
@@ -37,6 +43,7 @@ class _Facts:
     scaled: bool = False
     summed: str = ""
     divided: str = ""
+    bent: str = ""
 
     @property
     def whole(self) -> bool:
@@ -60,6 +67,14 @@ def check_loss(captured: Captured) -> None:
             f"the loss of {graph.name} is a sum over the batch ({loss.summed!r} sums axis 0), not a mean: its "
             "gradient would depend on the batch size; use tf.reduce_mean"
         )
+    if loss.bent:
+        warnings.warn(
+            f"the loss of {graph.name} goes through {loss.bent!r} ({graph.node(loss.bent).op}) after samples "
+            "were combined, so it is probably not a mean over the batch, and its micro-batches do not add up to it: "
+            "compare with dapple.verify",
+            DappleWarning,
+            stacklevel=6,
+        )
     if loss.divided:
         warnings.warn(
             f"the loss of {graph.name} is divided by {loss.divided!r}, which is computed from the batch's data (a "
@@ -82,14 +97,19 @@ def _observe(graph: Graph, node: Node, known: dict[str, _Facts]) -> _Facts:
         return _Facts(any(facts.touched for facts in inputs), data, spread and data, scaled, summed, divided)
 
     if node.op in _LINEAR:
-        return _combine(inputs, found)
-    if node.op in _REDUCTIONS:
-        return _reduce(graph, node, inputs[0], found)
-    if node.op in _DIVISIONS:
-        return _divide(node, inputs[0], inputs[1], found)
-    if node.op == "Mul":
-        return _multiply(inputs[0], inputs[1], found)
-    return found()
+        result = _combine(inputs, found)
+    elif node.op in _REDUCTIONS:
+        result = _reduce(graph, node, inputs[0], found)
+    elif node.op in _DIVISIONS:
+        result = _divide(node, inputs[0], inputs[1], found)
+    elif node.op == "Mul":
+        result = _multiply(inputs[0], inputs[1], found)
+    else:
+        alone = data and not spread and node.op not in _OPAQUE
+        return dataclasses.replace(found(), bent=node.name if alone else "")
+    taken = inputs[:1] if node.op in _DIVISIONS else inputs  # what it is divided by is said otherwise
+    bent = next((facts.bent for facts in taken if facts.bent), "")
+    return dataclasses.replace(result, bent="" if result.spread else bent)
 
 
 def _combine(inputs: list[_Facts], found: Callable[..., _Facts]) -> _Facts:

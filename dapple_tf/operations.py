@@ -90,7 +90,7 @@ class Operations:
     def _slice(self, node: Node, inputs: list[Any]) -> Outcome:
         size, *tensors = inputs
         if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
-            return [tf.ones([], tf.float64), *tensors], [size.op]
+            return [tf.ones([], tf.float64), *tensors], []
         low, high = slice_bounds(size, node)
         weight = tf.cast(high - low, tf.float64) / tf.cast(size, tf.float64)
         return [weight, *(tensor[low:high] for tensor in tensors)], []
@@ -104,11 +104,10 @@ class Operations:
         begin, end = micro_batch_bounds(size, node)
         of, outputs = node.integer("of"), []
         for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
-            rows = tf.shape(tensor, out_type=tf.int64)[axis] // (high - low)
             for j in node.integers("receivers"):
                 first = tf.maximum(low, begin + (end - begin) * j // of) - low
                 last = tf.minimum(high, begin + (end - begin) * (j + 1) // of) - low
-                outputs.append(slice_axis(tensor, axis, first * rows, last * rows))
+                outputs.append(slice_axis(tensor, axis, first, last))
         return outputs, []
 
     def _concat(self, node: Node, inputs: list[Any]) -> Outcome:

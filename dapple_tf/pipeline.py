@@ -35,6 +35,8 @@ def pipeline(
 
     Raises subclasses of ValueError that say what cannot be done and what can.
     """
+    if optimizer is None:
+        raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None:
         raise PlanError("plans for a cluster are not there yet: leave cluster None")
     request = Request(stages, replicas, micro_batches, schedule, recompute)

@@ -1,7 +1,9 @@
 """``dapple.verify``: does the pipeline compute what one device computes?
 
 Loss, every gradient and every updated variable are compared. The error of a tensor is the largest absolute
-difference over the largest absolute value of the one device's tensor.
+difference over the largest absolute value of the one device's tensor. A difference below the rounding of the
+model's largest gradient is measured against that: some gradients (a bias before a normalisation) are zero but
+for rounding.
 
 Optimizers such as Adam divide a gradient by its own size, so where a gradient is nearly zero its rounding
 error becomes a whole step. The updates are therefore also compared given the *same* gradients (the
@@ -18,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.capture import batch_signature
+from dapple_tf.compiler import StagedModel
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
@@ -146,10 +149,23 @@ def verify(
             wanted["update"][name] = wanted["variable"][name]
     finally:
         _restore(variables, before)
-    differences = [_difference("loss", "loss", found["loss"], wanted["loss"])]
+    coarsest = _coarsest(model)
+    largest = max((float(np.max(np.abs(g), initial=0.0)) for g in wanted["gradient"].values()), default=0.0)
+    differences = [_difference("loss", "loss", found["loss"], wanted["loss"], coarsest)]
     for kind in ("gradient", "update", "variable"):
-        differences += [_difference(kind, n, found[kind].get(n), wanted[kind][n]) for n in wanted[kind]]
+        floor = largest if kind == "gradient" else 0.0
+        differences += [
+            _difference(kind, n, found[kind].get(n), wanted[kind][n], coarsest, floor) for n in wanted[kind]
+        ]
     return Report(step.plan, tuple(differences), _note(stateful, step.plan))
+
+
+def _coarsest(model: StagedModel) -> float:
+    """The tolerance of the least precise type that the stages compute in (mixed precision)."""
+    types = {
+        kind.dtype.name for f in model.graph.functions for node in f.graph.nodes for kind in node.outputs
+    } & TOLERANCE.keys()
+    return max((TOLERANCE[name] for name in types if name not in ("float32", "float64")), default=0.0)
 
 
 def _note(stateful: bool, plan: Plan) -> str:
@@ -213,9 +229,12 @@ def _restore(variables: Mapping[str, tf.Variable], values: Mapping[str, Any]) ->
         variable.assign(values[name])
 
 
-def _difference(kind: str, name: str, found: Any, wanted: Any) -> Difference:
+def _difference(
+    kind: str, name: str, found: Any, wanted: Any, coarsest: float = 0.0, largest: float = 0.0
+) -> Difference:
+    """``largest``: the largest entry of any gradient; what is below its rounding is measured against it."""
     wanted = np.asarray(wanted)
-    tolerance = TOLERANCE.get(wanted.dtype.name, 0.0)
+    tolerance = max(TOLERANCE.get(wanted.dtype.name, 0.0), coarsest)
     if found is None or np.shape(found) != wanted.shape:
         return Difference(kind, name, float("inf"), tolerance)
     if wanted.size == 0:
@@ -224,4 +243,7 @@ def _difference(kind: str, name: str, found: Any, wanted: Any) -> Difference:
         return Difference(kind, name, float(np.any(found != wanted)), tolerance)
     error = float(np.max(np.abs(np.asarray(found) - wanted)))
     scale = float(np.max(np.abs(wanted)))
+    rounding = 8 * float(np.finfo(wanted.dtype).eps) * largest if wanted.dtype.kind in "fc" else 0.0
+    if error <= rounding:
+        scale = max(scale, largest)
     return Difference(kind, name, error / scale if scale else error, tolerance)

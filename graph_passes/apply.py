@@ -51,8 +51,12 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         functions.append(updates.before)
         last = added[-1].name
     ends = []
+    commits = [node.name for node in nodes_of(graph, "commit")]
     for stage, function in updates.stages:
-        added.append(_update(function, stage, gradients, (last, "barrier: nothing is half-updated by a failure")))
+        update = _update(function, stage, gradients, (last, "barrier: nothing is half-updated by a failure"))
+        for name in commits:
+            update = update.after(name, "update: the optimizer steps from what forward wrote")
+        added.append(update)
         functions.append(function)
         ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
     if updates.after is not None:

@@ -97,7 +97,7 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
     ports = _ports(name, joint, forward, stage, {})
     forward_function = close_over(name, joint, forward, ports, forward_ports, [*values, *stash])
 
-    outputs = [Port("gradient", str(x), joint.type_of(g)) for x, g in gradients.boundary]
+    outputs = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
     outputs += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
     named: dict[Value, tuple[str, str]] = {v: ("stash", str(v)) for v in stash}
     for value, placeholder in gradients.seeds:

@@ -40,9 +40,15 @@ class DType:
         return max(1, int(digits[0]) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
 
 
+OTHER = -1  # an unknown length that is not the batch's: rows of several samples, of a mask's choice
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions, ``None`` where unknown; ``dims=None`` when even the rank is unknown."""
+    """Dimensions; ``dims=None`` when even the rank is unknown.
+
+    ``None`` is an unknown length that may be the batch's, ``OTHER`` one that is known not to be.
+    """
 
     dims: tuple[int | None, ...] | None
 
@@ -50,7 +56,7 @@ class Shape:
         """The number of elements, with ``unknown`` standing for each unknown dimension."""
         total = 1
         for dim in self.dims or ():
-            total *= unknown if dim is None else dim
+            total *= unknown if dim in (None, OTHER) else int(dim or 0)
         return total
 
 

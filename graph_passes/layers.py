@@ -85,7 +85,7 @@ class Layers:
 
 
 def batch_axis(kind: TensorType) -> int | None:
-    """The axis that carries the batch: the only one of unknown length (None when that cannot be told)."""
+    """The axis that carries the batch: the only one that may be of its length (None when that cannot be told)."""
     unknown = [axis for axis, dim in enumerate(kind.shape.dims or ()) if dim is None]
     return unknown[0] if len(unknown) == 1 else None
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_passes.errors import GraphError
-from graph_passes.ir import Function, Graph, Node, TensorType, Value, attributes, tensor
+from graph_passes.ir import OTHER, Function, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.names import at
 
 WEIGHT = tensor("float64")
@@ -30,9 +30,14 @@ def aux_kind(kind: TensorType) -> Aux:
     Tensors batched on axis 0 are concatenated in sample order, other floats averaged by samples, integers
     summed; GraphError for the rest.
     """
-    dims = kind.shape.dims
-    if dims and dims[0] is None:
+    dims = kind.shape.dims or ()
+    if dims and dims[0] in (None, OTHER):
         return Aux("concat")
+    if kind.shape.dims is None or None in dims:
+        raise GraphError(
+            f"an aux output of shape {kind.shape.dims} does not have the batch on axis 0, so its micro-batches cannot "
+            "be merged: transpose it"
+        )
     if kind.dtype.differentiable:
         return Aux("mean")
     if kind.dtype.name.startswith(("int", "uint")):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from graph_passes.errors import TextError
 from graph_passes.ir import (
+    OTHER,
     Attr,
     Control,
     DType,
@@ -42,10 +43,18 @@ _TYPE = re.compile(r"([a-z_0-9]+)\[([^\]]*)\]")
 # --- printing
 
 
+def _print_dim(dim: int | None) -> str:
+    return "?" if dim is None else "_" if dim == OTHER else str(dim)
+
+
+def _parse_dim(text: str) -> int | None:
+    return {"?": None, "_": OTHER}[text] if text in ("?", "_") else int(text)
+
+
 def print_type(kind: TensorType) -> str:
-    """``float32[?,8]``; ``float32[*]`` when the rank is unknown."""
+    """``float32[?,8]``; ``_`` for a length that is not the batch's; ``float32[*]`` when the rank is unknown."""
     dims = kind.shape.dims
-    inside = "*" if dims is None else ",".join("?" if dim is None else str(dim) for dim in dims)
+    inside = "*" if dims is None else ",".join(_print_dim(dim) for dim in dims)
     return f"{kind.dtype.name}[{inside}]"
 
 
@@ -121,7 +130,7 @@ def parse_type(text: str) -> TensorType:
         raise TextError(f"{text!r} is not a type such as float32[?,8]")
     name, inside = match.groups()
     try:
-        dims = tuple(None if dim == "?" else int(dim) for dim in inside.split(",")) if inside else ()
+        dims = tuple(_parse_dim(dim) for dim in inside.split(",")) if inside else ()
     except ValueError:
         if inside != "*":
             raise TextError(f"{text!r} is not a type: {inside!r} are no dimensions") from None

@@ -110,8 +110,8 @@ def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> lis
             if len(positions) < wanted - 1 <= len(layers.positions()):
                 raise PlanError(
                     f"{wanted} stages of differing replicas {list(request.replicas)} are wanted, but only "
-                    f"{len(positions)} cuts cross nothing but tensors with a batch axis, which alone can be split: give "
-                    "all stages equal replicas, or name the layers that start them"
+                    f"{len(positions)} cuts cross nothing but tensors with a batch axis, which alone can be split: "
+                    "give all stages equal replicas, or name the layers that start them"
                 )
         return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], wanted)
     starts = [layers.find(name) for name in wanted]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,10 @@ from dapple_tf.planner.requested import Costs, Request, check_batch, plan_reques
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
-from dapple_tf.shapes import infer_shapes
+from dapple_tf.shapes import infer_shapes, mark_batch
 from graph_passes.expose import exposed
-from graph_passes.ir import Graph
-from graph_passes.layers import find_layers
+from graph_passes.ir import Graph, Shape
+from graph_passes.layers import Layers, find_layers
 from graph_passes.text import print_graph
 
 
@@ -70,10 +71,12 @@ class PipelinedStep:
         self._request = request
         self._plan = plan
         self._wanted_devices = devices
-        self._models: dict[tuple[tf.TensorSpec, ...], _Model] = {}
+        self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
         self._last: Program | None = None
         self.layer_names: tuple[str, ...] = ()
         self._buffers: Buffers | None = None
+        self._starts: tuple[str, ...] = ()  # names of the layers that start a stage
+        self._lock = threading.RLock()
         self._timeline: Timeline | None = None
         if example_batch is not None:
             self.build(*example_batch)
@@ -132,8 +135,8 @@ class PipelinedStep:
         return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
-        """What batches like this one were compiled to, before micro-batches."""
-        return self._models[batch_signature(batch)].staged
+        """What batches like this one are compiled to, before micro-batches."""
+        return self._prepare(batch)[0].staged
 
     # --- how
 
@@ -143,49 +146,42 @@ class PipelinedStep:
         return self._last
 
     def _run(self, batch: Sequence[Any], extra: str = "") -> tuple[_Model, list[Any]]:
-        model, program = self._prepare(batch, extra)
-        return model, program.run(tf.nest.flatten(tuple(batch)))
+        with self._lock:  # steps share buffers, and a step is a whole training step
+            model, program = self._prepare(batch, extra)
+            return model, program.run(tf.nest.flatten(tuple(batch)))
 
     def _prepare(self, batch: Sequence[Any], extra: str = "") -> tuple[_Model, Program]:
         if not tf.executing_eagerly():
             raise UsageError("a pipelined step is a whole training step: call it outside of any tf.function")
-        signature = batch_signature(batch)
+        structure = repr(tf.nest.map_structure(lambda leaf: None, tuple(batch)))
+        key = (structure, batch_signature(batch))
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         if size == 0:
             raise BatchError("the batch is empty")
-        if signature not in self._models:
-            self._models[signature] = self._trace(batch, size)
-        model = self._models[signature]
+        if key not in self._models:
+            self._models[key] = self._trace(batch, size)
+        model = self._models[key]
         plan = fit_plan(self.plan, size)
-        key = (plan.micro_batches, plan.replicas, extra)
-        if key not in model.programs:
+        wanted = (plan.micro_batches, plan.replicas, extra)
+        if wanted not in model.programs:
             devices, home = list_devices(self._wanted_devices), home_device()
             graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
             self._buffers = self._buffers or Buffers(home)
-            model.programs[key] = build_program(graph, model.staged, model.captured.signature, self._buffers)
-        self._last = model.programs[key]
+            model.programs[wanted] = build_program(graph, model.staged, model.captured.signature, self._buffers)
+        self._last = model.programs[wanted]
         return model, self._last
 
     def _trace(self, batch: Sequence[Any], size: int) -> _Model:
-        devices = list_devices(self._wanted_devices)
         captured = capture(self._loss_fn, batch)
         check_loss(captured)
+        probe = max(2, size // max(1, self._request.micro_batches))
+        shapes = infer_shapes(captured, probe)
+        captured = dataclasses.replace(captured, graph=mark_batch(captured.graph, shapes, probe))
         layers = find_layers(captured.graph)
-        self.layer_names = tuple(layer.name for layer in layers.layers)
-        if self._plan is None:
-            slices = max(1, size // max(1, self._request.micro_batches))
-            shapes = infer_shapes(captured, slices)
-            costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
-            self._plan = plan_request(self._request, layers, costs, size, len(devices))
-        last = self._plan.stages[-1].last_layer
-        if last != len(layers.layers) - 1:
-            raise PlanError(
-                f"the plan is for {last + 1} layers, but {captured.graph.name} has {len(layers.layers)}: it was made "
-                "for another model"
-            )
-        if not self._models:  # later batches may be short
-            check_batch(size, self._plan.micro_batches, self._plan.replicas)
-        staged = stage_model(captured, layers, self._plan.starts, self._optimizer)
+        # Other dtypes may come with other casts: later traces are cut at the same layers by name.
+        known = [layers.find(name) for name in self._starts] if self._models else None
+        starts = self._decide(layers, shapes, size) if known is None else known
+        staged = stage_model(captured, layers, starts, self._optimizer)
         if staged.ungraded:
             warnings.warn(
                 f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and "
@@ -194,6 +190,31 @@ class PipelinedStep:
                 stacklevel=5,
             )
         return _Model(captured, staged)
+
+    def _decide(self, layers: Layers, shapes: Mapping[str, Sequence[Shape]], size: int) -> list[int]:
+        """Make the plan, or check the one given; the layers that start a stage."""
+        self.layer_names = tuple(layer.name for layer in layers.layers)
+        costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
+        if self._plan is None:
+            devices = list_devices(self._wanted_devices)
+            self._plan = plan_request(self._request, layers, costs, size, len(devices))
+        plan = self._plan
+        if plan.stages[-1].last_layer != len(layers.layers) - 1:
+            raise PlanError(
+                f"the plan is for {plan.stages[-1].last_layer + 1} layers, but {layers.graph.name} has "
+                f"{len(layers.layers)}: it was made for another model"
+            )
+        check_batch(size, plan.micro_batches, plan.replicas)
+        largest = max(range(len(layers.layers)), key=lambda i: costs.layers[i])
+        if len(plan.stages) > 1 and costs.layers[largest] > 0.8 * sum(costs.layers):
+            warnings.warn(
+                f"layer {self.layer_names[largest]!r} seems to hold most of the work and cannot be cut: where it is a "
+                "call of another tf.function, call that one's python_function",
+                DappleWarning,
+                stacklevel=6,
+            )
+        self._starts = tuple(self.layer_names[start] for start in plan.starts)
+        return list(plan.starts)
 
 
 def fit_plan(plan: Plan, size: int) -> Plan:

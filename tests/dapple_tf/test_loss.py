@@ -85,8 +85,6 @@ MEANS = {
     "plus a regulariser": lambda x: tf.reduce_mean(each(x)) + 0.01 * tf.reduce_sum(W * W) + tf.nn.l2_loss(W),
     "weighted": lambda x: tf.reduce_mean(each(x) * mask(x)),
     "over a norm of each sample": lambda x: tf.reduce_mean(each(x) / (1.0 + tf.reduce_sum(x * x, axis=1))),
-    "of a square root": lambda x: tf.sqrt(tf.reduce_mean(each(x))),
-    "of one sample": lambda x: each(x)[0],
 }
 
 
@@ -167,3 +165,20 @@ def test_the_regularisers_and_activity_of_a_keras_model_pass() -> None:
     dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
     model = keras.Sequential([keras.Input((3,)), dense, keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
     check(lambda x: tf.reduce_mean(tf.square(model(x, training=True))) + tf.add_n(model.losses))
+
+
+BENT: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "root of a mean": lambda x: tf.sqrt(tf.reduce_mean(each(x))),
+    "one sample": lambda x: each(x)[0],
+    "largest": lambda x: tf.reduce_max(each(x)),
+    "norm": lambda x: tf.norm(each(x)),
+    "l2": lambda x: tf.nn.l2_loss(each(x)),
+    "contraction": lambda x: tf.einsum("i,i->", each(x), each(x)),
+    "scaled root of a mean": lambda x: 0.5 * tf.sqrt(tf.reduce_mean(each(x))) + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_what_combines_samples_otherwise_than_by_a_mean_is_warned_of(name: str) -> None:
+    with pytest.warns(DappleWarning, match="after samples were combined, so it is probably not a mean"):
+        check(BENT[name])

@@ -215,9 +215,11 @@ def test_a_boundary_that_cannot_be_split_over_unequal_replicas() -> None:
     message = (
         r"whose replica counts differ \(\(2, 1\)\), but it has no single batch axis .*: cut elsewhere, or give both"
     )
-    with pytest.raises(PartitionError, match=message):
+    warned = pytest.warns(DappleWarning, match="after samples were combined")
+    with warned, pytest.raises(PartitionError, match=message):
         step_of(loss, stages=["Exp"], replicas=[2, 1])(X)
-    assert step_of(loss, stages=["Exp"])(X).shape == ()
+    with pytest.warns(DappleWarning, match="after samples were combined"):
+        assert step_of(loss, stages=["Exp"])(X).shape == ()
 
 
 def test_a_custom_gradient_that_closes_over_another_stage() -> None:

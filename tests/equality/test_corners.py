@@ -1,0 +1,173 @@
+"""Corners where a pipeline once computed something else, or said something wrong."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import PartitionError, PlanError, StepError
+
+X = tf.constant(np.random.default_rng(0).normal(size=(8, 4)))
+Y = tf.constant(np.random.default_rng(1).normal(size=(8, 1)))
+
+
+def matrix(rows: int, columns: int, name: str) -> tf.Variable:
+    return tf.Variable(np.random.default_rng(rows * columns).normal(size=(rows, columns)), name=name)
+
+
+def two_layers() -> Any:
+    w, v = matrix(4, 6, "w"), matrix(6, 1, "v")
+    return lambda x, y: tf.reduce_mean(tf.square(tf.tanh(x @ w) @ v - y))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_update_starts_from_what_forward_wrote(micro_batches: int) -> None:
+    w = matrix(4, 1, "w")
+    start = w.numpy()
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        w.assign(w * 0.5)
+        return tf.reduce_mean(0.0 * x @ w + tf.reduce_sum(w) - y * 0.0)
+
+    dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.125), stages=1, micro_batches=micro_batches)(X, Y)
+    np.testing.assert_allclose(w.numpy(), start * 0.5**micro_batches - 0.125, rtol=1e-12)
+
+
+def test_rows_that_are_not_in_sample_order_are_not_split() -> None:
+    w, v = matrix(4, 3, "w"), matrix(3, 1, "v")
+    x = tf.constant(np.random.default_rng(2).normal(size=(6, 5, 4)))
+
+    def loss_fn(x: Any) -> Any:
+        rows = tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, 4])  # time-major: [5 x batch, 4]
+        with tf.name_scope("late"):
+            hidden = tf.tanh(rows @ w)
+        back = tf.transpose(tf.reshape(hidden, [5, -1, 3]), [1, 0, 2])
+        return tf.reduce_mean(tf.square(tf.reduce_sum(back * tf.range(15.0, dtype=tf.float64)[:1], 1) @ v))
+
+    options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "micro_batches": 2, "stages": ["late"]}
+    assert dapple.verify(loss_fn, batch=(x,), replicas=[2, 2], **options).ok
+    with pytest.raises(PartitionError, match="no single batch axis"):
+        dapple.verify(loss_fn, batch=(x,), replicas=[1, 2], **options)
+
+
+def test_a_batch_of_another_structure_is_traced_anew() -> None:
+    w = matrix(4, 1, "w")
+
+    def loss_fn(batch: Any) -> Any:
+        sign = 1.0 if "plus" in batch else 3.0
+        return tf.reduce_mean(sign * (batch["x"] @ w))
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.0), stages=1, micro_batches=2)
+    plus, other = step({"x": X, "plus": Y}), step({"x": X, "qlus": Y})
+    np.testing.assert_allclose(float(other), 3 * float(plus), rtol=1e-12)
+
+
+def test_a_later_dtype_that_needs_another_cast_is_cut_at_the_same_layers() -> None:
+    w, v = matrix(4, 5, "w"), matrix(5, 3, "v")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        hidden = tf.tanh(x @ w)
+        with tf.name_scope("late"):
+            logits = hidden @ v
+        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True))
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.0), stages=["late"], micro_batches=2)
+    labels = np.arange(8) % 3
+    losses = [float(step(X, labels.astype(kind))) for kind in ("int64", "int32", "uint8")]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
+
+
+def test_threads_take_turns() -> None:
+    step = dapple.pipeline(two_layers(), optimizer=keras.optimizers.SGD(0.0), stages=2, micro_batches=4)
+    _, wanted = step.run_exposed(X, Y)
+    wrong: list[str] = []
+
+    def work() -> None:
+        for _ in range(15):
+            _, found = step.run_exposed(X, Y)
+            wrong.extend(name for name in wanted if not np.array_equal(found[name], wanted[name]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_building_leaves_other_threads_alone() -> None:
+    stop, failed = threading.Event(), []
+
+    def build_tuples() -> None:
+        while not stop.is_set():
+            try:
+                tuple(i for i in range(300))
+            except SystemError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=build_tuples)
+    thread.start()
+    try:
+        for _ in range(3):
+            dapple.pipeline(two_layers(), optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=2)(X, Y)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not failed
+
+
+def test_a_failure_with_one_micro_batch_is_said_as_any_other() -> None:
+    w = matrix(4, 1, "w")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(tf.debugging.check_numerics(x, "not a number") @ w - y))
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=1)
+    with pytest.raises(StepError, match=r"(?s)All variables are as they were before the step.*stage 0.*not a number"):
+        step(X * float("nan"), Y)
+
+
+def test_an_aux_output_with_the_batch_elsewhere_is_refused() -> None:
+    w = matrix(4, 1, "w")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(x @ w - y)), {"turned": tf.transpose(x @ w)}
+
+    with pytest.raises(ValueError, match="does not have the batch on axis 0"):
+        dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2)(X, Y)
+
+
+def test_no_optimizer_is_refused() -> None:
+    with pytest.raises(PlanError, match="optimizer is None"):
+        dapple.pipeline(lambda x: x, optimizer=None)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference() -> None:
+    keras.utils.set_random_seed(0)
+    attention = keras.layers.MultiHeadAttention(2, 4, dtype="float64")
+    x = tf.constant(np.random.default_rng(3).normal(size=(8, 5, 4)))
+    attention(x, x)
+
+    def loss_fn(x: Any) -> Any:
+        return tf.reduce_mean(tf.square(attention(x, x)))
+
+    report = dapple.verify(loss_fn, optimizer=keras.optimizers.SGD(0.1), batch=(x,), stages=1, micro_batches=4)
+    assert report.ok, str(report)
+
+
+def test_one_layer_with_all_the_work_is_warned_of() -> None:
+    w = matrix(400, 400, "w")
+    inner = tf.function(lambda x: tf.tanh(tf.tanh(x @ w) @ w))
+
+    def loss_fn(x: Any) -> Any:
+        return tf.reduce_mean(inner(x))
+
+    x = tf.ones((8, 400), tf.float64)
+    with pytest.warns(dapple.errors.DappleWarning, match="'PartitionedCall|'StatefulPartitionedCall.*cannot be cut"):
+        dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=2)(x)
