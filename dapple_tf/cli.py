@@ -19,6 +19,8 @@ from typing import Any
 
 import click
 
+from dapple_tf.errors import ModelError
+
 _MODEL = [
     click.argument("model"),
     click.option("--batch-size", default=None, type=int, help="Samples of a batch (the model's batch_size option)."),
@@ -229,7 +231,6 @@ def _plan(path: str | None) -> Any:
 
 
 def _load(model: str, settings: tuple[str, ...], batch_size: int | None, seed: int | None, **_: Any) -> Any:
-    from dapple_tf.errors import ModelError
     from dapple_tf.model_file import accepts, load_workload, parse_options
 
     chosen = parse_options(settings)
@@ -287,4 +288,4 @@ def main() -> None:
         ):
             raise
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.capture import Captured
+from dapple_tf.errors import CaptureError
 from dapple_tf.graphdef import read_graph
 from graph_passes.backward import StageGradients
 from graph_passes.ir import Graph, Node, Value, ancestors
@@ -25,6 +26,13 @@ def differentiate(captured: Captured, stages: StageGraph) -> tuple[Graph, tuple[
     graph = captured.func_graph
     tensors = _Tensors(captured)
     trained = _depends_on_training(captured)
+    for node in captured.graph.nodes:
+        if node.op == "EagerPyFunc" and node.name in trained:
+            raise CaptureError(
+                f"{node.name!r} is a tf.py_function on the way of a gradient: it keeps one tape for the whole graph, "
+                "so micro-batches would take each other's. Write it in TensorFlow ops, or give tf.numpy_function a "
+                "tf.custom_gradient"
+            )
     found: list[StageGradients] = []
     arriving: dict[Value, Any] = {}  # boundary tensor -> whether a gradient comes for it
     for stage in reversed(stages.stages):

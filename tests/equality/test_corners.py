@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import PartitionError, PlanError, StepError
+from dapple_tf.errors import CaptureError, PartitionError, PlanError, StepError
 
 X = tf.constant(np.random.default_rng(0).normal(size=(8, 4)))
 Y = tf.constant(np.random.default_rng(1).normal(size=(8, 1)))
@@ -171,3 +171,13 @@ def test_one_layer_with_all_the_work_is_warned_of() -> None:
     x = tf.ones((8, 400), tf.float64)
     with pytest.warns(dapple.errors.DappleWarning, match="'PartitionedCall|'StatefulPartitionedCall.*cannot be cut"):
         dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=2)(x)
+
+
+def test_a_py_function_that_needs_a_gradient_is_refused() -> None:
+    w = matrix(4, 1, "w")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.py_function(tf.square, [x @ w - y], tf.float64))
+
+    with pytest.raises(CaptureError, match=r"is a tf\.py_function on the way of a gradient"):
+        dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2)(X, Y)
