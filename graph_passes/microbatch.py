@@ -53,7 +53,7 @@ class Microbatch:
     """Unfold stage functions over ``micro_batches`` micro-batches.
 
     The input graph holds the ``input`` nodes and, as ``functions``, ``stageN/forward`` and
-    ``stageN/backward``; its ``aux`` tells how many aux outputs there are.
+    ``stageN/backward``; ``aux`` gives the types of the aux outputs.
     """
 
     stages: int

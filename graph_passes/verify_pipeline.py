@@ -37,6 +37,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
         raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
     verify_order(graph, schedule)
     verify_gradients(graph, edges)
+    verify_writers(graph, edges)
     for node in graph.nodes:
         if not node.device:
             raise GraphError(f"node {node.name!r} has no device")
@@ -62,6 +63,15 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
         for node in nodes_of(graph, op):
             if node.name not in scheduled:
                 raise GraphError(f"{node.name!r} is not in the schedule")
+
+
+def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
+    """A stage's update runs after its commit: both may write one variable, and the optimizer starts from the state."""
+    commits = {node.integer("stage"): node.name for node in nodes_of(graph, "commit")}
+    for node in nodes_of(graph, "update"):
+        commit = commits.get(node.integer("stage")) if node.has("stage") else None
+        if commit is not None and not nx.has_path(edges, commit, node.name):
+            raise GraphError(f"nothing orders {node.name!r} after {commit!r}, and both may write the same variable")
 
 
 def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:

@@ -125,3 +125,11 @@ def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
     before = calls(text, *FUNCTIONS)
     assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+
+
+def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
+    commit = "    %stage0/commit = commit() {replica=0, stage=0} @'a'\n"
+    with refused(GraphError, "nothing orders 'stage0/update' after 'stage0/commit'"):
+        verify(GOOD + commit)
+    ordered = GOOD.replace("    %stage0/update", commit + "    %stage0/update").rstrip()
+    verify(ordered + "\n    | ^%stage0/commit 'update: the optimizer steps from what forward wrote'\n")
