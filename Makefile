@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # TensorFlow's notes on the processor it found are not ours to repeat.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all lint bench horovod clean
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
@@ -28,6 +28,8 @@ lint: .venv/installed-test
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
 
+horovod: .venv/installed-horovod
+
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -40,6 +42,10 @@ clean:
 .venv/installed-test: .venv/installed
 	@echo "Installing what the tests need into .venv ..." >&2
 	@$(PIP) --editable ".[test]"
+	@touch $@
+
+.venv/installed-horovod: .venv/installed scripts/install_horovod.sh
+	@scripts/install_horovod.sh $(BIN)/python
 	@touch $@
 
 $(BIN)/python:

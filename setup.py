@@ -36,12 +36,16 @@ setup(
         "numpy>=2,<3",
         "protobuf",  # TensorFlow says which versions it can work with
         "networkx>=3.2,<4",
+        "PyYAML>=6,<7",
         "click>=8.1,<9",
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
+        "numba>=0.61,<1",  # the planner tries and simulates thousands of plans a second
     ],
     extras_require={
         "gpu": ["tensorflow[and-cuda]==2.21.*"],
+        # pip alone cannot build it against TensorFlow 2.16 or later: `make horovod` (scripts/install_horovod.sh) can.
+        "horovod": ["horovod==0.28.1"],
         "test": [
             "pytest>=9,<10",
             "pytest-timeout>=2.3,<3",
@@ -52,6 +56,7 @@ setup(
             "mypy==2.4.*",
             "import-linter>=2.15,<3",
             "types-networkx>=3.2,<4",
+            "types-PyYAML>=6,<7",
         ],
     },
     entry_points={"console_scripts": ["dapple = dapple_tf.cli:main"]},

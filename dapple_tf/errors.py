@@ -6,10 +6,12 @@ Every message says what was wrong, where (stage, layer, variable, micro-batch, f
 from __future__ import annotations
 
 from graph_passes.errors import GraphError, PartitionError, ScheduleError, TextError
+from profiler.errors import ClusterError, ProfileError
 
 __all__ = [
     "BatchError",
     "CaptureError",
+    "ClusterError",
     "DappleWarning",
     "DeviceError",
     "GraphError",
@@ -17,6 +19,7 @@ __all__ = [
     "ModelError",
     "PartitionError",
     "PlanError",
+    "ProfileError",
     "ScheduleError",
     "StepError",
     "TextError",

@@ -40,16 +40,25 @@ class Bindings(Protocol):
 
 
 class Operations:
-    """The handlers for one pipelined graph, with its stage functions built."""
+    """The handlers for one pipelined graph, with its stage functions built.
+
+    ``inline``: TensorFlow may inline stage functions that are called once (see ``build_function``).
+    """
 
     def __init__(
-        self, graph: Graph, bindings: Bindings, constants: Mapping[str, tf.Tensor], library: Mapping[str, bytes]
+        self,
+        graph: Graph,
+        bindings: Bindings,
+        constants: Mapping[str, tf.Tensor],
+        library: Mapping[str, bytes],
+        inline: bool = True,
     ) -> None:
         self.graph = graph
         self.bindings = bindings
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         self.functions = {
-            f.name: build_function(f, constants, library, whole=calls[f.name] > 1) for f in graph.functions
+            f.name: build_function(f, constants, library, whole=not inline or calls[f.name] > 1)
+            for f in graph.functions
         }
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:

@@ -6,13 +6,10 @@ micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that th
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import networkx as nx
 
 from graph_passes.errors import ScheduleError
 
@@ -88,8 +85,8 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     return schedule
 
 
-def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    """The schedule called ``name``: a policy, with D where memory limits it: ``dapple-a:D=3``.
+def named_warm_up(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """K_i of every stage in the schedule called ``name``: a policy, with D where memory limits it: ``dapple-a:D=3``.
 
     Raises ScheduleError for a name that is none.
     """
@@ -97,8 +94,15 @@ def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
     if not match:
         raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a' or 'dapple-b:D=4'")
     policy, limit = match.groups()
-    k = warm_up(policy, stages, micro_batches, None if limit is None else int(limit))
-    return early_backward(k, micro_batches)
+    return warm_up(policy, stages, micro_batches, None if limit is None else int(limit))
+
+
+def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule called ``name``, as ``named_warm_up`` reads it.
+
+    Raises ScheduleError for a name that is none.
+    """
+    return early_backward(named_warm_up(name, stages, micro_batches), micro_batches)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -149,31 +153,36 @@ def check(schedule: Schedule) -> None:
                 f"stage {stage} must run F and B of each micro-batch once; missing or odd: "
                 f"{' '.join(map(str, missing)) or 'repeated actions'}"
             )
-    order: nx.DiGraph[Action] = nx.DiGraph()
-    for actions in schedule.stages:
-        order.add_nodes_from(actions)
-        order.add_edges_from(itertools.pairwise(actions))
-        for action in actions:
-            order.add_edges_from((source, action) for source in dependencies(action, len(schedule.stages)))
-    if not nx.is_directed_acyclic_graph(order):
-        raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule))
+    heads = _run(schedule, micro_batches)
+    if min(heads) < 2 * micro_batches:
+        raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule, heads))
 
 
-def _grid(schedule: Schedule) -> str:
-    """The stages run as far as they can; a row a stage, the action it is stuck at marked."""
-    done: set[Action] = set()
+def _run(schedule: Schedule, micro_batches: int) -> list[int]:
+    """The stages run as far as they can; how many actions each has run then."""
+    last = len(schedule.stages) - 1
+    ran = {kind: [[False] * micro_batches for _ in schedule.stages] for kind in ("F", "B")}
     heads = [0] * len(schedule.stages)
     moved = True
     while moved:
         moved = False
         for stage, actions in enumerate(schedule.stages):
             while heads[stage] < len(actions):
-                action = actions[heads[stage]]
-                if not done.issuperset(dependencies(action, len(schedule.stages))):
+                kind, m = actions[heads[stage]].kind, actions[heads[stage]].micro_batch
+                if kind == "F":
+                    ready = stage == 0 or ran["F"][stage - 1][m]
+                else:
+                    ready = ran["F"][stage][m] and (stage == last or ran["B"][stage + 1][m])
+                if not ready:
                     break
-                done.add(action)
+                ran[kind][stage][m] = True
                 heads[stage] += 1
                 moved = True
+    return heads
+
+
+def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
+    """A row a stage, the action it is stuck at marked."""
     rows = []
     for stage, actions in enumerate(schedule.stages):
         cells = [f"{a}{'!' if i == heads[stage] else ''}" for i, a in enumerate(actions)]

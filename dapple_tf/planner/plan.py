@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dapple_tf.errors import PlanError
-from dapple_tf.files import write_atomically
+from profiler.fields import Fields, locating, read_json
+from profiler.files import write_atomically
 
 FORMAT = "dapple-plan/1"
 
@@ -34,7 +35,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Batch sizes are samples; ``predicted`` holds what a simulator said, if one was asked."""
+    """A plan. Batch sizes are samples; ``predicted`` holds what a simulator said, if one was asked.
+
+    ``overlap``: AllReduce starts during the last backward, layer by layer, instead of after it.
+    """
 
     model: str
     planner: str
@@ -45,6 +49,7 @@ class Plan:
     recompute: bool
     stages: tuple[StagePlan, ...]
     predicted: Mapping[str, Any] | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -75,89 +80,41 @@ class Plan:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it."""
+        data = {"format": FORMAT, **asdict(self)}
+        if not self.overlap:
+            del data["overlap"]  # written only where it says something
+        return data
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` as JSON, all or nothing."""
-        data = {"format": FORMAT, **asdict(self)}
         try:
-            write_atomically(Path(path), json.dumps(data, indent=2) + "\n")
+            write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
         except OSError as error:
             raise PlanError(f"{path}: the plan cannot be written: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan; PlanError names the file and the field that is wrong."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{path}: not a readable JSON file: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(f"{path}: format is {found!r}, not {FORMAT!r}")
-        try:
-            stages = tuple(
-                StagePlan(
-                    _integer(stage, "first_layer", f"stages[{i}]."),
-                    _integer(stage, "last_layer", f"stages[{i}]."),
-                    _integers(stage, "devices", f"stages[{i}]."),
-                )
-                for i, stage in enumerate(_list(data, "stages"))
-            )
-            return Plan(
-                model=_text(data, "model"),
-                planner=_text(data, "planner"),
-                global_batch_size=_integer(data, "global_batch_size"),
-                micro_batch_size=_integer(data, "micro_batch_size"),
-                micro_batches=_integer(data, "micro_batches"),
-                schedule=_text(data, "schedule"),
-                recompute=_flag(data, "recompute"),
-                stages=stages,
-                predicted=_mapping(data, "predicted"),
-            )
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from error
+        with locating(path, PlanError):
+            return _from_json(read_json(path, PlanError))
 
 
-def _field(data: Any, key: str, where: str) -> Any:
-    if not isinstance(data, dict) or key not in data:
-        raise PlanError(f"{where}{key} is missing")
-    return data[key]
-
-
-def _integer(data: Any, key: str, where: str = "") -> int:
-    value = _field(data, key, where)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise PlanError(f"{where}{key} is {value!r}, not a whole number")
-    return value
-
-
-def _text(data: Any, key: str) -> str:
-    value = _field(data, key, "")
-    if not isinstance(value, str):
-        raise PlanError(f"{key} is {value!r}, not a text")
-    return value
-
-
-def _flag(data: Any, key: str) -> bool:
-    value = data.get(key, False)
-    if not isinstance(value, bool):
-        raise PlanError(f"{key} is {value!r}, not true or false")
-    return value
-
-
-def _mapping(data: Any, key: str) -> Mapping[str, Any] | None:
-    value = data.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise PlanError(f"{key} is {value!r}, not an object")
-    return value
-
-
-def _list(data: Any, key: str, where: str = "") -> list[Any]:
-    value = _field(data, key, where)
-    if not isinstance(value, list):
-        raise PlanError(f"{where}{key} is {value!r}, not a list")
-    return value
-
-
-def _integers(data: Any, key: str, where: str) -> tuple[int, ...]:
-    items = _list(data, key, where)
-    return tuple(_integer({key: item}, key, where) for item in items)
+def _from_json(data: Any) -> Plan:
+    top = Fields.of(data, PlanError, known=[field.name for field in fields(Plan)], file_format=FORMAT)
+    return Plan(
+        model=top.text("model"),
+        planner=top.text("planner"),
+        global_batch_size=top.integer("global_batch_size"),
+        micro_batch_size=top.integer("micro_batch_size"),
+        micro_batches=top.integer("micro_batches"),
+        schedule=top.text("schedule"),
+        recompute=top.flag("recompute") if top.has("recompute") else False,
+        stages=tuple(
+            StagePlan(stage.integer("first_layer"), stage.integer("last_layer"), stage.integers("devices"))
+            for stage in top.each("stages", known=[field.name for field in fields(StagePlan)])
+        ),
+        predicted=top.mapping("predicted") if top.has("predicted") else None,
+        overlap=top.flag("overlap") if top.has("overlap") else False,
+    )

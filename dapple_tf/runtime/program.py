@@ -49,9 +49,14 @@ class Program:
         return "All variables are as they were before the step."
 
 
-def build_program(graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers) -> Program:
-    """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function."""
+def build_program(
+    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers, *, inline: bool = True
+) -> Program:
+    """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function.
+
+    ``inline``: TensorFlow may inline stage functions that are called once, as it does in a step of one micro-batch.
+    """
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
-    operations = Operations(graph, bindings, model.constants, model.library)
+    operations = Operations(graph, bindings, model.constants, model.library, inline)
     return Program(graph, emit(graph, signature, operations), operations)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dapple_tf.errors import UsageError
-from dapple_tf.runtime.picture import check_path, save_timeline, trace_events
+from dapple_tf.runtime.picture import check_path, make_chart, save_timeline
 from dapple_tf.runtime.timeline import Timeline
 from tests.dapple_tf.test_timeline import TWO, event
 
@@ -46,28 +46,49 @@ def test_a_png_is_a_real_one_with_the_papers_colours(tmp_path: Path, timeline: T
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.png"]
 
 
-def test_a_trace_has_an_event_an_action_in_microseconds() -> None:
-    rows = trace_events(REPLICATED)["traceEvents"]
-    names = {row["tid"]: row["args"]["name"] for row in rows if row["ph"] == "M"}
-    assert names == {0: "/device:CPU:0", 1: "/device:CPU:1", 2: "/device:CPU:2"}
-    events = [row for row in rows if row["ph"] == "X"]
-    assert len(events) == len(REPLICATED.events)
-    backward = next(row for row in events if row["name"] == "1B0")
-    assert (backward["ts"], backward["dur"], backward["tid"], backward["cat"]) == (2e6, 2e6, 1, "backward")
-    assert {row["args"]["replica"] for row in events if row["tid"] == 2} == {1}
+def test_a_row_is_a_replica_of_a_stage() -> None:
+    chart = make_chart(REPLICATED, "a title")
+    assert [(row.name, row.detail, row.network) for row in chart.rows] == [
+        ("stage 0, replica 0", "/device:CPU:0", False),
+        ("stage 0, replica 1", "/device:CPU:2", False),
+        ("stage 1, replica 0", "/device:CPU:1", False),
+    ]
+    assert [(span.row, span.name, span.kind, span.start, span.end, span.micro_batch) for span in chart.spans] == [
+        (0, "0F0", "forward", 0, 1, 0),
+        (2, "1F0", "forward", 1, 2, 0),
+        (2, "1B0", "backward", 2, 4, 0),
+        (0, "0B0", "backward", 4, 6, 0),
+        (1, "0F0", "forward", 0, 1.5, 0),
+        (1, "0B0", "backward", 4, 5, 0),
+    ]
+    assert (chart.title, chart.seconds, chart.curves) == ("a title · 6000 ms, 53% idle", 6, ())  # 8.5 of 18 seconds
+    assert [row.name for row in make_chart(TWO).rows] == ["stage 0", "stage 1"]
+    assert make_chart(TWO).title == "6000 ms, 50% idle"
 
 
 def test_devices_are_in_the_order_of_their_numbers() -> None:
     timeline = Timeline(tuple(event("0F0", device, 0, 1) for device in (10, 9, 2)))
-    rows = trace_events(timeline)["traceEvents"]
-    assert [row["args"]["name"] for row in rows if row["ph"] == "M"] == [f"/device:CPU:{i}" for i in (2, 9, 10)]
+    assert [row.detail for row in make_chart(timeline).rows] == [f"/device:CPU:{i}" for i in (2, 9, 10)]
 
 
 def test_a_trace_file_is_json(tmp_path: Path) -> None:
     save_timeline(TWO, tmp_path / "t.json")
-    data = json.loads((tmp_path / "t.json").read_text())
-    assert data == json.loads(json.dumps(trace_events(TWO)))
-    assert data["displayTimeUnit"] == "ms"
+    rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert names == {0: "stage 0 (/device:CPU:0)", 1: "stage 1 (/device:CPU:1)"}
+    assert [(row["name"], row["ts"], row["dur"]) for row in rows if row["ph"] == "X"] == [
+        ("0F0", 0, 1e6),
+        ("1F0", 1e6, 1e6),
+        ("1B0", 2e6, 2e6),
+        ("0B0", 4e6, 2e6),
+    ]
+
+
+def test_a_page_is_html(tmp_path: Path) -> None:
+    save_timeline(TWO, tmp_path / "t.html", "a title")
+    text = (tmp_path / "t.html").read_text()
+    assert "<h1>a title · 6000 ms, 50% idle</h1>" in text
+    assert text.count("<rect class=") == 4
 
 
 def test_folders_are_made(tmp_path: Path) -> None:
@@ -77,13 +98,13 @@ def test_folders_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["t.gif", "t", "t.png.txt"])
 def test_other_kinds_of_file(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}: a timeline is saved as .png or .json"):
+    with pytest.raises(UsageError, match=f"{name}: a timeline is saved as .png, .html or .json"):
         check_path(tmp_path / name)
 
 
 def test_a_folder_in_the_files_place(tmp_path: Path) -> None:
     (tmp_path / "t.png").mkdir()
-    with pytest.raises(UsageError, match=r"t\.png cannot be written"):
+    with pytest.raises(UsageError, match=r"t\.png is a folder"):
         check_path(tmp_path / "t.png")
 
 
@@ -104,7 +125,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused:
         check_path(tmp_path / "t.png")
 
 
-@pytest.mark.parametrize("name", ["t.png", "t.json"])
+@pytest.mark.parametrize("name", ["t.png", "t.json", "t.html"])
 def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     target = tmp_path / name
     target.write_text("old")

@@ -117,9 +117,11 @@ STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
         ({"predicted": [1]}, r"predicted is \[1\], not an object"),
         ({"stages": {}}, "stages is {}, not a list"),
         ({"stages": []}, "a plan needs at least one stage"),
-        ({"stages": ["a"]}, r"stages\[0\].first_layer is missing"),
+        ({"stages": ["a"]}, r"stages\[0\] is 'a', not an object"),
+        ({"shedule": "gpipe"}, "shedule is no field of this file; did you mean 'schedule'?"),
+        ({"stages": [{**STAGE, "device": 1}]}, r"stages\[0\].device is no field of this file; did you mean 'devices'?"),
         ({"stages": [{**STAGE, "devices": 0}]}, r"stages\[0\].devices is 0, not a list"),
-        ({"stages": [{**STAGE, "devices": ["0"]}]}, r"stages\[0\].devices is '0', not a whole number"),
+        ({"stages": [{**STAGE, "devices": ["0"]}]}, r"stages\[0\].devices\[0\] is '0', not a whole number"),
         ({"stages": [{**STAGE, "devices": []}]}, r"stages\[0\].devices is \[\]: name at least one device, each once"),
         ({"stages": [{**STAGE, "devices": [1, 1]}]}, r"stages\[0\].devices is \[1, 1\]: name at least one device"),
         ({"stages": [{**STAGE, "first_layer": 1}]}, r"stages\[0\] holds layers 1 to 2, but must start at 0"),
@@ -148,7 +150,7 @@ def test_a_missing_field_of_a_stage_is_named(tmp_path: Path, field: str) -> None
         Plan.load(written(tmp_path, {**VALID, "stages": [stage]}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "not json"])
+@pytest.mark.parametrize("text", ["", "{", "not json", '{"format": 1, "format": 2}', '{"format": NaN}', "[" * 100_000])
 def test_a_file_that_is_no_json(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(PlanError, match=f"^{path}: not a readable JSON file: "):

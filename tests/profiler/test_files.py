@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.files import replacing, write_atomically
+from profiler.files import replacing, write_atomically
 
 
 def test_a_file_is_written_and_nothing_else_left(tmp_path: Path) -> None:

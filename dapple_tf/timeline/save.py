@@ -1,0 +1,45 @@
+"""Save a chart as its file's suffix says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dapple_tf.errors import UsageError
+from dapple_tf.timeline.chart import Chart
+from profiler.files import make_writable, replacing, write_atomically
+
+_SUFFIXES = (".png", ".html", ".json")
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if a timeline can be saved there; UsageError before any work is done if not."""
+    target = Path(path)
+    if target.suffix not in _SUFFIXES:
+        raise UsageError(f"{target}: a timeline is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    if problem := make_writable(target):
+        raise UsageError(problem)
+    return target
+
+
+def save_chart(chart: Chart, path: str | os.PathLike[str]) -> None:
+    """A picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json), all or nothing.
+
+    Raises UsageError for another suffix or a path that cannot be written.
+    """
+    target = check_path(path)
+    match target.suffix:
+        case ".json":
+            from dapple_tf.timeline.chrome import trace_events
+
+            write_atomically(target, json.dumps(trace_events(chart)))
+        case ".html":
+            from dapple_tf.timeline.page import make_page
+
+            write_atomically(target, make_page(chart))
+        case _:
+            from dapple_tf.timeline.png import draw
+
+            with replacing(target) as part:
+                draw(chart, part)

@@ -1,0 +1,220 @@
+"""The machines at hand: servers, devices, and the links between them.
+
+File format ``dapple-cluster/1`` (YAML or JSON).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from profiler.errors import ClusterError
+from profiler.fields import Fields, locating, read_json, read_text, read_yaml
+from profiler.files import write_atomically
+from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
+
+FORMAT = "dapple-cluster/1"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A machine with ``devices`` devices."""
+
+    name: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """``bandwidth`` in bytes a second, ``latency`` in seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+# Devices of one process share its memory: a tensor is not copied, and next to any computation that takes no time.
+IN_PROCESS = Link(bandwidth=1e12, latency=0.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Servers whose devices are numbered through from 0; each device has ``device_memory`` bytes.
+
+    ``intra_server`` joins the devices of a server, ``inter_server`` is each server's network interface. ``links``
+    are the exceptions: pairs of server names (in either order; a pair of the same name twice is that server's
+    inside) that have a link of their own. Raises ClusterError naming the field that cannot be.
+    """
+
+    servers: tuple[Server, ...]
+    device_memory: float
+    intra_server: Link
+    inter_server: Link
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_servers(self.servers)
+        _check_above_zero("device_memory", self.device_memory)
+        _check_link("intra_server", self.intra_server)
+        _check_link("inter_server", self.inter_server)
+        names = [server.name for server in self.servers]
+        for (a, b), link in self.links.items():
+            for name in (a, b):
+                if name not in names:
+                    raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {', '.join(names)}")
+            if a != b and (b, a) in self.links:
+                raise ClusterError(f"links: {a!r} to {b!r} is given twice: a link has no direction")
+            _check_link(f"links: {a!r} to {b!r}", link)
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The server (index) of every device."""
+        return tuple(
+            itertools.chain.from_iterable([index] * server.devices for index, server in enumerate(self.servers))
+        )
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.homes)
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two servers (by index), or inside one."""
+        names = self.servers[a].name, self.servers[b].name
+        own = self.links.get(names) or self.links.get(names[::-1])
+        return own or (self.intra_server if a == b else self.inter_server)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cluster to ``path``, all or nothing: JSON where it ends in .json, else YAML."""
+        data = _to_data(self)
+        as_json = Path(path).suffix.lower() == ".json"
+        text = json.dumps(data, indent=2) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False)
+        try:
+            write_atomically(Path(path), text)
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ClusterError(f"{path}: the cluster cannot be written: {why}") from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster; ClusterError names the file and the field that is wrong.
+
+        Where there is one server ``inter_server`` may be missing; where each has one device, ``intra_server``.
+        """
+        with locating(path, ClusterError):
+            return _from_data(_read(path))
+
+    @staticmethod
+    def detect(
+        devices: int | None = None, *, intra_server: Link | None = None, inter_server: Link | None = None
+    ) -> Cluster:
+        """The cluster this process runs on; see ``profiler.detect.detect``."""
+        from profiler.detect import detect  # it makes Clusters
+
+        return detect(devices, os.environ, intra_server=intra_server, inter_server=inter_server)
+
+
+def _check_servers(servers: tuple[Server, ...]) -> None:
+    if not servers:
+        raise ClusterError("servers is empty: a cluster needs at least one server")
+    first: dict[str, int] = {}
+    for index, server in enumerate(servers):
+        if not server.name:
+            raise ClusterError(f"servers[{index}].name is empty: every server needs a name of its own")
+        if first.setdefault(server.name, index) != index:
+            raise ClusterError(
+                f"servers[{index}].name is {server.name!r}, as is that of servers[{first[server.name]}]: every server "
+                "needs a name of its own"
+            )
+        if server.devices < 1:
+            raise ClusterError(f"servers[{index}].devices is {server.devices}; it must be at least 1")
+
+
+def _check_above_zero(where: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{where} is {value}, not a finite number above 0")
+
+
+def _check_link(where: str, link: Link) -> None:
+    _check_above_zero(f"{where}.bandwidth", link.bandwidth)
+    if not (math.isfinite(link.latency) and link.latency >= 0):
+        raise ClusterError(f"{where}.latency is {link.latency}, not a finite number from 0")
+
+
+def _to_data(cluster: Cluster) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "device_memory": format_quantity(cluster.device_memory, BYTES),
+        "servers": [{"name": server.name, "devices": server.devices} for server in cluster.servers],
+        "intra_server": _link_to_data(cluster.intra_server),
+        "inter_server": _link_to_data(cluster.inter_server),
+    }
+    if cluster.links:
+        data["links"] = [{"between": list(pair), **_link_to_data(link)} for pair, link in cluster.links.items()]
+    return data
+
+
+def _link_to_data(link: Link) -> dict[str, str]:
+    return {
+        "bandwidth": format_quantity(link.bandwidth, BYTES_A_SECOND),
+        "latency": format_quantity(link.latency, SECONDS),
+    }
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    """The file's data: JSON or YAML by its suffix, and by its first character where the suffix is neither's."""
+    suffix = Path(path).suffix.lower()
+    text = "" if suffix in (".json", ".yaml", ".yml") else read_text(path, ClusterError)
+    if suffix == ".json" or text.lstrip().startswith("{"):
+        return read_json(path, ClusterError)
+    return read_yaml(path, ClusterError)
+
+
+def _from_data(data: Any) -> Cluster:
+    known = ("device_memory", "servers", "intra_server", "inter_server", "links")
+    top = Fields.of(data, ClusterError, known=known, file_format=FORMAT)
+    servers = tuple(
+        Server(server.text("name"), server.integer("devices"))
+        for server in top.each("servers", known=("name", "devices"))
+    )
+    intra, inter = (_link_of(top, key) for key in ("intra_server", "inter_server"))
+    if inter is None and len(servers) > 1:
+        raise ClusterError(f"inter_server is missing, but there are {len(servers)} servers")
+    if intra is None and any(server.devices > 1 for server in servers):
+        raise ClusterError("intra_server is missing, but a server has several devices")
+    links: dict[tuple[str, str], Link] = {}
+    for item in top.each("links", known=("between", "bandwidth", "latency")) if top.has("links") else ():
+        pair = item.texts("between")
+        if len(pair) != 2:
+            raise ClusterError(f"{item.where}between is {list(pair)}, not two names of servers")
+        if pair in links or pair[::-1] in links:
+            raise ClusterError(f"{item.where}between: the link of {pair[0]!r} and {pair[1]!r} is given twice")
+        links[pair[0], pair[1]] = _parse_link(item)
+    return Cluster(
+        servers=servers,
+        device_memory=_parse(top, "device_memory", BYTES),
+        intra_server=intra or inter or IN_PROCESS,
+        inter_server=inter or intra or IN_PROCESS,
+        links=links,
+    )
+
+
+def _link_of(top: Fields, key: str) -> Link | None:
+    return _parse_link(top.inner(key, known=("bandwidth", "latency"))) if top.has(key) else None
+
+
+def _parse_link(item: Fields) -> Link:
+    return Link(_parse(item, "bandwidth", BYTES_A_SECOND), _parse(item, "latency", SECONDS))
+
+
+def _parse(item: Fields, key: str, units: Mapping[str, Any]) -> float:
+    with locating(item.where + key, ClusterError):
+        return parse_quantity(item.scalar(key), units)

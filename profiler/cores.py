@@ -1,0 +1,38 @@
+"""Hold this process to a few cores, as a device that shares the machine with others has only a few."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_THREADS = Path("/proc/self/task")
+
+
+@contextlib.contextmanager
+def hold_to_cores(count: int) -> Iterator[None]:
+    """While open, all threads of this process run on ``count`` of its cores; nothing happens off Linux.
+
+    The affinity of each thread comes back afterwards; threads started meanwhile get this thread's.
+    """
+    if not _THREADS.is_dir():
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    few = set(sorted(own)[:count])
+    before: dict[int, set[int]] = {}
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            before[thread] = os.sched_getaffinity(thread)
+            os.sched_setaffinity(thread, few)
+    try:
+        yield
+    finally:
+        for thread in _threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, before.get(thread, own))
+
+
+def _threads() -> list[int]:
+    return sorted(int(path.name) for path in _THREADS.iterdir())

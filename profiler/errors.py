@@ -1,0 +1,11 @@
+"""What the profiler's files and measurements raise; each message names file, line or field, and what to do."""
+
+from __future__ import annotations
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, measured or used."""
+
+
+class ClusterError(ValueError):
+    """A description of a cluster that cannot be read or does not fit."""

@@ -1,0 +1,39 @@
+"""Files that are never half written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write the file in; it becomes ``path`` when all went well, else ``path`` stays as it was."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file (UTF-8) so that a crash leaves the old file or the new one, never a part."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def make_writable(path: Path) -> str:
+    """Make the folder of ``path``; why a file cannot be written there ("" if it can), to know before any work."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    if path.exists() and not os.access(path, os.W_OK):
+        return f"{path} cannot be written"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path}: its folder cannot be made: {error.strerror}"
+    return "" if os.access(path.parent, os.W_OK) else f"the folder of {path} cannot be written"

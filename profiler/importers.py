@@ -1,0 +1,171 @@
+"""Profiles that other systems wrote: the graph.txt of PipeDream and DAPPLE."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import networkx as nx
+
+from profiler.errors import ProfileError
+from profiler.fields import locating, read_text
+from profiler.profile import LayerCost, Profile
+from profiler.topology import check_runnable
+
+_BATCH = re.compile(r"-pbs-(\d+)")
+_EDGE = re.compile(r"(node\d+)\s+--\s+(node\d+)")
+_HEAD = re.compile(r"(node\d+)\s+--\s+(.*)")
+# A name may hold " -- ", commas, "=" and parentheses: the figures start at the last " -- forward_compute_time=".
+_NODE = re.compile(r"(.*)\s--\s+(forward_compute_time\s*=.*)")
+_FIGURE = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$|--)")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_INPUT = "Input"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node line: its number in the file, and its name and figures in seconds and bytes."""
+
+    line: int
+    cost: LayerCost
+
+
+def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, size_scale: float = 1.0) -> Profile:
+    """The profile in a dapple-profile (JSON) or graph.txt file, told apart by content.
+
+    ``batch_size`` and ``size_scale`` are for graph.txt; see ``read_graph_file``. Raises ProfileError.
+    """
+    with locating(path, ProfileError):
+        text = read_text(path, ProfileError)
+    if not text.lstrip().startswith(("{", "[")):
+        return read_graph_file(path, batch_size, size_scale)
+    if batch_size is not None or size_scale != 1:
+        raise ProfileError(f"{path}: batch_size and size_scale are for graph.txt files; this profile says its own")
+    return Profile.load(path)
+
+
+def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None, size_scale: float = 1.0) -> Profile:
+    """The profile in a graph.txt of PipeDream or DAPPLE.
+
+    Times are milliseconds and sizes bytes, of a batch of ``batch_size`` samples (absent: the N of ``-pbs-N`` in the
+    file's name); ``size_scale`` multiplies all sizes (1.048576 for a file that counts MiB as 1e6 bytes). Nodes whose
+    name starts with "Input" cost nothing. The file does not say what backward keeps: a layer's output is assumed,
+    and nothing where neither direction takes time. Layers come in the file's order where they can run in it, but
+    what reads nothing (or only such as costs nothing) comes right before its first reader, so that its output
+    crosses no more cuts than it must. Repeated names get their node's. Raises ProfileError naming file and line.
+    """
+    with locating(path, ProfileError):
+        name = Path(path).stem
+        if batch_size is None:
+            found = _BATCH.search(name)
+            if not found:
+                raise ProfileError("the file's name has no '-pbs-N', so say the batch_size it was measured with")
+            batch_size = int(found[1])
+        if not (math.isfinite(size_scale) and size_scale > 0):
+            raise ProfileError(f"size_scale is {size_scale}, not a finite number above 0")
+        return _build(_BATCH.sub("", name), batch_size, *_parse(read_text(path, ProfileError), size_scale))
+
+
+def _parse(text: str, size_scale: float) -> tuple[dict[str, _Node], dict[tuple[str, str], int]]:
+    """The nodes in the file's order, and the edges with their (first) line."""
+    nodes: dict[str, _Node] = {}
+    edges: dict[tuple[str, str], int] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        edge, head = _EDGE.fullmatch(line), _HEAD.fullmatch(line)
+        if edge:
+            edges.setdefault((edge[1], edge[2]), number)
+        elif head:
+            node = head[1]
+            if node in nodes:
+                raise ProfileError(f"line {number}: {node} was already given in line {nodes[node].line}")
+            nodes[node] = _parse_node(head[2], number, size_scale)
+        elif line:
+            raise ProfileError(f"line {number}: {line!r} is neither 'nodeN -- name -- figures' nor 'nodeN -- nodeM'")
+    if not nodes:
+        raise ProfileError("the file holds no nodes")
+    for (source, target), number in edges.items():
+        for node in (source, target):
+            if node not in nodes:
+                raise ProfileError(f"line {number}: {source} -- {target} names {node}, which no line describes")
+        if source == target:
+            raise ProfileError(f"line {number}: {source} -- {target} joins a node to itself")
+    return nodes, edges
+
+
+def _parse_node(text: str, line: int, size_scale: float) -> _Node:
+    """A node line without its ``nodeN -- ``."""
+    match = _NODE.fullmatch(text)
+    if not match:
+        raise ProfileError(f"line {line}: {text!r} lacks forward_compute_time; is the file cut short?")
+    name, tail = match[1].strip(), match[2]
+    given = dict(_FIGURE.findall(tail))
+    odd = _FIGURE.sub("", tail).strip()
+    if odd:
+        raise ProfileError(f"line {line}: cannot read {odd!r} among the figures of {name!r}; is the file cut short?")
+    values = []
+    for figure in _FIGURES:
+        if figure not in given:
+            raise ProfileError(f"line {line}: {name!r} lacks {figure}; is the file cut short?")
+        values.append(_parse_figure(given[figure], figure, line))
+    forward, backward, activation, parameters = values
+    if name.startswith(_INPUT):
+        return _Node(line, LayerCost(name, 0.0, 0.0, 0.0, 0.0, 0.0))
+    activation *= size_scale
+    stash = activation if forward or backward else 0.0
+    return _Node(line, LayerCost(name, forward / 1e3, backward / 1e3, activation, stash, parameters * size_scale))
+
+
+def _parse_figure(text: str, figure: str, line: int) -> float:
+    """A number, or the sum of a list of outputs ``[a; b]``."""
+    parts = text[1:-1].split(";") if text.startswith("[") and figure == "activation_size" else [text]
+    total = 0.0
+    for part in map(str.strip, parts):
+        value = float(part) if _NUMBER.fullmatch(part) else math.nan
+        if not math.isfinite(value) or value < 0:
+            raise ProfileError(f"line {line}: {figure} is {text!r}, not a finite number from 0")
+        total += value
+    return total
+
+
+def _build(model: str, batch_size: int, nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int]) -> Profile:
+    keys = list(nodes)
+    index = {key: i for i, key in enumerate(keys)}
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(keys)))
+    graph.add_edges_from((index[source], index[target]) for source, target in edges)
+    check_runnable(graph, [f"line {nodes[key].line}: {key} {nodes[key].cost.name}" for key in keys])
+    order = _order(graph, [nodes[key].cost for key in keys])
+    place = {node: position for position, node in enumerate(order)}
+    names = [nodes[key].cost.name for key in keys]
+    layers = []
+    for node in order:
+        unique = names[node] if names[node] and names.count(names[node]) == 1 else f"{keys[node]} {names[node]}".strip()
+        layers.append(replace(nodes[keys[node]].cost, name=unique))
+    joined = sorted((place[source], place[target]) for source, target in graph.edges)
+    return Profile(model, batch_size, device="unknown", layers=tuple(layers), edges=tuple(joined))
+
+
+def _order(graph: nx.DiGraph[int], costs: list[LayerCost]) -> list[int]:
+    """The nodes as they can run, in the file's order where possible; see ``read_graph_file`` for the exception."""
+    order = list(nx.lexicographical_topological_sort(graph, key=lambda node: node))
+    place = {node: position for position, node in enumerate(order)}
+    loose: set[int] = set()  # nodes that can come late at no cost: their inputs are nothing, or free and loose
+    for node in order:
+        if all(source in loose and _is_free(costs[source]) for source in graph.predecessors(node)):
+            loose.add(node)
+    slot: dict[int, int] = {}  # where a node goes: before the first reader that has its own place
+    for node in reversed(order):
+        readers = [slot[reader] for reader in graph.successors(node)] if node in loose else []
+        slot[node] = min(readers, default=place[node])
+    # A reader that is not loose has its slot to itself and is last in it, since it is last in `order`, too.
+    return sorted(order, key=lambda node: (slot[node], place[node]))
+
+
+def _is_free(cost: LayerCost) -> bool:
+    return not (cost.forward_seconds or cost.backward_seconds or cost.activation_bytes or cost.parameter_bytes)

@@ -1,0 +1,105 @@
+"""A profile as a chain of blocks: what lies between the cuts that planners choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from profiler.profile import Floats, Profile
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Blocks of layers; block k holds layers ``positions[k]`` to ``positions[k + 1] - 1``.
+
+    One figure a block: ``parameter_bytes``; ``stash_bytes`` (kept for backward) and ``working_bytes`` (the largest
+    of a layer) for the profile's batch. One entry an inner position (before blocks 1, 2 ...): ``crossing_bytes``
+    for the profile's batch, and ``splittable``, whether stages of unequal replicas can meet there.
+    """
+
+    profile: Profile
+    positions: tuple[int, ...]
+    parameter_bytes: Floats
+    stash_bytes: Floats
+    working_bytes: Floats
+    crossing_bytes: Floats
+    splittable: npt.NDArray[np.bool_]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the profile's batch."""
+        return self.profile.batch_size
+
+    def block_seconds(self, samples: float) -> tuple[Floats, Floats]:
+        """Seconds of each block's forward and backward of ``samples`` samples."""
+        starts = self.positions[:-1]
+        return (
+            np.add.reduceat(self.profile.forward_seconds(samples), starts),
+            np.add.reduceat(self.profile.backward_seconds(samples), starts),
+        )
+
+
+def linearise(profile: Profile) -> Chain:
+    """The chain of a profile; a DAG's outputs that skip over a cut are carried across it (``crossing_bytes``).
+
+    Cuts that only free layers lie between (no seconds, parameters or stash: views, inputs) divide the work alike,
+    so of each such run only the first with the least bytes stays, and the first splittable one where that one is
+    not. A cut with only free layers before or after it would make a stage without work and goes, too.
+    """
+    return cut_chain(profile, _kept_positions(profile))
+
+
+def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
+    """The chain of a profile cut at these positions, ascending."""
+    crossing = profile.crossing_bytes()
+    positions = (0, *inner, len(profile.layers))
+    starts = positions[:-1]
+    return Chain(
+        profile=profile,
+        positions=positions,
+        parameter_bytes=np.add.reduceat([layer.parameter_bytes for layer in profile.layers], starts, dtype=np.float64),
+        stash_bytes=np.add.reduceat([layer.stash_bytes for layer in profile.layers], starts, dtype=np.float64),
+        working_bytes=np.maximum.reduceat(working_bytes(profile), starts),
+        crossing_bytes=crossing[[p - 1 for p in inner]],
+        splittable=np.array([p not in profile.unsplittable for p in inner], dtype=np.bool_),
+    )
+
+
+def working_bytes(profile: Profile) -> Floats:
+    """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs."""
+    working = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
+    for source, reader in profile.links:
+        working[reader] += profile.layers[source].activation_bytes
+    return working
+
+
+def _kept_positions(profile: Profile) -> tuple[int, ...]:
+    """The positions worth cutting at; see ``linearise``."""
+    crossing, unsplittable = profile.crossing_bytes(), set(profile.unsplittable)
+    work = np.cumsum([0, *(not free for free in _free_layers(profile))])  # layers with work before each position
+    runs: dict[int, list[int]] = {}
+    for position in profile.positions():
+        if 0 < work[position] < work[-1]:
+            runs.setdefault(int(work[position]), []).append(position)
+    kept = []
+    for run in runs.values():
+        least = min(run, key=lambda p: (crossing[p - 1], p in unsplittable, p))
+        kept.append(least)
+        splittable = [p for p in run if p not in unsplittable]
+        if least in unsplittable and splittable:
+            kept.append(min(splittable, key=lambda p: (crossing[p - 1], p)))
+    return tuple(sorted(kept))
+
+
+def _free_layers(profile: Profile) -> list[bool]:
+    """Whether each layer costs nothing at any batch size and keeps nothing."""
+    seconds = np.zeros(len(profile.layers))
+    for size in (profile.batch_size, *(timing.batch_size for timing in profile.timings)):
+        seconds += profile.forward_seconds(size) + profile.backward_seconds(size)
+    return [
+        bool(time == 0 and layer.parameter_bytes == 0 and layer.stash_bytes == 0)
+        for time, layer in zip(seconds, profile.layers, strict=True)
+    ]

@@ -1,0 +1,212 @@
+"""The probe: latency and bandwidth of the links between the processes of a Horovod job, measured by its own alltoall.
+
+Start it as the training will be started, one process per device; rank 0 writes the description of the cluster:
+``mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler.cluster import Cluster, Server
+from profiler.detect import detect
+from profiler.errors import ClusterError
+from profiler.link_fit import describe_cluster, fit_link
+
+# Bytes, from where latency is all to where bandwidth is. Most are large: a link with a burst allowance (a switch's
+# buffer, a shaped interface) passes the first half megabyte at a speed that does not last.
+SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20)
+REPEATS = 8
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A server and the ranks that run on it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def probe(
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = REPEATS,
+    server: str | None = None,
+    device_memory: float | None = None,
+) -> Cluster:
+    """Measure the links between the servers of this job, and inside them; every rank calls it, and gets the same.
+
+    One pair of ranks is measured inside each server and one between every two servers, disjoint pairs at a time: S
+    servers take S rounds or so, in each of which a pair moves 280 MB (3 s at 1 Gbps). A pair's time for one of
+    ``sizes`` (bytes) is the median over ``repeats``; half of them go each way. Latency is what training will see:
+    Horovod's negotiation included (HOROVOD_CYCLE_TIME, 1 ms by default).
+
+    Args:
+        sizes: Bytes to send, two or more sizes.
+        repeats: How often each size is sent by a pair; one more is sent before that and not counted.
+        server: The name of this rank's server; its host name by default.
+        device_memory: Bytes of one device; by default what ``Cluster.detect`` finds, the least over the servers.
+
+    Raises:
+        ClusterError: Horovod is not installed, there is one rank only, or the ranks of a server are not consecutive.
+    """
+    hvd, tf = _import_horovod()
+    hvd.init()
+    hosts = find_hosts(_gather(hvd, server or socket.gethostname()))
+    here = next(host for host in hosts if hvd.rank() in host.ranks)
+    mine = detect(len(here.ranks), {}).device_memory if device_memory is None else device_memory
+    memory = min(_gather(hvd, mine))
+    timed: dict[Pair, dict[int, list[float]]] = {}
+    for pairs in find_rounds(hosts):
+        for size in sizes:
+            for repeat in range(repeats + 1):
+                ways = pairs if repeat % 2 else tuple((b, a) for a, b in pairs)
+                seconds = _exchange(hvd, tf, ways, size)
+                if seconds is not None and repeat:  # the first makes connections and buffers
+                    pair = next(pair for pair in pairs if hvd.rank() in pair)
+                    timed.setdefault(pair, {}).setdefault(size, []).append(seconds)
+    cluster = _conclude(hosts, memory, sizes, _gather(hvd, timed))
+    # Every rank has concluded by itself, so that all raise the same error or none; rank 0's figures are the ones used.
+    return hvd.broadcast_object(cluster, root_rank=0)  # type: ignore[no-any-return]
+
+
+def find_hosts(names: Sequence[str]) -> tuple[Host, ...]:
+    """The servers of a job, in the order of their ranks; ``names`` has each rank's.
+
+    Raises:
+        ClusterError: There is one rank only, or the ranks of a server are not consecutive.
+    """
+    if len(names) < 2:
+        raise ClusterError(
+            "there is one rank only, so no link to measure: start under mpirun with a process for every device, "
+            "such as mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml"
+        )
+    hosts = tuple(
+        Host(name, tuple(rank for rank, other in enumerate(names) if other == name)) for name in dict.fromkeys(names)
+    )
+    for host in hosts:
+        if host.ranks[-1] - host.ranks[0] != len(host.ranks) - 1:
+            raise ClusterError(
+                f"the ranks of server {host.name} are {', '.join(map(str, host.ranks))}, but a cluster numbers its "
+                "devices server by server: start with mpirun --map-by slot, so that they are consecutive"
+            )
+    return hosts
+
+
+def find_rounds(hosts: Sequence[Host]) -> Iterator[tuple[Pair, ...]]:
+    """Pairs of ranks, no rank twice in a round: first inside every server that has two, then every two servers once.
+
+    The servers meet as in a round-robin tournament: one keeps its place, the others go round.
+    """
+    inside = tuple((host.ranks[0], host.ranks[1]) for host in hosts if len(host.ranks) > 1)
+    if inside:
+        yield inside
+    seats: list[int | None] = [host.ranks[0] for host in hosts]
+    if len(seats) % 2:
+        seats.append(None)  # whoever meets it rests
+    for _ in range(len(seats) - 1):
+        matches = [(a, b) for a, b in zip(seats, reversed(seats), strict=True)][: len(seats) // 2]
+        pairs = tuple((min(a, b), max(a, b)) for a, b in matches if a is not None and b is not None)
+        if pairs:
+            yield pairs
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+def _exchange(hvd: Any, tf: Any, ways: Sequence[Pair], size: int) -> float | None:
+    """Send ``size`` bytes from the first to the second rank of each pair; the receiver learns how many seconds it took.
+
+    Only the receiver's clock says when the bytes have arrived: the sender may be done once they are in a buffer.
+    """
+    splits = np.zeros(hvd.size(), np.int32)
+    for sender, receiver in ways:
+        if sender == hvd.rank():
+            splits[receiver] = size
+    with tf.device("CPU"):  # Horovod is built for the host's memory
+        payload = tf.zeros([int(splits.sum())], tf.uint8)
+        _wait_for_all(hvd, tf)
+        start = time.perf_counter()
+        _, received = hvd.alltoall(payload, splits)
+        arrived = int(received.numpy().sum())  # waits for the exchange
+        seconds = time.perf_counter() - start
+    return seconds if arrived else None
+
+
+def _conclude(
+    hosts: Sequence[Host], memory: float, sizes: Sequence[int], timed: Sequence[dict[Pair, dict[int, list[float]]]]
+) -> Cluster:
+    """The cluster, from what every rank has timed."""
+    home = {rank: host.name for host in hosts for rank in host.ranks}
+    measured = {}
+    for a, b in sorted({pair for times in timed for pair in times}):
+        both = [timed[rank].get((a, b), {}) for rank in (a, b)]
+        medians = [float(np.median([second for times in both for second in times.get(size, [])])) for size in sizes]
+        measured[home[a], home[b]] = fit_link(sizes, medians)
+    return describe_cluster([Server(host.name, len(host.ranks)) for host in hosts], memory, measured)
+
+
+def _gather(hvd: Any, mine: Any) -> list[Any]:
+    """Every rank's value, in the order of the ranks; of one rank, Horovod would return it without the list."""
+    return hvd.allgather_object(mine) if hvd.size() > 1 else [mine]
+
+
+def _wait_for_all(hvd: Any, tf: Any) -> None:
+    """Return once every rank has called it: Horovod's TensorFlow side has no barrier."""
+    with tf.device("CPU"):
+        hvd.allreduce(tf.zeros([1]), name="profiler.links.barrier")
+
+
+def _import_horovod() -> tuple[Any, Any]:
+    try:
+        import horovod.tensorflow as hvd
+        import tensorflow as tf
+    except ImportError as error:
+        raise ClusterError(
+            f"measuring links needs Horovod, which cannot be imported ({error}): make horovod"
+        ) from error
+    return hvd, tf
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m profiler.links -o FILE``: rank 0 writes the description, or says in one line why not; exit 0 or 1."""
+    parser = argparse.ArgumentParser(prog="python -m profiler.links", description="Measure the links of a Horovod job.")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the cluster's description (.yaml or .json)")
+    output: Path = parser.parse_args(arguments).output
+    try:
+        cluster = probe()
+    except ClusterError as error:
+        return _fail(error)
+    hvd, tf = _import_horovod()
+    failure = _write(cluster, output) if hvd.rank() == 0 else None
+    _wait_for_all(hvd, tf)  # a rank that leaves early shuts Horovod down for all
+    return _fail(failure) if failure else 0
+
+
+def _write(cluster: Cluster, output: Path) -> ClusterError | None:
+    try:
+        cluster.save(output)
+    except ClusterError as error:
+        return error
+    return None
+
+
+def _fail(error: ClusterError) -> int:
+    # Of the ranks of a server only the first speaks; what is wrong may be wrong on one server only.
+    if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0"))) == 0:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

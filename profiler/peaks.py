@@ -1,0 +1,47 @@
+"""What devices can do at most, from their makers' data sheets: the ground of analytic profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiler.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A device's limits: FLOP a second of float32 training, bytes a second of its memory, and bytes of memory.
+
+    ``attainable``: the fraction of both that large kernels reach in practice; an assumption, not a maker's figure.
+    """
+
+    name: str
+    flops_per_second: float
+    bytes_per_second: float
+    memory: float
+    attainable: float
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """The roofline: the longer of arithmetic (FLOP) and memory traffic (bytes)."""
+        arithmetic, memory = flops / self.flops_per_second, moved / self.bytes_per_second
+        return max(arithmetic, memory) / self.attainable
+
+
+PEAKS = (
+    # NVIDIA V100 data sheet (2020), SXM2 with 16 GB: 15.7 TFLOP/s FP32, 900 GB/s.
+    Peak("V100", 15.7e12, 900e9, 16e9, 0.7),
+    # NVIDIA A100 data sheet (2021), SXM with 40 GB: 156 TFLOP/s TF32 (dense), TensorFlow's default for float32
+    # products; 1555 GB/s.
+    Peak("A100", 156e12, 1555e9, 40e9, 0.5),
+    # NVIDIA H100 data sheet (2023), SXM with 80 GB: 989 TFLOP/s TF32 with sparsity, half of it dense; 3.35 TB/s.
+    Peak("H100", 494.5e12, 3350e9, 80e9, 0.5),
+)
+
+
+def find_peak(name: str) -> Peak:
+    """The device called ``name``, in any case; ProfileError naming those that are known."""
+    for peak in PEAKS:
+        if peak.name.lower() == name.lower():
+            return peak
+    raise ProfileError(
+        f"device {name!r} has no peak figures here: there are {', '.join(peak.name for peak in PEAKS)} (or give a Peak)"
+    )

@@ -1,0 +1,269 @@
+"""What each layer of a model costs: seconds of forward and backward, bytes sent, kept and trained.
+
+File format ``dapple-profile/1`` (JSON).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from profiler.errors import ProfileError
+from profiler.fields import Fields, locating, read_json
+from profiler.files import write_atomically
+from profiler.topology import check_edges
+
+FORMAT = "dapple-profile/1"
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Costs of one layer for the profile's batch.
+
+    ``activation_bytes``: its outputs that later layers read, each counted once. ``stash_bytes``: what its
+    backward keeps of its forward. ``parameter_bytes``: its weights, which do not grow with the batch.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: float
+    stash_bytes: float
+    parameter_bytes: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every layer at a batch size other than the profile's."""
+
+    batch_size: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The whole model's measured seconds at the profile's batch size, which the layers' sum should agree with."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of the layers of ``model``, in an order in which they can run, measured on ``device``.
+
+    ``edges`` (from, to; by index) say who reads whose output; None is a chain. ``timings``: further batch sizes,
+    ascending. ``uncuttable``: positions (a cut at p is before layer p) where no stage may start;
+    ``unsplittable``: positions where stages of unequal replicas cannot meet. ``error``: the relative spread of the
+    measured times. Raises ProfileError for figures that cannot be.
+    """
+
+    model: str
+    batch_size: int
+    device: str
+    layers: tuple[LayerCost, ...]
+    edges: tuple[tuple[int, int], ...] | None = None
+    timings: tuple[Timing, ...] = ()
+    uncuttable: tuple[int, ...] = ()
+    unsplittable: tuple[int, ...] = ()
+    whole: WholeModel | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ProfileError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not self.layers:
+            raise ProfileError("layers is empty: a profile needs at least one layer")
+        _check_layers(self.layers)
+        if self.edges is not None:
+            check_edges([layer.name for layer in self.layers], self.edges)
+        _check_timings(self.timings, self.batch_size, len(self.layers))
+        for field in ("uncuttable", "unsplittable"):
+            _check_positions(field, getattr(self, field), len(self.layers))
+        if self.whole is not None:
+            _check_figure("whole.forward_seconds", self.whole.forward_seconds)
+            _check_figure("whole.backward_seconds", self.whole.backward_seconds)
+        if self.error is not None:
+            _check_figure("error", self.error)
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """``edges``, a chain's too."""
+        return tuple(itertools.pairwise(range(len(self.layers)))) if self.edges is None else self.edges
+
+    def forward_seconds(self, samples: float) -> Floats:
+        """Seconds of every layer's forward of ``samples`` samples.
+
+        With one measured batch size time is proportional to the samples. With several it is the measured time at
+        each of them (the largest so far, where noise made a larger batch faster) and linear between; above them the
+        line through the two largest; below, the line through the two smallest, or, where that would be negative at
+        no samples, the line through nothing at no samples. So it never falls as samples grow. Raises ProfileError
+        for negative or non-finite samples.
+        """
+        return _interpolate(self._sizes, self._tables["forward_seconds"], samples)
+
+    def backward_seconds(self, samples: float) -> Floats:
+        """Seconds of every layer's backward of ``samples`` samples; see ``forward_seconds``."""
+        return _interpolate(self._sizes, self._tables["backward_seconds"], samples)
+
+    def crossing_bytes(self) -> Floats:
+        """Bytes of the profile's batch that cross each cut: entry p - 1 is the cut before layer p.
+
+        A layer's output counts once at every cut between it and its last reader.
+        """
+        crossing = np.zeros(len(self.layers) - 1)
+        last = dict(sorted(self.links))  # of equal sources the later wins: the last reader
+        for source, reader in last.items():
+            crossing[source:reader] += self.layers[source].activation_bytes
+        return crossing
+
+    def positions(self) -> tuple[int, ...]:
+        """The layers, but for the first, at which a stage may start."""
+        return tuple(sorted(set(range(1, len(self.layers))) - set(self.uncuttable)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to ``path`` as JSON, all or nothing. Raises ProfileError where that is impossible."""
+        try:
+            write_atomically(Path(path), json.dumps(_to_json(self), indent=2, allow_nan=False) + "\n")
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ProfileError(f"{path}: the profile cannot be written: {why}") from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read a profile; ProfileError names the file and the field that is wrong."""
+        with locating(path, ProfileError):
+            return _from_json(read_json(path, ProfileError))
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(sorted([self.batch_size, *(timing.batch_size for timing in self.timings)]))
+
+    @cached_property
+    def _tables(self) -> dict[str, Floats]:
+        """Per direction a row of seconds for each of ``_sizes``, never falling."""
+        return {field: self._table(field) for field in ("forward_seconds", "backward_seconds")}
+
+    def _table(self, field: str) -> Floats:
+        rows = {timing.batch_size: getattr(timing, field) for timing in self.timings}
+        rows[self.batch_size] = tuple(getattr(layer, field) for layer in self.layers)
+        return np.maximum.accumulate(np.array([rows[size] for size in self._sizes], dtype=np.float64))
+
+
+def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
+    """A row of seconds at ``samples``, from a row for each size; see ``Profile.forward_seconds``."""
+    if not (math.isfinite(samples) and samples >= 0):
+        raise ProfileError(f"samples is {samples}, not a finite number from 0")
+    through_nothing: Floats = times[0] * (samples / sizes[0])
+    if len(sizes) == 1:
+        return through_nothing
+    above = int(np.searchsorted(sizes, samples))
+    if above < len(sizes) and sizes[above] == samples:
+        measured: Floats = times[above].copy()
+        return measured
+    low = min(max(above - 1, 0), len(sizes) - 2)
+    slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
+    # Written from the measured size below (above, where there is none), so that rounding cannot make time fall.
+    line: Floats
+    if above == 0:
+        line = np.where(slope * sizes[0] <= times[0], times[0] - slope * (sizes[0] - samples), through_nothing)
+    elif above == len(sizes):
+        line = times[-1] + slope * (samples - sizes[-1])
+    else:
+        line = np.minimum(times[low] + slope * (samples - sizes[low]), times[low + 1])
+    return line
+
+
+def _check_figure(where: str, value: float) -> None:
+    if not math.isfinite(value) or value < 0:
+        raise ProfileError(f"{where} is {value}, not a finite number from 0")
+
+
+def _check_layers(layers: Sequence[LayerCost]) -> None:
+    first: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        if not layer.name:
+            raise ProfileError(f"layers[{index}].name is empty: every layer needs a name of its own")
+        if first.setdefault(layer.name, index) != index:
+            raise ProfileError(
+                f"layers[{index}].name is {layer.name!r}, as is that of layers[{first[layer.name]}]: every layer needs "
+                "a name of its own"
+            )
+        for field in fields(layer)[1:]:
+            _check_figure(f"layers[{index}].{field.name} ({layer.name})", getattr(layer, field.name))
+
+
+def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> None:
+    before = 0
+    for index, timing in enumerate(timings):
+        where = f"timings[{index}]"
+        if timing.batch_size <= before or timing.batch_size == batch_size:
+            raise ProfileError(
+                f"{where}.batch_size is {timing.batch_size}; timings must be at ascending sizes from 1, each once and "
+                f"none the profile's own {batch_size}"
+            )
+        before = timing.batch_size
+        for field in ("forward_seconds", "backward_seconds"):
+            seconds = getattr(timing, field)
+            if len(seconds) != layers:
+                raise ProfileError(f"{where}.{field} has {len(seconds)} figures, but there are {layers} layers")
+            for layer, value in enumerate(seconds):
+                _check_figure(f"{where}.{field}[{layer}]", value)
+
+
+def _check_positions(field: str, positions: Sequence[int], layers: int) -> None:
+    for index, position in enumerate(positions):
+        if not 1 <= position < layers:
+            raise ProfileError(
+                f"{field}[{index}] is {position}, not a position: those between two layers are 1 to {layers - 1}"
+            )
+
+
+def _to_json(profile: Profile) -> dict[str, Any]:
+    """The file's fields; those that say nothing are left out."""
+    data = asdict(profile)
+    for field in ("edges", "whole", "error"):
+        if data[field] is None:
+            del data[field]
+    for field in ("timings", "uncuttable", "unsplittable"):
+        if not data[field]:
+            del data[field]
+    return {"format": FORMAT, **data}
+
+
+def _from_json(data: Any) -> Profile:
+    top = Fields.of(data, ProfileError, known=[field.name for field in fields(Profile)], file_format=FORMAT)
+    seconds = ("forward_seconds", "backward_seconds")
+    costs = [field.name for field in fields(LayerCost)]
+    whole = top.inner("whole", known=seconds) if top.has("whole") else None
+    return Profile(
+        model=top.text("model"),
+        batch_size=top.integer("batch_size"),
+        device=top.text("device"),
+        layers=tuple(
+            LayerCost(layer.text("name"), *(layer.number(field) for field in costs[1:]))
+            for layer in top.each("layers", known=costs)
+        ),
+        edges=top.pairs("edges") if top.has("edges") else None,
+        timings=tuple(
+            Timing(timing.integer("batch_size"), *(timing.numbers(field) for field in seconds))
+            for timing in (top.each("timings", known=("batch_size", *seconds)) if top.has("timings") else ())
+        ),
+        uncuttable=top.integers("uncuttable") if top.has("uncuttable") else (),
+        unsplittable=top.integers("unsplittable") if top.has("unsplittable") else (),
+        whole=None if whole is None else WholeModel(*(whole.number(field) for field in seconds)),
+        error=top.number("error") if top.has("error") else None,
+    )

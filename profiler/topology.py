@@ -1,0 +1,57 @@
+"""Who reads whose output: what makes such a graph one that can run, layer after layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from profiler.errors import ProfileError
+
+
+def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:
+    """The edges join all layers, each to one that comes later.
+
+    Raises ProfileError naming the edge that is out of range, repeated or a loop, the layers on a cycle, the
+    layers that are out of order, or a layer that nothing joins to the rest.
+    """
+    seen: set[tuple[int, int]] = set()
+    for index, (source, target) in enumerate(edges):
+        if not (0 <= source < len(names) and 0 <= target < len(names)):
+            raise ProfileError(
+                f"edges[{index}] is [{source}, {target}], but the layers are numbered 0 to {len(names) - 1}"
+            )
+        if source == target:
+            raise ProfileError(f"edges[{index}] joins layer {source} ({names[source]}) to itself")
+        if (source, target) in seen:
+            raise ProfileError(f"edges[{index}] repeats [{source}, {target}]: give each edge once")
+        seen.add((source, target))
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(names)))
+    graph.add_edges_from(edges)
+    check_runnable(graph, names)
+    for index, (source, target) in enumerate(edges):
+        if source > target:
+            raise ProfileError(
+                f"edges[{index}]: layer {target} ({names[target]}) reads layer {source} ({names[source]}), which comes "
+                "after it: order the layers as they can run"
+            )
+
+
+def check_runnable(graph: nx.DiGraph[int], names: Sequence[str]) -> None:
+    """There is an order in which the layers can run, and they are one model.
+
+    Raises ProfileError naming the layers on a cycle, or a layer that nothing joins to the rest.
+    """
+    if not nx.is_directed_acyclic_graph(graph):
+        cycle = [source for source, *_ in nx.find_cycle(graph)]
+        raise ProfileError(
+            "the layers read each other in a cycle: " + " -> ".join(f"{i} ({names[i]})" for i in [*cycle, cycle[0]])
+        )
+    parts = sorted(nx.connected_components(graph.to_undirected(as_view=True)), key=lambda part: (len(part), min(part)))
+    if len(parts) > 1:
+        lone = min(parts[0])
+        raise ProfileError(
+            f"layer {lone} ({names[lone]}) is not joined to the rest: the graph falls into {len(parts)} parts; "
+            "add the missing edges or take the layer out"
+        )

@@ -1,0 +1,194 @@
+"""Clusters: what makes one valid, and its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.cluster import Cluster, Link, Server
+from profiler.errors import ClusterError
+from tests.profiler.builders import make_cluster
+
+VALID: dict[str, Any] = {
+    "format": "dapple-cluster/1",
+    "device_memory": "16GB",
+    "servers": [{"name": "a", "devices": 8}, {"name": "b", "devices": 4}],
+    "intra_server": {"bandwidth": "130GB/s", "latency": "5us"},
+    "inter_server": {"bandwidth": "25Gbps", "latency": 2e-5},
+    "links": [{"between": ["b", "a"], "bandwidth": 1e9, "latency": "1ms"}],
+}
+READ = Cluster(
+    servers=(Server("a", 8), Server("b", 4)),
+    device_memory=16e9,
+    intra_server=Link(130e9, 5e-6),
+    inter_server=Link(3.125e9, 2e-5),
+    links={("b", "a"): Link(1e9, 1e-3)},
+)
+
+
+def written(folder: Path, data: Any, name: str = "cluster.yaml") -> Path:
+    path = folder / name
+    dump = json.dumps if "json" in name.lower() else yaml.safe_dump
+    path.write_text(data if isinstance(data, str) else dump(data))
+    return path
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.yml", "c.json", "c.JSON", "json-without-suffix", "yaml-without-suffix"])
+def test_a_cluster_file_is_read_field_by_field(tmp_path: Path, name: str) -> None:
+    assert Cluster.load(written(tmp_path, VALID, name)) == READ
+
+
+def test_json_with_tabs_is_read_without_a_suffix(tmp_path: Path) -> None:
+    assert Cluster.load(written(tmp_path, json.dumps(VALID, indent="\t"), "cluster")) == READ
+
+
+@pytest.mark.parametrize("name", ["again.json", "again.yaml"])
+def test_a_saved_cluster_reads_as_people_write_it(tmp_path: Path, name: str) -> None:
+    READ.save(tmp_path / name)
+    text = (tmp_path / name).read_text()
+    data = json.loads(text) if "json" in name else yaml.safe_load(text)
+    assert data == {
+        **VALID,
+        "inter_server": {"bandwidth": "25Gbps", "latency": "20us"},
+        "links": [{"between": ["b", "a"], "bandwidth": "1GB/s", "latency": "1ms"}],
+    }
+
+
+FIGURE = st.floats(1e-9, 1e15)
+LINK = st.builds(Link, FIGURE, st.just(0.0) | FIGURE)
+
+
+@given(
+    devices=st.lists(st.integers(1, 64), min_size=2, max_size=4),
+    memory=FIGURE,
+    links=st.lists(LINK, min_size=3, max_size=3),
+    suffix=st.sampled_from(["json", "yaml"]),
+)
+def test_every_cluster_comes_back_from_its_file(
+    tmp_path_factory: pytest.TempPathFactory, devices: list[int], memory: float, links: list[Link], suffix: str
+) -> None:
+    servers = tuple(Server(f"s{i}", count) for i, count in enumerate(devices))
+    cluster = Cluster(servers, memory, links[0], links[1], {("s0", "s1"): links[2], ("s0", "s0"): links[0]})
+    path = tmp_path_factory.mktemp("cluster") / f"c.{suffix}"
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
+
+
+def without(*fields: str) -> dict[str, Any]:
+    return {key: value for key, value in VALID.items() if key not in fields}
+
+
+LONE = {"servers": [{"name": "a", "devices": 8}], "links": []}
+SINGLE = {"servers": [{"name": "a", "devices": 1}, {"name": "b", "devices": 1}]}
+
+
+def test_one_server_needs_no_network(tmp_path: Path) -> None:
+    cluster = Cluster.load(written(tmp_path, {**without("inter_server"), **LONE}))
+    assert cluster.inter_server == Link(130e9, 5e-6)
+
+
+def test_servers_of_one_device_need_no_inside(tmp_path: Path) -> None:
+    cluster = Cluster.load(written(tmp_path, {**without("intra_server"), **SINGLE}))
+    assert cluster.intra_server == Link(3.125e9, 2e-5)
+
+
+def test_one_device_needs_no_link_at_all(tmp_path: Path) -> None:
+    data = {**without("intra_server", "inter_server", "links"), "servers": [{"name": "a", "devices": 1}]}
+    assert Cluster.load(written(tmp_path, data)).devices == 1
+
+
+LINK_DATA = {"bandwidth": "1GB/s", "latency": "1us"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"format": "dapple-cluster/2"}, "format is 'dapple-cluster/2', not 'dapple-cluster/1'"),
+        ({"device_memoir": 1}, "device_memoir is no field of this file; did you mean 'device_memory'?"),
+        ({"device_memory": "0GB"}, "device_memory is 0.0, not a finite number above 0"),
+        ({"device_memory": "16Gs"}, "device_memory: '16Gs' has the unknown unit 'Gs'"),
+        ({"device_memory": True}, "device_memory is True, not a finite number"),
+        ({"servers": []}, "servers is empty"),
+        ({"servers": 3}, "servers is 3, not a list"),
+        ({"servers": [{"name": "a"}]}, r"servers\[0\].devices is missing"),
+        ({"servers": [{"name": "", "devices": 1}]}, r"servers\[0\].name is empty"),
+        ({"servers": [{"name": 1, "devices": 1}]}, r"servers\[0\].name is 1, not a text"),
+        ({"servers": [{"name": "a", "devices": 0}]}, r"servers\[0\].devices is 0; it must be at least 1"),
+        ({"servers": [{"name": "a", "devices": 1}] * 2}, r"servers\[1\].name is 'a', as is that of servers\[0\]"),
+        ({"intra_server": {"bandwidth": "1GB/s"}}, "intra_server.latency is missing"),
+        ({"intra_server": {**LINK_DATA, "bandwidth": 0}}, "intra_server.bandwidth is 0.0, not a finite number above"),
+        ({"inter_server": {**LINK_DATA, "latency": "-1us"}}, "inter_server.latency is -1e-06, not a finite number"),
+        ({"inter_server": {**LINK_DATA, "latency": "1 hour"}}, "inter_server.latency: '1 hour' has the unknown unit"),
+        ({"inter_server": {**LINK_DATA, "width": 1}}, "inter_server.width is no field.*'bandwidth'"),
+        ({"inter_server": "25Gbps"}, "inter_server is '25Gbps', not an object"),
+        ({"inter_server": None}, "inter_server is missing, but there are 2 servers"),
+        ({"intra_server": None}, "intra_server is missing, but a server has several devices"),
+        ({"links": [{"between": ["a", "x"], **LINK_DATA}]}, "links: 'a' to 'x' names 'x'; the servers are a, b"),
+        ({"links": [{"between": ["a"], **LINK_DATA}]}, r"links\[0\].between is \['a'\], not two names of servers"),
+        ({"links": [{"between": [0, 1], **LINK_DATA}]}, r"links\[0\].between\[0\] is 0, not a text"),
+        ({"links": [{"between": ["a", "b"], "latency": 0}]}, r"links\[0\].bandwidth is missing"),
+        (
+            {"links": [{"between": pair, **LINK_DATA} for pair in (["a", "b"], ["b", "a"])]},
+            r"links\[1\].between: the link of 'b' and 'a' is given twice",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+def test_a_wrong_field_is_named(tmp_path: Path, data: dict[str, Any], message: str, name: str) -> None:
+    path = written(tmp_path, {**VALID, **data}, name)
+    with pytest.raises(ClusterError, match=f"^{path}: .*{message}"):
+        Cluster.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "format is 'NoneType'"),
+        ("a: [1", "not a readable YAML file: "),
+        ("a: 1\na: 2\n", "not a readable YAML file: line 2: the field 'a' is given twice"),
+        ("{a: 1, a: 2}", "not a readable YAML file: line 1: the field 'a' is given twice"),
+        ("--- 1\n--- 2\n", "not a readable YAML file: "),
+        ("[" * 100_000, "not a readable YAML file: "),
+        ("device_memory: .nan\n" + yaml.safe_dump(without("device_memory")), "device_memory is nan, not a finite"),
+    ],
+)
+def test_a_file_that_is_no_yaml(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.load(written(tmp_path, text))
+
+
+def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
+    text = f"!!python/object/apply:os.mkdir ['{tmp_path}/made']"
+    with pytest.raises(ClusterError, match="could not determine a constructor"):
+        Cluster.load(written(tmp_path, text))
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"absent/c.yaml: the cluster cannot be written: No such file"):
+        READ.save(tmp_path / "absent" / "c.yaml")
+
+
+def test_a_link_given_in_both_directions_in_python() -> None:
+    link = Link(1e9, 0.0)
+    with pytest.raises(ClusterError, match="links: 'a' to 'b' is given twice"):
+        make_cluster(links={("a", "b"): link, ("b", "a"): link})
+
+
+def test_devices_are_numbered_through() -> None:
+    assert READ.homes == (0,) * 8 + (1,) * 4
+    assert READ.devices == 12
+
+
+def test_a_link_of_ones_own_comes_first_in_either_direction() -> None:
+    cluster = make_cluster(links={("b", "a"): Link(1e9, 0.0), ("b", "b"): Link(2e9, 0.0)})
+    assert cluster.link(0, 1) == cluster.link(1, 0) == Link(1e9, 0.0)
+    assert cluster.link(1, 1) == Link(2e9, 0.0)
+    assert cluster.link(0, 0) == cluster.intra_server
+    assert make_cluster().link(0, 1) == make_cluster().inter_server

@@ -1,0 +1,51 @@
+"""Holding the process to a few cores, and letting it go again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from profiler.cores import hold_to_cores
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
+def test_all_threads_are_held_and_let_go() -> None:
+    own = os.sched_getaffinity(0)
+    stop, ids = threading.Event(), []
+
+    def idle() -> None:
+        ids.append(threading.get_native_id())
+        stop.wait(60)
+
+    before = threading.Thread(target=idle)
+    before.start()
+    with hold_to_cores(1):
+        during = threading.Thread(target=idle)
+        during.start()
+        while len(ids) < 2:
+            pass
+        held = [os.sched_getaffinity(thread) for thread in (0, *ids)]
+    freed = [os.sched_getaffinity(thread) for thread in (0, *ids)]
+    stop.set()
+    before.join()
+    during.join()
+    assert held == [{min(own)}] * 3
+    assert freed == [own] * 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
+def test_an_error_lets_go_too() -> None:
+    own = os.sched_getaffinity(0)
+    with pytest.raises(KeyError), hold_to_cores(1):
+        raise KeyError
+    assert os.sched_getaffinity(0) == own
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
+def test_more_cores_than_there_are_is_all_of_them() -> None:
+    own = os.sched_getaffinity(0)
+    with hold_to_cores(10_000):
+        assert os.sched_getaffinity(0) == own

@@ -1,0 +1,47 @@
+"""Config A, B and C of the paper (Table III)."""
+
+from __future__ import annotations
+
+import pytest
+
+from profiler.errors import ClusterError
+from profiler.presets import config, named
+
+
+def test_config_a_is_servers_of_eight_with_nvlink() -> None:
+    cluster = config("a")
+    assert [server.devices for server in cluster.servers] == [8, 8]
+    assert (cluster.intra_server.bandwidth, cluster.intra_server.latency) == (130e9, 5e-6)
+    assert (cluster.inter_server.bandwidth, cluster.inter_server.latency) == (3_125_000_000, 20e-6)
+    assert cluster.device_memory == 16e9
+
+
+@pytest.mark.parametrize(("letter", "bandwidth"), [("b", 3_125_000_000), ("C", 1_250_000_000)])
+def test_config_b_and_c_are_servers_of_one(letter: str, bandwidth: float) -> None:
+    cluster = config(letter, 5)
+    assert [server.devices for server in cluster.servers] == [1] * 5
+    assert cluster.inter_server.bandwidth == bandwidth
+
+
+def test_the_last_server_of_config_a_may_be_smaller() -> None:
+    assert [server.devices for server in config("a", 20).servers] == [8, 8, 4]
+    assert [server.devices for server in config("a", 2).servers] == [2]
+
+
+def test_a_name_on_the_command_line() -> None:
+    assert named("config-a") == config("a", 16)
+    assert named("Config-C:32") == config("c", 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config-d", "there is no config 'd'; there are a, b, c"),
+        ("config-a:0", "devices=0: a cluster needs at least one device"),
+        ("config-a:x", "'config-a:x' is no cluster's name; there are config-a"),
+        ("cluster.yaml", "'cluster.yaml' is no cluster's name"),
+    ],
+)
+def test_a_name_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        named(text)

@@ -1,0 +1,69 @@
+"""Quantities with units: bits and bytes, powers of 1000 and 1024, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.errors import ClusterError
+from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "value"),
+    [
+        ("130GB/s", BYTES_A_SECOND, 130_000_000_000),
+        ("25Gbps", BYTES_A_SECOND, 3_125_000_000),
+        ("10 Mbps", BYTES_A_SECOND, 1_250_000),
+        ("8Gbit/s", BYTES_A_SECOND, 1_000_000_000),
+        ("1.5 GiB/s", BYTES_A_SECOND, 1_610_612_736),
+        (1e9, BYTES_A_SECOND, 1_000_000_000),
+        ("1e9", BYTES_A_SECOND, 1_000_000_000),
+        ("16GB", BYTES, 16_000_000_000),
+        ("16GiB", BYTES, 17_179_869_184),
+        ("4kB", BYTES, 4000),
+        (" .5 KiB ", BYTES, 512),
+        ("5us", SECONDS, 5e-6),
+        ("5µs", SECONDS, 5e-6),
+        ("0.5ms", SECONDS, 5e-4),
+        (2, SECONDS, 2),
+        ("-3s", SECONDS, -3),
+    ],
+)
+def test_a_quantity_is_read_in_base_units(text: str | float, units: Mapping[str, Decimal], value: float) -> None:
+    assert parse_quantity(text, units) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "message"),
+    [
+        ("25Gigs", BYTES_A_SECOND, r"'25Gigs' has the unknown unit 'Gigs'.*known are B/s, .*Gbps"),
+        ("16Gbps", BYTES, "unknown unit 'Gbps'.*known are B, .*GiB"),
+        ("5 min", SECONDS, "unknown unit 'min'.*known are s, ms, us"),
+        ("10gbps", BYTES_A_SECOND, r"unknown unit 'gbps' \(did you mean .*bps\?\)"),
+        ("fast", BYTES_A_SECOND, "'fast' is not a figure with a unit such as 5"),
+        ("", SECONDS, "'' is not a figure"),
+        ("nan", SECONDS, "'nan' is not a figure"),
+        ("1e99999999s", SECONDS, "'1e99999999s' is too large or too small a figure"),
+    ],
+)
+def test_what_is_no_quantity_is_refused(text: str, units: Mapping[str, Decimal], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        parse_quantity(text, units)
+
+
+@pytest.mark.parametrize(
+    ("value", "units", "text"),
+    [(3.125e9, BYTES_A_SECOND, "25Gbps"), (16e9, BYTES, "16GB"), (2.0**34, BYTES, "16GiB"), (5e-6, SECONDS, "5us")],
+)
+def test_a_figure_is_printed_as_people_write_it(value: float, units: Mapping[str, Decimal], text: str) -> None:
+    assert format_quantity(value, units) == text
+
+
+@given(value=st.floats(0, 1e30), units=st.sampled_from([BYTES, BYTES_A_SECOND, SECONDS]))
+def test_printing_loses_nothing(value: float, units: Mapping[str, Decimal]) -> None:
+    assert parse_quantity(format_quantity(value, units), units) == value

@@ -1,0 +1,61 @@
+"""The helper that runs several ranks: a hang must end, and say who hangs where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.processes import RanksError, needs_horovod, run_ranks
+
+RANK = "import os, sys; rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+
+pytestmark = needs_horovod
+
+
+def test_every_rank_has_its_own_output() -> None:
+    ranks = run_ranks(["-c", RANK + "print('out', rank); print('err', rank, file=sys.stderr)"], 3)
+    assert [(rank.stdout, rank.stderr) for rank in ranks] == [(f"out {n}\n", f"err {n}\n") for n in range(3)]
+
+
+def test_a_failing_rank_is_quoted() -> None:
+    with pytest.raises(RanksError, match=r"(?s)code 3.*--- rank 1:\nno luck") as caught:
+        run_ranks(["-c", RANK + "rank == 1 and (print('no luck'), sys.exit(3))"], 2)
+    assert caught.value.exit_code == 3
+    assert caught.value.ranks[1].stdout == "no luck\n"
+
+
+def test_a_hang_outside_of_horovod_ends_with_all_that_was_started(tmp_path: Path) -> None:
+    """Rank 1 has a child of its own; both get new process groups, as a shell would give them."""
+    program = (
+        RANK + "import subprocess, time; from pathlib import Path\n"
+        "child = subprocess.Popen(['sleep', '600'], process_group=0) if rank else None\n"
+        "child and Path(sys.argv[1]).write_text(f'{os.getpid()} {child.pid}')\n"
+        "print('waiting')\n"
+        "time.sleep(600 if rank else 0)\n"
+    )
+    with pytest.raises(RanksError, match=r"(?s)rank\(s\) 1 still ran: Horovod reports no tensor.*rank 1:\nwaiting"):
+        run_ranks(["-c", program, str(tmp_path / "pids")], 2, timeout_seconds=5)
+    for pid in (tmp_path / "pids").read_text().split():
+        status = Path(f"/proc/{pid}/stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow  # it has to wait until the time is up
+def test_a_stalled_tensor_and_the_rank_that_lacks_it_are_named() -> None:
+    program = (
+        "import time; import horovod.tensorflow as hvd; import tensorflow as tf; hvd.init()\n"
+        "reduce = tf.function(lambda: hvd.allreduce(tf.zeros([1]), name='lonely', ignore_name_scope=True))\n"
+        "time.sleep(600) if hvd.rank() == 1 else reduce()\n"
+    )
+    with pytest.raises(RanksError, match=r"ran: rank 1 has not submitted .*lonely") as caught:
+        run_ranks(["-c", program], 2, timeout_seconds=30, stall_seconds=2)
+    assert caught.value.exit_code is None
+
+
+def test_the_callers_own_launcher_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "77")
+    program = "import os; print(os.environ['OMPI_COMM_WORLD_SIZE'], os.environ['ANSWER'])"
+    assert [rank.stdout for rank in run_ranks(["-c", program], 2, environment={"ANSWER": "42"})] == ["2 42\n"] * 2
+    assert os.environ["OMPI_COMM_WORLD_SIZE"] == "77"
