@@ -15,23 +15,53 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dapple_tf import errors
+    from dapple_tf.analytic import analytic_profile
     from dapple_tf.devices import init, scope
     from dapple_tf.pipeline import pipeline
+    from dapple_tf.planner.make import plan
     from dapple_tf.planner.plan import Plan
+    from dapple_tf.profiling import profile
     from dapple_tf.runtime.step import PipelinedStep
+    from dapple_tf.simulator.timeline import Timeline, simulate
     from dapple_tf.verification import Report, verify
     from dapple_tf.workload import Workload
+    from profiler.cluster import Cluster
+    from profiler.profile import Profile
 
-__all__ = ["PipelinedStep", "Plan", "Report", "Workload", "errors", "init", "pipeline", "scope", "verify"]
+__all__ = [
+    "Cluster",
+    "PipelinedStep",
+    "Plan",
+    "Profile",
+    "Report",
+    "Timeline",
+    "Workload",
+    "analytic_profile",
+    "errors",
+    "init",
+    "pipeline",
+    "plan",
+    "profile",
+    "scope",
+    "simulate",
+    "verify",
+]
 
 _HOMES = {
+    "Cluster": "profiler.cluster",
     "PipelinedStep": "dapple_tf.runtime.step",
     "Plan": "dapple_tf.planner.plan",
+    "Profile": "profiler.profile",
     "Report": "dapple_tf.verification",
+    "Timeline": "dapple_tf.simulator.timeline",
     "Workload": "dapple_tf.workload",
+    "analytic_profile": "dapple_tf.analytic",
     "init": "dapple_tf.devices",
     "pipeline": "dapple_tf.pipeline",
+    "plan": "dapple_tf.planner.make",
+    "profile": "dapple_tf.profiling",
     "scope": "dapple_tf.devices",
+    "simulate": "dapple_tf.simulator.timeline",
     "verify": "dapple_tf.verification",
 }
 

@@ -47,10 +47,10 @@ def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> fl
     if not node.outputs or node.name not in shapes:
         return 0.0
     out = shapes[node.name][0].elements()
-    inputs = [shapes[v.node][v.index].dims for v in node.inputs if v.node in shapes]
+    inputs = [shapes[v.node][v.index].dims for v in node.inputs if v.index < len(shapes.get(v.node, ()))]
     if not inputs or any(dims is None for dims in inputs):
         return 0.0
-    sizes = [[dim or 1 for dim in dims or ()] for dims in inputs]
+    sizes = [_known(Shape(dims)) for dims in inputs]
     match node.op:
         case "MatMul":
             return 2.0 * out * sizes[0][0 if node.attr("transpose_a") else 1]
@@ -60,9 +60,24 @@ def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> fl
             return 2.0 * out * prod(sizes[1][:-1])
         case "DepthwiseConv2dNative":
             return 2.0 * out * prod(sizes[1][:2])
+        # Backward of a convolution does forward's products once more for each of its two gradients: as many as
+        # the output's gradient (the last input) has elements, times the kernel's.
+        case "Conv2DBackpropInput" | "Conv3DBackpropInputV2":
+            return 2.0 * prod(sizes[2]) * prod(sizes[1][:-1])
+        case "Conv2DBackpropFilter" | "Conv3DBackpropFilterV2":
+            return 2.0 * prod(sizes[2]) * prod(_known(shapes[node.name][0])[:-1])
+        case "DepthwiseConv2dNativeBackpropInput":
+            return 2.0 * prod(sizes[2]) * prod(sizes[1][:2])
+        case "DepthwiseConv2dNativeBackpropFilter":
+            return 2.0 * prod(sizes[2]) * prod(_known(shapes[node.name][0])[:2])
         case "Einsum":
             return 2.0 * out * _einsum_summed(node, sizes)
     return 0.0
+
+
+def _known(shape: Shape) -> list[int]:
+    """The lengths of the axes, 1 where one is not known."""
+    return [max(1, dim or 1) for dim in shape.dims or ()]
 
 
 def _einsum_summed(node: Node, sizes: Sequence[Sequence[int]]) -> int:

@@ -258,7 +258,7 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         ((MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 1),
         ((MODEL, "--devices", 0), "devices=0: at least one is needed", 1),
         ((MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
-        ((MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png or .json", 1),
+        ((MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png, .html or .json", 1),
         ((MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
         ((MODEL, "--checkpoint-dir", "setup.py"), "setup.py cannot hold checkpoints: File exists", 1),
     ],

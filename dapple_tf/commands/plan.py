@@ -1,0 +1,51 @@
+"""``dapple plan``: a profile and a cluster in, a plan out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from dapple_tf.commands.common import check_output, say
+from dapple_tf.commands.files import load_cluster, load_profile
+
+
+@click.command()
+@click.argument("profile")
+@click.option(
+    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
+)
+@click.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step.")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch; by default the best divisor."
+)
+@click.option("--planner", default="best", show_default=True, help="best, dapple, dp or gpipe.")
+@click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n.")
+@click.option("--recompute", is_flag=True, help="Stash only what enters a stage, and run its forward again.")
+@click.option("--overlap", is_flag=True, help="AllReduce runs during the last backward.")
+@click.option(
+    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
+)
+@click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
+@click.option("--size-scale", default=1.0, show_default=True, help="Multiplies the bytes of a graph.txt.")
+@click.option("-o", "--output", help="Write the plan here (dapple-plan/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
+def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: bool, **options: Any) -> None:
+    """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
+    from dapple_tf.planner.explain import describe_decision, describe_plan
+    from dapple_tf.planner.make import decide, make_task, predicted
+
+    check_output(output)
+    costs = load_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
+    task = make_task(costs, load_cluster(cluster), **options)
+    decision = decide(task, planner)
+    chosen = predicted(task, decision.chosen, planner)
+    others = [predicted(task, candidate, planner) for candidate in decision.others]
+    say(describe_plan(chosen[0], costs, chosen[1]))
+    say(describe_decision(task, decision, chosen, others))
+    if output:
+        chosen[0].save(output)
+        say(f"plan: {output}")
+    if as_json:
+        click.echo(json.dumps(chosen[0].to_json()))

@@ -1,0 +1,51 @@
+"""``dapple simulate``: what a plan will do."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from dapple_tf.commands.common import say
+from dapple_tf.commands.files import load_cluster, load_profile
+
+
+@click.command()
+@click.argument("plan")
+@click.option("--profile", required=True, help="A dapple-profile JSON, or a PipeDream graph.txt.")
+@click.option(
+    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
+)
+@click.option(
+    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
+)
+@click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
+@click.option("--size-scale", default=1.0, show_default=True, help="Multiplies the bytes of a graph.txt.")
+@click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+def simulate(
+    plan: str,
+    profile: str,
+    cluster: str,
+    optimizer_slots: int,
+    profile_batch_size: int | None,
+    size_scale: float,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Simulate a step of PLAN (dapple-plan JSON) action by action."""
+    from dapple_tf.planner.explain import describe_plan
+    from dapple_tf.planner.plan import Plan
+    from dapple_tf.simulator.timeline import simulate as run
+    from dapple_tf.timeline.save import check_path
+
+    if output:
+        check_path(output)
+    planned, costs = Plan.load(plan), load_profile(profile, profile_batch_size, size_scale)
+    timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots)
+    say(describe_plan(planned, costs, timeline))
+    if output:
+        timeline.save(output)
+        say(f"timeline: {output}")
+    if as_json:
+        click.echo(json.dumps(timeline.to_json()))

@@ -1,0 +1,103 @@
+"""Planner "best": every candidate there is, ranked by the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dapple_tf.planner.dapple import plan_dapple
+from dapple_tf.planner.pricing import price_found
+from dapple_tf.planner.problem import Space, Tables
+from dapple_tf.planner.refine import refine
+from dapple_tf.planner.search import Result, search_by_bound
+from dapple_tf.planner.simple import fitted_candidates, refit, simple_candidates
+from dapple_tf.planner.sizes import likely_sizes
+from dapple_tf.planner.task import Candidate, Decision, Task
+
+# How much work a search may do: labels x what may follow them, and simulated events.
+_TRANSITIONS = 30_000_000
+_EVENTS = 4_000_000
+_RESULTS = 2048
+_REFINED, _TRIES = 3, 80
+_TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
+
+
+def plan_best(task: Task) -> Decision | None:
+    """The plan with the least simulated step among DP, straight, every two-stage split and the search's plans.
+
+    The search (DAPPLE's, section IV.C, over any number of devices) goes by a lower bound of the simulated step, so it
+    says whether some plan that it left out could be better; where one could, the best are refined by small moves. None
+    where nothing fits the memory.
+    """
+    candidates = simple_candidates(task) + _dapple(task)
+    whole = len(task.spaces) == 1
+    if not whole:
+        candidates += fitted_candidates(task)
+    sizes = likely_sizes(task, candidates)
+    unseen = math.inf if whole and sizes == task.micro_batch_sizes else 0.0
+    for size in sizes:
+        for space in task.spaces:
+            tables = task.tables(space, size)
+            for origin, stages in (("two stages", 2), ("search", None)):
+                ceiling = min((c.seconds for c in candidates), default=math.inf)
+                width = max(1, min(512, _TRANSITIONS // space.transitions))
+                found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=stages)
+                better, least_unseen = _price(task, space, tables, size, found, ceiling, origin)
+                candidates += better
+                if stages is None:
+                    unseen = min(unseen, least_unseen)
+    if not whole:
+        candidates += [c for found in _fastest(candidates) for c in refit(task, found)]
+    if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
+        tries = _TRIES if whole else _TRIES_OF_A_PART // task.cluster.devices
+        candidates += [refine(task, candidate, tries) for candidate in _fastest(candidates)]
+    return decide(candidates, unseen)
+
+
+def _fastest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest few, of different numbers of replicas."""
+    kinds: dict[tuple[int, ...], Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        kinds.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
+    return list(kinds.values())[:_REFINED]
+
+
+def _dapple(task: Task) -> list[Candidate]:
+    decision = plan_dapple(task)
+    return [decision.chosen] if decision else []
+
+
+def _price(
+    task: Task, space: Space, tables: Tables, size: int, found: Result, ceiling: float, origin: str
+) -> tuple[list[Candidate], float]:
+    """The best of the plans found, if it is below the ceiling, and the least bound of those not looked at."""
+    if not found.plans:
+        return [], found.exhaustive_below
+    longest = max(len(plan.starts) for plan in found.plans)
+    starts = np.zeros((len(found.plans), longest), np.int64)
+    places = np.zeros_like(starts)
+    for i, plan in enumerate(found.plans):
+        starts[i, : len(plan.starts)], places[i, : len(plan.starts)] = plan.starts, plan.placements
+    bounds = np.array([plan.score for plan in found.plans])
+    counts = np.array([len(plan.starts) for plan in found.plans], np.int64)
+    priced = price_found(tables, bounds, starts, places, counts, ceiling, task.schedule, _EVENTS)
+    unseen = min(found.exhaustive_below, bounds[priced.looked_at] if priced.looked_at < len(bounds) else math.inf)
+    if priced.place < 0:
+        return [], unseen
+    plan = found.plans[priced.place]
+    chosen = Candidate(task.stages(space, plan), size, priced.price.schedule, priced.price.seconds, origin)
+    return [chosen], unseen
+
+
+def decide(candidates: Iterable[Candidate], unseen: float) -> Decision | None:
+    """The fastest, and the fastest of every other origin; ``unseen``: the least bound of what was not looked at."""
+    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages)))
+    if not ranked:
+        return None
+    kinds: dict[str, Candidate] = {}
+    for candidate in ranked[1:]:
+        if candidate.stages != ranked[0].stages:
+            kinds.setdefault(candidate.origin, candidate)
+    return Decision(ranked[0], tuple(kinds.values()), proven=unseen >= ranked[0].seconds * (1 - 1e-9))

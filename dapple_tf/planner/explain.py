@@ -1,0 +1,92 @@
+"""A decision in words: the plan as the paper writes it, what it will cost, and why the others lost."""
+
+from __future__ import annotations
+
+from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.task import Candidate, Decision, Task
+from dapple_tf.simulator.timeline import Timeline
+from profiler.profile import Profile
+
+
+def notation(plan: Plan) -> str:
+    """``DP``, ``straight``, ``one device``, or the replicas of each stage such as ``8:8`` (DAPPLE, section VI.B)."""
+    if len(plan.stages) == 1:
+        return "DP" if plan.replicas[0] > 1 else "one device"
+    if set(plan.replicas) == {1}:
+        return "straight"
+    return ":".join(map(str, plan.replicas))
+
+
+def split_positions(plan: Plan) -> str:
+    """How many layers each stage has, such as ``23:25``."""
+    return ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in plan.stages)
+
+
+def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
+    """The plan and its prediction in a few lines."""
+    lines = [
+        f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
+        f"{plan.micro_batch_size} samples, schedule {plan.schedule}"
+        + (", recompute" if plan.recompute else "")
+        + (", AllReduce overlaps backward" if plan.overlap else ""),
+        str(timeline),
+    ]
+    for index, stage in enumerate(plan.stages):
+        first, last = profile.layers[stage.first_layer].name, profile.layers[stage.last_layer].name
+        lines.append(f"stage {index}: {_short(first)} .. {_short(last)}")
+    return "\n".join(lines)
+
+
+def describe_decision(
+    task: Task, decision: Decision, planned: tuple[Plan, Timeline], others: list[tuple[Plan, Timeline]]
+) -> str:
+    """Why the runners-up lost, and whether anything better can be."""
+    lines = []
+    for candidate, (plan, timeline) in zip(decision.others, others, strict=True):
+        lines.append(f"{_name(candidate, plan)}: {_difference(planned, (plan, timeline))}")
+    if decision.latency is not None:
+        lines.append(f"latency by the paper's formulas 1 to 3: {_ms(decision.latency)}")
+    if decision.proven:
+        lines.append("no plan of the search space is faster in the simulator")
+    if not task.profile.timings and planned[0].micro_batch_size < task.profile.batch_size * max(planned[0].replicas):
+        lines.append(
+            f"the profile has one batch size ({task.profile.batch_size}); smaller slices were taken as proportionally "
+            "faster: profile at several batch sizes for a surer choice of the micro-batch"
+        )
+    return "\n".join(lines)
+
+
+def _name(candidate: Candidate, plan: Plan) -> str:
+    kind = notation(plan)
+    origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
+    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {plan.schedule}"
+
+
+def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
+    """By how much the other is slower, and the part of the step where it loses most."""
+    ours, theirs = _parts(*planned), _parts(*other)
+    seconds = other[1].step_seconds
+    slower = seconds / planned[1].step_seconds - 1
+    if slower < 1e-6:
+        return f"{_ms(seconds)}, as fast, with more memory, stages or devices"
+    part = max(theirs, key=lambda name: theirs[name] - ours[name])
+    return f"{_ms(seconds)}, {slower:.1%} slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
+
+
+def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
+    """The step's seconds shared out over what makes it long."""
+    compute = [plan.micro_batches * (c.forward_seconds + c.backward_seconds) for c in timeline.costs]
+    exposed = max(c.exposed_seconds for c in timeline.costs)
+    return {
+        "computing in the busiest stage takes": max(compute),
+        "AllReduce after the last backward takes": exposed,
+        "waiting for other stages and transfers takes": timeline.step_seconds - max(compute) - exposed,
+    }
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else name[:57] + "..."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

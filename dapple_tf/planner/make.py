@@ -1,0 +1,117 @@
+"""``dapple.plan``: from a profile and a cluster to a plan, by any planner."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.dapple import plan_dapple
+from dapple_tf.planner.dp import plan_dp
+from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.shortage import describe_shortage
+from dapple_tf.planner.task import Candidate, Decision, Task, micro_batch_sizes
+from dapple_tf.simulator.timeline import Timeline, simulate
+from graph_passes.schedule import named_warm_up
+from profiler.cluster import Cluster
+from profiler.profile import Profile
+
+# A planner takes a task and options of its own, and answers None where nothing that it may choose fits the memory.
+PLANNERS: Mapping[str, Callable[..., Decision | None]] = {
+    "best": plan_best,
+    "dapple": plan_dapple,
+    "dp": plan_dp,
+    "gpipe": plan_gpipe,
+}
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    planner: str = "best",
+    schedule: str = "auto",
+    recompute: bool = False,
+    overlap: bool = False,
+    optimizer_slots: int = 2,
+    **options: Any,
+) -> Plan:
+    """The plan of ``planner`` ("best", "dapple", "dp", "gpipe") for ``profile`` on ``cluster``, with its prediction.
+
+    Sizes are samples; without ``micro_batch_size`` all divisors of the global batch are tried. ``schedule``: a name, or
+    "auto". ``recompute``: stages stash only what enters them. ``overlap``: AllReduce runs during the last backward.
+    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam 2). Raises PlanError for what cannot be,
+    and where nothing fits: which stage lacks how many bytes, and what would fit.
+    """
+    task = make_task(
+        profile,
+        cluster,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute=recompute,
+        overlap=overlap,
+        optimizer_slots=optimizer_slots,
+    )
+    return predicted(task, decide(task, planner, **options).chosen, planner)[0]
+
+
+def make_task(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    schedule: str = "auto",
+    recompute: bool = False,
+    overlap: bool = False,
+    optimizer_slots: int = 2,
+) -> Task:
+    """What the planners are asked; PlanError or ScheduleError for what cannot be asked."""
+    if schedule != "auto":
+        named_warm_up(schedule, 1, 1)
+    if optimizer_slots < 0:
+        raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
+    sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
+    return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
+
+
+def decide(task: Task, planner: str, **options: Any) -> Decision:
+    """What ``planner`` chooses; PlanError for one that does not exist, options it does not have, or where none fits."""
+    if planner not in PLANNERS:
+        near = difflib.get_close_matches(planner, PLANNERS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise PlanError(f"no planner is called {planner!r}{hint}; there are {', '.join(PLANNERS)}")
+    function = PLANNERS[planner]
+    known = list(inspect.signature(function).parameters)[1:]
+    for name in options:
+        if name not in known:
+            raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
+    decision = function(task, **options)
+    if decision is None and planner not in ("best", "dapple") and plan_best(task) is not None:
+        raise PlanError(
+            f"nothing that planner {planner!r} may choose fits the devices' memory: planner 'best' finds a plan"
+        )
+    if decision is None:
+        raise PlanError(describe_shortage(task))
+    return decision
+
+
+def predicted(task: Task, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
+    """The candidate as a plan with the simulator's prediction, and the simulated step."""
+    bare = task.plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
+    timeline = simulate(bare, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+    prediction = {
+        "step_seconds": timeline.step_seconds,
+        "speedup": timeline.speedup,
+        "bubble": timeline.bubble,
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+    }
+    return replace(bare, predicted=prediction), timeline

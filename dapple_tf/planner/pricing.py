@@ -1,0 +1,185 @@
+"""The simulated seconds of plans under each policy, many a millisecond.
+
+The rows of a plan's costs are, by stage: forward, backward, transfer to the next stage (either direction), exposed
+AllReduce (seconds); fixed, stash of a micro-batch, working set (bytes of one device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dapple_tf.compiled import Floats, Integers, compiled
+from dapple_tf.planner.problem import Tables
+from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
+from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.simulator.engine import early_backward_order, step_seconds
+from graph_passes.schedule import named_warm_up
+
+POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
+
+
+class Price(NamedTuple):
+    """Seconds of a step under ``schedule``, infinite where none fits the memory."""
+
+    seconds: float
+    schedule: str
+
+
+class Priced(NamedTuple):
+    """The cheapest of several plans: its place (-1: none) and price, and how many were looked at, in order."""
+
+    place: int
+    price: Price
+    looked_at: int
+
+
+def rows_of(costs: Sequence[StageCosts]) -> Floats:
+    """The rows of a plan's costs."""
+    rows: Floats = np.array(
+        [
+            [
+                c.forward_seconds,
+                c.backward_seconds,
+                c.send_forward_seconds,
+                c.exposed_seconds,
+                c.fixed_bytes,
+                c.stash_bytes,
+                c.working_bytes,
+            ]
+            for c in costs
+        ]
+    ).T
+    return rows
+
+
+def price(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto") -> Price:
+    """The best policy for these costs (or the price of ``schedule``), with D where memory asks for it.
+
+    Raises ScheduleError for a schedule of an unknown name.
+    """
+    if schedule not in (*POLICIES, "auto"):
+        return _price_fixed(rows, micro_batches, memory, schedule)
+    best = Price(np.inf, "")
+    for code, name in enumerate(POLICIES):
+        if schedule in (name, "auto"):
+            seconds, limit = price_policy(rows, micro_batches, memory, code)
+            if seconds < best.seconds * (1 - 1e-9):
+                best = Price(seconds, name if limit == 0 else f"{name}:D={limit}")
+    return best
+
+
+def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> Price:
+    k = np.array(named_warm_up(schedule, rows.shape[1], micro_batches), np.int64)
+    if (rows[4] + rows[6] + k * rows[5] > memory).any():
+        return Price(np.inf, schedule)
+    return Price(_run(rows, k, micro_batches), schedule)
+
+
+@compiled
+def price_policy(rows: Floats, micro_batches: int, memory: float, code: int) -> tuple[float, int]:
+    """Seconds of one of POLICIES, and its D (0: memory does not limit it); infinite where it does not fit.
+
+    D is the least of what the stages can hold, over those that would hold more than they can (DAPPLE, V.C).
+    """
+    stages = rows.shape[1]
+    k = np.empty(stages, np.int64)
+    limit = micro_batches
+    for s in range(stages):
+        wanted = stages - s if code == 0 else 2 * (stages - s) - 1 if code == 1 else micro_batches
+        k[s] = min(wanted, micro_batches)
+        room = memory - rows[4, s] - rows[6, s]
+        if room < k[s] * rows[5, s]:
+            limit = min(limit, int(room / rows[5, s])) if room > 0 else 0
+    if limit < 1 or (code == 2 and limit < micro_batches):
+        return np.inf, 0
+    bounded = 0
+    for s in range(stages):
+        if k[s] > limit:
+            k[s], bounded = limit, limit
+    return _run(rows, k, micro_batches), bounded
+
+
+@compiled
+def _run(rows: Floats, warm: Integers, micro_batches: int) -> float:
+    order = early_backward_order(warm, micro_batches)
+    return float(step_seconds(order, rows[0], rows[1], rows[2], rows[2], rows[3]))
+
+
+@compiled
+def rows_from_tables(t: Tables, starts: Integers, places: Integers, stages: int) -> Floats:
+    """The rows of a plan of the search."""
+    rows = np.zeros((7, stages))
+    n = len(t.working)
+    for s in range(stages):
+        first, end, p = starts[s], starts[s + 1] if s + 1 < stages else n, places[s]
+        row, r = t.row[p], t.replicas[p]
+        rows[0, s] = t.forward[row, end] - t.forward[row, first]
+        rows[1, s] = t.backward[row, end] - t.backward[row, first]
+        if s + 1 < stages:
+            e = t.first[p]
+            while t.following[e] != places[s + 1]:
+                e += 1
+            rows[2, s] = t.latency[e] + t.rate[e] * t.crossing[end]
+        if t.exposed.size:
+            rows[3, s] = t.exposed[t.exposed_class[p], first, end]
+        else:
+            rows[3, s] = t.ring[p] * (t.parameters[end] - t.parameters[first])
+        rows[4, s] = fixed_bytes(t, first, end)
+        rows[5, s] = stash_bytes(t, first, end) / r
+        rows[6, s] = work_bytes(t, first, end, t.working[first:end].max()) / r
+    return rows
+
+
+def price_found(
+    t: Tables,
+    bounds: Floats,
+    starts: Integers,
+    places: Integers,
+    counts: Integers,
+    ceiling: float,
+    schedule: str,
+    events: int,
+) -> Priced:
+    """Price plans (rows, by rising bound) until the next bound is no better than the best, or after ``events``."""
+    if schedule in (*POLICIES, "auto"):
+        codes = np.array([i for i, name in enumerate(POLICIES) if schedule in (name, "auto")], np.int64)
+        index, seconds, code, limit, looked = _price_found(t, bounds, starts, places, counts, ceiling, codes, events)
+        name = POLICIES[code] if limit == 0 else f"{POLICIES[code]}:D={limit}"
+        return Priced(index, Price(seconds, name), looked)
+    best, index = Price(ceiling, schedule), -1
+    for i, bound in enumerate(bounds):
+        if bound >= best.seconds:
+            return Priced(index, best, i)
+        found = price(rows_from_tables(t, starts[i], places[i], counts[i]), t.micro_batches, t.memory, schedule)
+        if found.seconds < best.seconds * (1 - 1e-9):
+            best, index = found, i
+    return Priced(index, best, len(bounds))
+
+
+@compiled
+def _price_found(
+    t: Tables,
+    bounds: Floats,
+    starts: Integers,
+    places: Integers,
+    counts: Integers,
+    ceiling: float,
+    codes: Integers,
+    events: int,
+) -> tuple[int, float, int, int, int]:
+    best, index, chosen, limit = ceiling, -1, 0, 0
+    for i in range(len(bounds)):
+        if bounds[i] >= best * (1 - 1e-9) or events <= 0:
+            return index, best, chosen, limit, i
+        rows = rows_from_tables(t, starts[i], places[i], counts[i])
+        for code in codes:
+            seconds, held = price_policy(rows, t.micro_batches, t.memory, code)
+            events -= 4 * counts[i] * t.micro_batches
+            if seconds < best * (1 - 1e-9):
+                best, index, chosen, limit = seconds, i, code, held
+            if seconds <= bounds[i] * (1 + 1e-9):
+                break  # no policy can do better
+    return index, best, chosen, limit, len(bounds)

@@ -1,0 +1,209 @@
+"""A planning problem as arrays: blocks of layers, placements of stages, and what each combination costs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.compiled import Floats, Integers, compiled
+from dapple_tf.planner.placement import Placements
+from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_transfer
+from profiler.cluster import Cluster
+from profiler.linearise import Chain
+
+
+class Tables(NamedTuple):
+    """What the compiled search reads. N blocks, P placements, R replica counts, E pairs of placements.
+
+    Seconds are those of one micro-batch, bytes those of one micro-batch over all replicas. Rows of ``forward``,
+    ``backward`` and ``parameters`` are running sums over blocks, so a stage costs a difference of two entries.
+    """
+
+    forward: Floats  # [R, N + 1]
+    backward: Floats  # [R, N + 1], recompute included
+    rest: Floats  # [N + 1] the least device-seconds of the blocks from here on
+    parameters: Floats  # [N + 1]
+    stash: Floats  # [N + 1]
+    working: Floats  # [N]
+    crossing: Floats  # [N + 1]
+    splittable: NDArray[np.bool_]  # [N + 1]
+    replicas: Integers  # [P]
+    row: Integers  # [P] its row in forward and backward
+    ring: Floats  # [P] seconds of AllReduce a byte
+    exposed: Floats  # [classes, N, N + 1] seconds of AllReduce after the last backward, or of size 0
+    exposed_class: Integers  # [P]
+    left: Integers  # [P] devices unused after it
+    first: Integers  # [P + 2] where each placement's pairs begin; the last row is the start's
+    following: Integers  # [E]
+    latency: Floats  # [E] seconds
+    rate: Floats  # [E] seconds a byte
+    micro_batches: int
+    micro_batch_size: int
+    memory: float
+    bytes_per_parameter_byte: float
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Space:
+    """A chain, and where its stages can be: what does not depend on the micro-batch size."""
+
+    chain: Chain
+    cluster: Cluster
+    placements: Placements
+
+    @cached_property
+    def links(self) -> LinkTables:
+        """The cluster's links as arrays."""
+        return link_tables(self.cluster)
+
+    @cached_property
+    def pairs(self) -> tuple[Integers, Integers, Floats, Floats]:
+        """``first``, ``following``, ``latency`` and ``rate`` of the tables."""
+        follow = self.placements.follow
+        first = np.concatenate([[0], np.cumsum([len(f) for f in follow])]).astype(np.int64)
+        following = np.array([q for f in follow for q in f], np.int64)
+        offsets, servers = self._servers
+        tables = self.links
+        latency, rate = _pair_costs(
+            first,
+            following,
+            offsets,
+            servers,
+            tables.inside,
+            tables.inside_latency,
+            tables.interface,
+            tables.interface_latency,
+            tables.own,
+            tables.own_latency,
+        )
+        return first, following, latency, rate
+
+    @property
+    def transitions(self) -> int:
+        """About how much one search has to do: pairs of blocks x pairs of placements."""
+        return len(self.chain.parameter_bytes) ** 2 * sum(len(follow) for follow in self.placements.follow)
+
+    @cached_property
+    def rings(self) -> Floats:
+        """Seconds of AllReduce a byte on each placement."""
+        offsets, servers = self._servers
+        tables = self.links
+        return np.array(
+            [
+                measure_allreduce(servers[a:b], tables.inside, tables.interface, tables.own)
+                for a, b in itertools.pairwise(offsets)
+            ]
+        )
+
+    @cached_property
+    def _servers(self) -> tuple[Integers, Integers]:
+        lists = [item.servers() for item in self.placements.items]
+        offsets = np.concatenate([[0], np.cumsum([len(s) for s in lists])]).astype(np.int64)
+        return offsets, np.array([server for s in lists for server in s], np.int64)
+
+
+@compiled
+def _pair_costs(
+    first: Integers,
+    following: Integers,
+    offsets: Integers,
+    servers: Integers,
+    inside: Floats,
+    inside_latency: Floats,
+    interface: float,
+    interface_latency: float,
+    own: Floats,
+    own_latency: Floats,
+) -> tuple[Floats, Floats]:
+    latency, rate = np.zeros(len(following)), np.zeros(len(following))
+    for p in range(len(first) - 2):  # the start sends nothing
+        senders = servers[offsets[p] : offsets[p + 1]]
+        for e in range(first[p], first[p + 1]):
+            q = following[e]
+            receivers = servers[offsets[q] : offsets[q + 1]]
+            latency[e], rate[e] = measure_transfer(
+                senders, receivers, inside, inside_latency, interface, interface_latency, own, own_latency
+            )
+    return latency, rate
+
+
+def tables(
+    space: Space,
+    global_batch_size: int,
+    micro_batch_size: int,
+    *,
+    optimizer_slots: int,
+    recompute: bool,
+    overlap: bool,
+) -> Tables:
+    """The tables of ``space`` for micro-batches of this size."""
+    chain, items = space.chain, space.placements.items
+    counts = np.array(sorted({item.replicas for item in items}), np.int64)
+    seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
+    forward = np.array([f for f, _ in seconds])
+    backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
+    scale = micro_batch_size / chain.batch_size
+    replicas = np.array([item.replicas for item in items], np.int64)
+    row = np.searchsorted(counts, replicas)
+    first, following, latency, rate = space.pairs
+    least = (counts[:, None] * (forward + backward)).min(axis=0)
+    classes = sorted(set(zip(row.tolist(), space.rings.tolist(), strict=True)))
+    index = {pair: k for k, pair in enumerate(classes)}
+    exposed_class = np.array([index[pair] for pair in zip(row.tolist(), space.rings.tolist(), strict=True)], np.int64)
+    parameters = np.array([layer.parameter_bytes for layer in chain.profile.layers])
+    shape = (len(classes), len(chain.parameter_bytes), len(chain.parameter_bytes) + 1)
+    exposed = np.zeros(shape if overlap else (0, 0, 0))
+    if overlap:
+        for (k, ring), c in index.items():
+            backwards = chain.profile.backward_seconds(micro_batch_size / counts[k])
+            _fill_exposed(exposed[c], backwards, ring * parameters, np.array(chain.positions))
+    return Tables(
+        forward=_sums(forward),
+        backward=_sums(backward),
+        rest=np.append(np.cumsum(least[::-1])[::-1], 0.0),
+        parameters=_sums(chain.parameter_bytes),
+        stash=_sums(chain.stash_bytes) * scale,
+        working=chain.working_bytes * scale,
+        crossing=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
+        splittable=np.concatenate([[True], chain.splittable, [True]]),
+        replicas=replicas,
+        row=row,
+        ring=space.rings,
+        exposed=exposed,
+        exposed_class=exposed_class,
+        left=np.array([item.left for item in items], np.int64),
+        first=first,
+        following=following,
+        latency=latency,
+        rate=rate,
+        micro_batches=global_batch_size // micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        memory=usable_bytes(space.cluster.device_memory),
+        bytes_per_parameter_byte=2.0 + optimizer_slots,
+        recompute=recompute,
+    )
+
+
+@compiled
+def _fill_exposed(exposed: Floats, backward: Floats, ring: Floats, positions: Integers) -> None:
+    """``exposed_seconds`` of all runs of blocks: of those that end alike, each grows the one before by a block."""
+    for end in range(1, len(positions)):
+        ready, done, layer = 0.0, 0.0, positions[end]
+        for first in range(end - 1, -1, -1):
+            while layer > positions[first]:
+                layer -= 1
+                ready += backward[layer]
+                done = max(done, ready) + ring[layer]
+            exposed[first, end] = max(0.0, done - ready)
+
+
+def _sums(rows: Floats) -> Floats:
+    zero = np.zeros((*rows.shape[:-1], 1))
+    return np.concatenate([zero, np.cumsum(rows, axis=-1)], axis=-1)

@@ -1,0 +1,64 @@
+"""Better plans near a good one, by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from dapple_tf.planner.plan import StagePlan
+from dapple_tf.planner.task import Candidate, Task
+
+
+def refine(task: Task, candidate: Candidate, tries: int) -> Candidate:
+    """Move cuts, and devices between neighbouring stages, one at a time, as long as the simulated step shrinks.
+
+    At most ``tries`` plans are simulated.
+    """
+    best = candidate
+    improved = True
+    while improved:
+        improved = False
+        for stages in _neighbours(task, best):
+            if tries == 0:
+                return best
+            tries -= 1
+            found = task.price(stages, best.micro_batch_size, candidate.origin)
+            if found is not None and found.seconds < best.seconds * (1 - 1e-9):
+                best, improved = found, True
+                break
+    return best
+
+
+def _neighbours(task: Task, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
+    """Plans one move away: a cut a block further, or a device on the other side of a boundary."""
+    stages, positions = candidate.stages, task.chain.positions
+    place = {position: index for index, position in enumerate(positions)}
+    unsplittable = set(task.profile.unsplittable)
+    for index, (left, right) in enumerate(pairwise(stages)):
+        cut = place[right.first_layer]
+        for other in (cut - 1, cut + 1):
+            first = positions[other]
+            if not left.first_layer < first <= right.last_layer:
+                continue
+            if left.replicas != right.replicas and first in unsplittable:
+                continue
+            moved = (
+                StagePlan(left.first_layer, first - 1, left.devices),
+                StagePlan(first, right.last_layer, right.devices),
+            )
+            yield (*stages[:index], *moved, *stages[index + 2 :])
+        joined = left.devices + right.devices
+        for count in (left.replicas - 1, left.replicas + 1):
+            if 0 < count < len(joined):
+                moved = (
+                    StagePlan(left.first_layer, left.last_layer, joined[:count]),
+                    StagePlan(right.first_layer, right.last_layer, joined[count:]),
+                )
+                changed = (*stages[:index], *moved, *stages[index + 2 :])
+                if _splits(changed, unsplittable):
+                    yield changed
+
+
+def _splits(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
+    """Whether stages of unequal replicas meet only where what crosses can be split."""
+    return not any(a.replicas != b.replicas and b.first_layer in unsplittable for a, b in pairwise(stages))

@@ -1,0 +1,1 @@
+"""The simulator: what a plan costs, executed action by action under the cost model."""

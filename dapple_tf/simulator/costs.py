@@ -1,0 +1,98 @@
+"""What each stage of a plan costs: seconds of a micro-batch, of its transfers and AllReduce, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple_tf.compiled import Floats, compiled
+from dapple_tf.planner.plan import Plan
+from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from profiler.cluster import Cluster
+from profiler.linearise import working_bytes
+from profiler.profile import Profile
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """One stage: seconds of one micro-batch over all its replicas, bytes of one device.
+
+    ``send_forward_seconds`` and ``send_backward_seconds``: the boundary to the next stage (0 for the last).
+    ``allreduce_seconds``: all of it; ``exposed_seconds``: what is left of it when the last backward ends.
+    ``fixed_bytes``: weights, gradients, optimizer slots. ``stash_bytes``: kept for each micro-batch in flight.
+    ``working_bytes``: the largest working set of a backward.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    send_forward_seconds: float
+    send_backward_seconds: float
+    allreduce_seconds: float
+    exposed_seconds: float
+    fixed_bytes: float
+    stash_bytes: float
+    working_bytes: float
+
+
+def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:
+    """The costs of every stage of ``plan`` under the design's cost model.
+
+    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). With
+    recompute, backward runs the stage's forward again and only what enters the stage is stashed (DAPPLE, VI.E).
+    """
+    tables = link_tables(cluster)
+    homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
+    crossing, working = profile.crossing_bytes(), working_bytes(profile)
+    parameters = np.array([layer.parameter_bytes for layer in profile.layers])
+    stash = np.array([layer.stash_bytes for layer in profile.layers])
+    scale = plan.micro_batch_size / profile.batch_size
+    found = []
+    for index, stage in enumerate(plan.stages):
+        r, held = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
+        forward = profile.forward_seconds(plan.micro_batch_size / r)[held]
+        backward = profile.backward_seconds(plan.micro_batch_size / r)[held]
+        send = 0.0
+        if index + 1 < len(plan.stages):
+            latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
+            send = latency + per_byte * float(crossing[stage.last_layer]) * scale
+        again = float(forward.sum()) if plan.recompute else 0.0
+        kept, work = float(stash[held].sum()) * scale / r, float(working[held].max()) * scale / r
+        if plan.recompute:
+            entering = float(crossing[stage.first_layer - 1]) if stage.first_layer else 0.0
+            kept, work = entering * scale / r, work + kept
+        ring = allreduce_cost(homes[index], tables) * parameters[held]
+        total = float(ring.sum())
+        found.append(
+            StageCosts(
+                forward_seconds=float(forward.sum()),
+                backward_seconds=float(backward.sum()) + again,
+                send_forward_seconds=send,
+                send_backward_seconds=send,
+                allreduce_seconds=total,
+                exposed_seconds=exposed_seconds(backward, ring) if plan.overlap else total,
+                fixed_bytes=float(parameters[held].sum()) * (2 + optimizer_slots),
+                stash_bytes=kept,
+                working_bytes=work,
+            )
+        )
+    return tuple(found)
+
+
+def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
+    """Seconds of AllReduce after the last backward when each layer's starts as soon as its gradient is there.
+
+    ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce at a time.
+    """
+    return float(exposed_of(np.asarray(backward, np.float64), ring, 0, len(ring)))
+
+
+@compiled
+def exposed_of(backward: Floats, ring: Floats, first: int, end: int) -> float:
+    """``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive), for compiled callers."""
+    ready, done = 0.0, 0.0
+    for layer in range(end - 1, first - 1, -1):
+        ready += backward[layer]
+        done = max(done, ready) + ring[layer]
+    return max(0.0, done - ready)

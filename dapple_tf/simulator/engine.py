@@ -1,0 +1,181 @@
+"""The discrete-event run of a schedule, compiled: thousands of runs a second for the planner.
+
+Letters: S stages, M micro-batches. An *order* is int32 [S, 2M], the actions of each stage in the order in which its
+devices run them, each once: m is the forward of micro-batch m, -1 - m its backward. Row s of a transfer's array is
+the boundary between stages s and s + 1, whose two directions are two channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.compiled import Floats, Integers, compiled
+from graph_passes.schedule import Schedule
+
+Order = NDArray[np.int32]
+Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
+
+
+def encode(schedule: Schedule) -> Order:
+    """The order of a schedule, any whatever."""
+    return np.array(
+        [[a.micro_batch if a.kind == "F" else -1 - a.micro_batch for a in actions] for actions in schedule.stages],
+        dtype=np.int32,
+    )
+
+
+@compiled
+def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
+    """K_i forwards, then a backward and a forward in turn, then the remaining backwards (DAPPLE, section III.B).
+
+    Each K_i must lie between 1 and M: graph_passes.schedule refuses others.
+    """
+    stages = warm_up.shape[0]
+    order = np.empty((stages, 2 * micro_batches), np.int32)
+    for s in range(stages):
+        k = warm_up[s]
+        for m in range(k):
+            order[s, m] = m
+        place = k
+        for m in range(micro_batches):
+            order[s, place] = -1 - m
+            place += 1
+            if k + m < micro_batches:
+                order[s, place] = k + m
+                place += 1
+    return order
+
+
+@compiled
+def run(order: Order, forward: Floats, backward: Floats, send_forward: Floats, send_backward: Floats) -> Run:
+    """Start and end of every forward, backward, transfer forward and transfer backward: eight arrays [S, M], seconds.
+
+    ``forward`` ... ``send_backward``: seconds per stage (a transfer's last entry is not read). A stage runs its
+    actions strictly in order. The forward of m waits for its transfer from the stage before, the backward for its
+    transfer from the stage after. A transfer starts when its producer has ended and its channel is free, first in
+    first out; it occupies no device. What never ran is NaN (so is the last row of transfers). The ninth result is how
+    many actions ran: fewer than 2 S M say that the order deadlocks.
+    """
+    stages, length = order.shape
+    micro_batches = length // 2
+    start_f = np.full((stages, micro_batches), np.nan)
+    end_f = np.full((stages, micro_batches), np.nan)
+    start_b = np.full((stages, micro_batches), np.nan)
+    end_b = np.full((stages, micro_batches), np.nan)
+    start_send_f = np.full((stages, micro_batches), np.nan)
+    end_send_f = np.full((stages, micro_batches), np.nan)
+    start_send_b = np.full((stages, micro_batches), np.nan)
+    end_send_b = np.full((stages, micro_batches), np.nan)
+    head = np.zeros(stages, np.int64)  # the next action of each stage
+    now = np.zeros(stages)  # when its last action ended
+    free_f = np.zeros(stages)  # when the channel to the next stage is free
+    free_b = np.zeros(stages)  # and the one back
+    # Stages that may go on. A stage is added again only by the one event that it waits for, so twice S places do.
+    waiting = np.empty(2 * stages, np.int64)
+    for s in range(stages):
+        waiting[s] = stages - 1 - s
+    count, done = stages, 0
+    while count:
+        count -= 1
+        s = int(waiting[count])
+        while head[s] < length:
+            action = int(order[s, head[s]])
+            start = now[s]
+            if action >= 0:
+                m = action
+                if s:
+                    arrival = end_send_f[s - 1, m]
+                    if np.isnan(arrival):
+                        break
+                    start = max(start, arrival)
+                end = start + forward[s]
+                start_f[s, m], end_f[s, m] = start, end
+                if s + 1 < stages:
+                    begin = max(end, free_f[s])
+                    free_f[s] = begin + send_forward[s]
+                    start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
+                    if head[s + 1] < length and order[s + 1, head[s + 1]] == action:
+                        waiting[count] = s + 1
+                        count += 1
+            else:
+                m = -1 - action
+                if np.isnan(end_f[s, m]):
+                    break
+                if s + 1 < stages:
+                    arrival = end_send_b[s, m]
+                    if np.isnan(arrival):
+                        break
+                    start = max(start, arrival)
+                end = start + backward[s]
+                start_b[s, m], end_b[s, m] = start, end
+                if s:
+                    begin = max(end, free_b[s - 1])
+                    free_b[s - 1] = begin + send_backward[s - 1]
+                    start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
+                    if head[s - 1] < length and order[s - 1, head[s - 1]] == action:
+                        waiting[count] = s - 1
+                        count += 1
+            now[s] = end
+            head[s] += 1
+            done += 1
+    return start_f, end_f, start_b, end_b, start_send_f, end_send_f, start_send_b, end_send_b, done
+
+
+@compiled
+def step_seconds(
+    order: Order, forward: Floats, backward: Floats, send_forward: Floats, send_backward: Floats, exposed: Floats
+) -> float:
+    """The last event: the latest stage's last backward and the ``exposed`` seconds of AllReduce that follow it.
+
+    What `run` says, without keeping when every event was; infinity for an order that deadlocks.
+    """
+    stages, length = order.shape
+    micro_batches = length // 2
+    arrival_f = np.full((stages, micro_batches), np.inf)
+    arrival_b = np.full((stages, micro_batches), np.inf)
+    arrival_f[0] = 0.0  # and at the last stage the end of a forward is the arrival of its backward
+    head = np.zeros(stages, np.int64)
+    now = np.zeros(stages)
+    free_f = np.zeros(stages)
+    free_b = np.zeros(stages)
+    waiting = np.empty(2 * stages, np.int64)
+    for s in range(stages):
+        waiting[s] = stages - 1 - s
+    count, done = stages, 0
+    while count:
+        count -= 1
+        s = int(waiting[count])
+        while head[s] < length:
+            action = int(order[s, head[s]])
+            if action >= 0:
+                if arrival_f[s, action] == np.inf:
+                    break
+                now[s] = max(now[s], arrival_f[s, action]) + forward[s]
+                if s + 1 < stages:
+                    free_f[s] = max(now[s], free_f[s]) + send_forward[s]
+                    arrival_f[s + 1, action] = free_f[s]
+                    if head[s + 1] < length and order[s + 1, head[s + 1]] == action:
+                        waiting[count] = s + 1
+                        count += 1
+                else:
+                    arrival_b[s, action] = now[s]
+            else:
+                m = -1 - action
+                if arrival_b[s, m] == np.inf:
+                    break
+                now[s] = max(now[s], arrival_b[s, m]) + backward[s]
+                if s:
+                    free_b[s - 1] = max(now[s], free_b[s - 1]) + send_backward[s - 1]
+                    arrival_b[s - 1, m] = free_b[s - 1]
+                    if head[s - 1] < length and order[s - 1, head[s - 1]] == action:
+                        waiting[count] = s - 1
+                        count += 1
+            head[s] += 1
+            done += 1
+    if done < stages * length:
+        return np.inf
+    last = 0.0
+    for s in range(stages):
+        last = max(last, now[s] + exposed[s])
+    return last

@@ -1,0 +1,138 @@
+"""What moving a boundary's bytes costs between the devices of two stages, and an AllReduce within one.
+
+The cost model of the design: replica i of r holds the samples [i/r, (i+1)/r) of each micro-batch, in the order of
+the plan's device list, and two replicas exchange what their intervals share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple_tf.compiled import Floats, Integers, compiled
+from profiler.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class LinkTables:
+    """A cluster's links as arrays: seconds a byte and seconds of latency, by server.
+
+    ``own`` [servers x servers] is 0 where a pair has no link of its own and so shares the servers' interfaces.
+    """
+
+    inside: Floats
+    inside_latency: Floats
+    interface: float
+    interface_latency: float
+    own: Floats
+    own_latency: Floats
+
+
+def link_tables(cluster: Cluster) -> LinkTables:
+    """The links of ``cluster`` as arrays."""
+    count = len(cluster.servers)
+    own, own_latency = np.zeros((count, count)), np.zeros((count, count))
+    index = {server.name: i for i, server in enumerate(cluster.servers)}
+    for (a, b), link in cluster.links.items():
+        for i, j in ((index[a], index[b]), (index[b], index[a])):
+            own[i, j], own_latency[i, j] = 1 / link.bandwidth, link.latency
+    inside = [cluster.link(i, i) for i in range(count)]
+    return LinkTables(
+        np.array([1 / link.bandwidth for link in inside]),
+        np.array([link.latency for link in inside]),
+        1 / cluster.inter_server.bandwidth,
+        cluster.inter_server.latency,
+        own,
+        own_latency,
+    )
+
+
+def transfer_cost(senders: Sequence[int], receivers: Sequence[int], tables: LinkTables) -> tuple[float, float]:
+    """Latency (seconds) and seconds a byte of one micro-batch's boundary, in either direction.
+
+    ``senders``, ``receivers``: the server of each replica of the two stages. The slowest decides: the bytes that
+    leave or enter a server through its interface, those of a pair's own link, or those that one device sends to or
+    receives from others of its server. Links are symmetric, and so is the cost.
+    """
+    return measure_transfer(
+        np.asarray(senders, np.int64),
+        np.asarray(receivers, np.int64),
+        tables.inside,
+        tables.inside_latency,
+        tables.interface,
+        tables.interface_latency,
+        tables.own,
+        tables.own_latency,
+    )
+
+
+@compiled
+def measure_transfer(
+    senders: Integers,
+    receivers: Integers,
+    inside: Floats,
+    inside_latency: Floats,
+    interface: float,
+    interface_latency: float,
+    own: Floats,
+    own_latency: Floats,
+) -> tuple[float, float]:
+    """``transfer_cost`` on arrays, for compiled callers."""
+    servers = inside.shape[0]
+    leaving, entering = np.zeros(servers), np.zeros(servers)
+    sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
+    pair = np.zeros((servers, servers)) if own.any() else np.zeros((0, 0))
+    latency, slowest = 0.0, 0.0
+    total = len(senders) * len(receivers)  # intervals in units of 1 / total, so that shares are exact
+    i, j = 0, 0
+    while i < len(senders) and j < len(receivers):
+        left = max(i * len(receivers), j * len(senders))
+        right = min((i + 1) * len(receivers), (j + 1) * len(senders))
+        share = (right - left) / total
+        a, b = senders[i], receivers[j]
+        if a == b:
+            sent[i] += share
+            received[j] += share
+            latency = max(latency, inside_latency[a])
+            slowest = max(slowest, max(sent[i], received[j]) * inside[a])
+        elif own[a, b] > 0:
+            pair[a, b] += share
+            latency = max(latency, own_latency[a, b])
+            slowest = max(slowest, pair[a, b] * own[a, b])
+        else:
+            leaving[a] += share
+            entering[b] += share
+            latency = max(latency, interface_latency)
+            slowest = max(slowest, max(leaving[a], entering[b]) * interface)
+        ends = right == (i + 1) * len(receivers)
+        if right == (j + 1) * len(senders):
+            j += 1
+        if ends:
+            i += 1
+    return latency, slowest
+
+
+def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> float:
+    """Seconds a byte of parameters of a ring AllReduce over replicas on these servers: 2 (r-1)/r / slowest link."""
+    return measure_allreduce(np.asarray(homes, np.int64), tables.inside, tables.interface, tables.own)
+
+
+@compiled
+def measure_allreduce(homes: Integers, inside: Floats, interface: float, own: Floats) -> float:
+    """``allreduce_cost`` on arrays, for compiled callers."""
+    r = len(homes)
+    if r == 1:
+        return 0.0
+    slowest = 0.0
+    for i in range(r):
+        a, b = homes[i], homes[(i + 1) % r]
+        if a == b:
+            hop = inside[a]
+        elif own[a, b] > 0:
+            hop = own[a, b]
+        else:
+            hop = interface
+        slowest = max(slowest, hop)
+    return 2 * (r - 1) / r * slowest
