@@ -17,7 +17,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import BatchError, CaptureError, LossError
 from dapple_tf.graphdef import read_graph
-from graph_passes.ir import Graph, Node, Value, attributes
+from graph_passes.ir import Effect, Graph, Node, Value, attributes
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Captured:
     constants: dict[str, tf.Tensor]
     aux: Any
     signature: tuple[tf.TensorSpec, ...]
+
+    @property
+    def stateful(self) -> bool:
+        """Forward draws random numbers or writes variables, so its result depends on the micro-batches."""
+        return any(node.effect in (Effect.WRITE, Effect.RANDOM) for node in self.graph.nodes)
 
 
 def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:

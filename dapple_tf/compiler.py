@@ -20,7 +20,7 @@ from graph_passes.backward import prune_gradients, split_backward
 from graph_passes.base import Observer, Pass, run_passes
 from graph_passes.expose import Expose
 from graph_passes.instrument import Instrument
-from graph_passes.ir import Effect, Graph, Node, attributes
+from graph_passes.ir import Graph, Node, attributes
 from graph_passes.layers import Layers
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
@@ -41,7 +41,7 @@ class StagedModel:
     ``graph`` holds the input nodes and the stage functions. ``variables`` (the model's and the optimizer's) and
     ``constants`` are by name. ``gradients`` names the variables that are trained (``trained`` are the objects the
     optimizer knows), ``ungraded`` those no gradient reaches.
-    ``stateful``: forward draws random numbers or writes variables, so its result depends on the micro-batches.
+    ``stateful``: see ``Captured``.
     """
 
     graph: Graph
@@ -93,7 +93,7 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
         constants=constants,
         library=library,
         trained=objects,
-        stateful=any(node.effect in (Effect.WRITE, Effect.RANDOM) for node in captured.graph.nodes),
+        stateful=captured.stateful,
         gradients=trained,
         ungraded=tuple(name for name in captured.trainable if name not in reached),
     )

@@ -9,6 +9,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
+from profiler.cluster import Cluster
 
 
 def pipeline(
@@ -22,14 +23,15 @@ def pipeline(
     schedule: str = "auto",
     recompute: bool = False,
     devices: Sequence[str | int] | None = None,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
 ) -> Any:
     """A training step over a pipeline of ``stages``, equal to one device's.
 
     ``loss_fn``: a tf.function or callable of the batch's tensors (each batched on axis 0) that returns their
     mean loss, or (loss, aux). ``optimizer``: a keras optimizer. ``plan``: what a planner decided; or say
-    ``stages`` (a number, the names of the layers that start a stage, or "auto"), ``replicas`` of each stage,
+    ``stages`` (a number, the names of the layers that start a stage, or "auto": the model is profiled, and planned for
+    ``cluster`` or the devices at hand), ``replicas`` of each stage,
     ``micro_batches`` and ``schedule`` ("gpipe", "dapple-a", "dapple-b", with ":D=n" where memory holds n
     micro-batches). ``devices``: names or indices. Without ``loss_fn`` it is a decorator.
 
@@ -37,11 +39,11 @@ def pipeline(
     """
     if optimizer is None:
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
-    if cluster is not None:
-        raise PlanError("plans for a cluster are not there yet: leave cluster None")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
     request = Request(stages, replicas, micro_batches, schedule, recompute)
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:
-        return PipelinedStep(function, optimizer, request, plan, devices, example_batch)
+        return PipelinedStep(function, optimizer, request, plan, devices, cluster, example_batch)
 
     return wrap if loss_fn is None else wrap(loss_fn)

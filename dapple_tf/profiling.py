@@ -39,7 +39,7 @@ AGREEMENT = 0.10
 _MOST_RUNS = 32
 _CALLS_IN_A_RUN = 20  # a run's forward shall take about as long as so many calls that do nothing, or longer
 _CLOCK_SECONDS = 1e-6  # the step of the clock that stamps
-_BUDGET_SECONDS = 3.0  # of rounds, for each batch size
+_BUDGET_SECONDS = 8.0  # of rounds, for each batch size: reached where the machine is busy or the model large
 
 
 def profile(
@@ -54,13 +54,14 @@ def profile(
 
     ``batch`` is the tuple of the loss's arguments; the profile is for its size. ``batch_sizes``: further sizes to
     take times at (rows of the batch are taken, again from the first where it is too short). ``repeats``: rounds, of
-    which the median counts; fewer where they would take more than a few seconds. ``model`` names the profile.
+    which the median counts; fewer where they would take more than 8 seconds. Rounds in which something else took the
+    processor are taken again. ``model`` names the profile.
     All variables have their values back afterwards, and live where they did.
 
     On CPUs the process is held to the cores that one device has to itself. Warns (DappleWarning) where the sum over
     layers is more than 10% from the whole model's time (see ``disagreement``). Raises ProfileError for sizes or
-    repeats below 1, BatchError for a batch of no size, StepError for a model that fails
-    on the batch, and what ``dapple.pipeline`` raises for the loss.
+    repeats below 1, BatchError for a batch of no size, StepError for a model that fails on
+    the batch, and what ``dapple.pipeline`` raises for the loss.
     """
     sizes = _check(batch_sizes, repeats)
     arguments = as_arguments(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,13 +13,21 @@ from graph_passes.partition import balance
 
 @dataclass(frozen=True)
 class Request:
-    """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage."""
+    """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage.
+
+    "auto" with replicas is as many stages as those name; without (``automatic``) it is for a planner to say.
+    """
 
     stages: int | Sequence[str] | str = "auto"
     replicas: Sequence[int] | None = None
     micro_batches: int = 8
     schedule: str = "auto"
     recompute: bool = False
+
+    @property
+    def automatic(self) -> bool:
+        """Whether stages and replicas are left to a planner."""
+        return self.stages == "auto" and self.replicas is None
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int):
@@ -51,7 +58,7 @@ def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_si
     Raises PlanError (counts that do not fit) or PartitionError (cuts
     that cannot be made).
     """
-    starts = _starts(request, layers, costs, devices)
+    starts = _starts(request, layers, costs)
     count = len(starts) + 1
     replicas = tuple(request.replicas) if request.replicas is not None else (1,) * count
     if len(replicas) != count:
@@ -97,10 +104,10 @@ def check_batch(size: int, micro_batches: int, replicas: Sequence[int]) -> None:
         )
 
 
-def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> list[int]:
+def _starts(request: Request, layers: Layers, costs: Costs) -> list[int]:
     wanted = request.stages
     if wanted == "auto":
-        wanted = _automatic(layers, devices, request.replicas)
+        wanted = len(request.replicas or (1,))
     if isinstance(wanted, int):
         if wanted < 1:
             raise PlanError(f"stages={wanted}: there must be at least one")
@@ -119,10 +126,3 @@ def _starts(request: Request, layers: Layers, costs: Costs, devices: int) -> lis
         if after <= before:
             raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
     return [start for start in starts if start > 0]  # naming the first stage's first layer too is fine
-
-
-def _automatic(layers: Layers, devices: int, replicas: Sequence[int] | None) -> int:
-    """A stage for each device that can really run beside the others."""
-    if replicas is not None:
-        return len(replicas)
-    return max(1, min(devices, os.cpu_count() or 1, len(layers.positions()) + 1))

@@ -19,6 +19,7 @@ from dapple_tf.loss import check_loss
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
+from dapple_tf.runtime.automatic import plan_automatically
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
@@ -27,6 +28,7 @@ from graph_passes.expose import exposed
 from graph_passes.ir import Graph, Shape
 from graph_passes.layers import Layers, find_layers
 from graph_passes.text import print_graph
+from profiler.cluster import Cluster
 
 
 @dataclass
@@ -58,6 +60,7 @@ class PipelinedStep:
         request: Request,
         plan: Plan | None = None,
         devices: Sequence[str | int] | None = None,
+        cluster: Cluster | None = None,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, Plan):
@@ -66,11 +69,16 @@ class PipelinedStep:
             )
         if (request if plan is None else plan).recompute:
             raise PlanError("recompute is not there yet: leave it False")
+        if plan is not None and plan.overlap:
+            raise PlanError("overlap of AllReduce with backward is not there yet: plan without it")
+        if cluster is not None and (plan is not None or not request.automatic):
+            raise PlanError('a cluster is for planning: leave it out, or give stages="auto" without plan and replicas')
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._request = request
         self._plan = plan
         self._wanted_devices = devices
+        self._cluster = cluster
         self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
         self._last: Program | None = None
         self.layer_names: tuple[str, ...] = ()
@@ -180,7 +188,7 @@ class PipelinedStep:
         layers = find_layers(captured.graph)
         # Other dtypes may come with other casts: later traces are cut at the same layers by name.
         known = [layers.find(name) for name in self._starts] if self._models else None
-        starts = self._decide(layers, shapes, size) if known is None else known
+        starts = self._decide(captured, layers, shapes, batch) if known is None else known
         staged = stage_model(captured, layers, starts, self._optimizer)
         if staged.ungraded:
             warnings.warn(
@@ -191,13 +199,27 @@ class PipelinedStep:
             )
         return _Model(captured, staged)
 
-    def _decide(self, layers: Layers, shapes: Mapping[str, Sequence[Shape]], size: int) -> list[int]:
+    def _decide(
+        self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
+    ) -> list[int]:
         """Make the plan, or check the one given; the layers that start a stage."""
+        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         self.layer_names = tuple(layer.name for layer in layers.layers)
         costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
         if self._plan is None:
-            devices = list_devices(self._wanted_devices)
-            self._plan = plan_request(self._request, layers, costs, size, len(devices))
+            devices = len(list_devices(self._wanted_devices))
+            if self._request.automatic:
+                self._plan = plan_automatically(
+                    self._loss_fn,
+                    batch,
+                    self._request,
+                    self._optimizer,
+                    devices=devices,
+                    cluster=self._cluster,
+                    replicable=not captured.stateful,
+                )
+            else:
+                self._plan = plan_request(self._request, layers, costs, size, devices)
         plan = self._plan
         if plan.stages[-1].last_layer != len(layers.layers) - 1:
             raise PlanError(

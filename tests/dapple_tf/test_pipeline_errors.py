@@ -24,6 +24,7 @@ from dapple_tf.errors import (
     StepError,
     UsageError,
 )
+from profiler.presets import config
 from tests.dapple_tf.builders import X, chain, layers_of, make_plan, step_of
 
 Loss = Callable[..., tf.Tensor]
@@ -72,7 +73,13 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"schedule": "dapple-a:D=0"}, ScheduleError, "D=0: a stage must hold at least one micro-batch"),
         ({"schedule": "gpipe:D=1"}, ScheduleError, "gpipe holds all M=2 micro-batches, but D=1: use dapple-a"),
         ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
-        ({"cluster": "cluster.yaml"}, PlanError, "plans for a cluster are not there yet: leave cluster None"),
+        ({"cluster": "cluster.yaml"}, PlanError, r"cluster is a str: read a file with dapple.Cluster.load\(path\)"),
+        ({"cluster": config("a", 2)}, PlanError, 'a cluster is for planning: leave it out, or give stages="auto"'),
+        (
+            {"cluster": config("a", 9), "stages": "auto"},
+            PlanError,
+            "the cluster has 9 devices, but here are 8: make as many or use fewer",
+        ),
         ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
         (
             {"plan": "plan.json"},
@@ -88,7 +95,7 @@ def test_what_cannot_be_done(loss: Loss, options: dict[str, Any], error: type[Ex
 
 def test_errors_are_value_or_runtime_errors() -> None:
     kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
-    assert len(kinds) == 12
+    assert len(kinds) == 14
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -71,16 +70,6 @@ def test_too_few_cuts_that_can_be_split() -> None:
         PlanError, match=r"3 stages of differing replicas \[2, 1, 1\] .* but only 1 cuts cross nothing but"
     ):
         plan(layers, stages=3, replicas=[2, 1, 1])
-
-
-def test_auto_takes_a_stage_for_each_core_that_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert len(plan().stages) == 3
-    assert len(plan(devices=2).stages) == 2
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert len(plan().stages) == 4, "no more stages than layers"
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert len(plan().stages) == 1
 
 
 def test_auto_with_replicas_takes_as_many_stages() -> None:

@@ -1,0 +1,90 @@
+"""``stages="auto"``: a plan from a profile taken now, and the cluster at hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.runtime.automatic import count_slots, usable_devices
+from profiler.presets import config
+from tests.equality.small_models import chain, data, sgd, values, weights
+
+
+@pytest.fixture(autouse=True)
+def busy_machines_are_no_failure() -> Iterator[None]:
+    """The tiny models here measure badly, which is not what these tests are about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the layers of", DappleWarning)
+        yield
+
+
+def test_it_trains_as_one_device_does() -> None:
+    matrices, batch = weights(4), data(16)
+    with tf.GradientTape() as tape:
+        loss = chain(matrices)(*batch)
+    rate = float(np.float32(0.1))  # as Keras keeps it
+    wanted = [
+        matrix - rate * gradient for matrix, gradient in zip(matrices, tape.gradient(loss, matrices), strict=True)
+    ]
+    step = dapple.pipeline(chain(matrices), optimizer=sgd(), micro_batches=4)
+    np.testing.assert_allclose(step(*batch), loss, rtol=1e-12)
+    np.testing.assert_allclose(values(matrices), wanted, rtol=1e-12)
+    assert step.plan.planner == "best"
+    assert (step.plan.global_batch_size, step.plan.micro_batches) == (16, 4)
+    assert step.plan.predicted is not None
+    assert step.plan.predicted["step_seconds"] > 0
+
+
+def test_a_batch_that_the_micro_batches_do_not_divide() -> None:
+    matrices, batch = weights(3), data(11)
+    loss = chain(matrices)(*batch)
+    step = dapple.pipeline(chain(matrices), optimizer=sgd(), micro_batches=4)
+    np.testing.assert_allclose(step(*batch), loss, rtol=1e-12)
+    assert (step.plan.global_batch_size, step.plan.micro_batches) == (11, 4)
+
+
+def test_what_draws_random_numbers_is_not_replicated() -> None:
+    matrices, batch = weights(4), data(16)
+
+    def dropped(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return chain(matrices)(tf.nn.dropout(x, 0.5), y)
+
+    step = dapple.pipeline(dropped, optimizer=sgd(), micro_batches=2, example_batch=batch, cluster=config("a", 4))
+    assert set(step.plan.replicas) == {1}
+
+
+def test_a_cluster_of_one_device_gives_one_stage() -> None:
+    step = dapple.pipeline(
+        chain(weights(3)), optimizer=sgd(), micro_batches=2, example_batch=data(8), cluster=config("a", 1)
+    )
+    assert [stage.devices for stage in step.plan.stages] == [(0,)]
+
+
+def test_a_model_too_large_for_the_cluster() -> None:
+    small = replace(config("a", 2), device_memory=100.0)
+    with pytest.raises(PlanError, match=r"does not fit 2 devices of 100 B: .* needs .* and lacks"):
+        dapple.pipeline(chain(weights(3)), optimizer=sgd(), micro_batches=2, example_batch=data(8), cluster=small)
+
+
+def test_usable_devices_are_no_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    assert [usable_devices(n) for n in (1, 3, 8)] == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [(keras.optimizers.Adam, 2), (keras.optimizers.SGD, 0), (lambda: keras.optimizers.SGD(0.1, momentum=0.9), 1)],
+)
+def test_slots_are_counted(make: type[keras.optimizers.Optimizer], slots: int) -> None:
+    optimizer = make()
+    assert count_slots(optimizer) == 2, "before it is built nobody knows"
+    optimizer.build(weights(3))
+    assert count_slots(optimizer) == slots
