@@ -54,11 +54,11 @@ def profile(
 
     ``batch`` is the tuple of the loss's arguments; the profile is for its size. ``batch_sizes``: further sizes to
     take times at (rows of the batch are taken, again from the first where it is too short). ``repeats``: rounds, of
-    which the median counts; fewer where they would take more than 8 seconds. Rounds in which something else took the
-    processor are taken again. ``model`` names the profile.
+    which the median counts; fewer where they would take more than 8 seconds. ``model`` names the profile.
     All variables have their values back afterwards, and live where they did.
 
-    On CPUs the process is held to the cores that one device has to itself. Warns (DappleWarning) where the sum over
+    On CPUs the process is held to the cores that one device has to itself, and what other processes took of them is
+    taken off. Warns (DappleWarning) where the sum over
     layers is more than 10% from the whole model's time (see ``disagreement``). Raises ProfileError for sizes or
     repeats below 1, BatchError for a batch of no size, StepError for a model that fails on
     the batch, and what ``dapple.pipeline`` raises for the loss.
@@ -78,23 +78,29 @@ def profile(
             plain = PlainModel(loss_fn, arguments, device)
             empty = empty_calls(device)
             tell("tracing", 1)
-            with _one_device():
-                first, calls = measure_in_turn([plain.forward, empty], min(3, repeats), 1.0)
+            with _one_device() as full:
+                first, calls = measure_in_turn([plain.forward, empty], min(3, repeats), 1.0, full_share=full)
             most = _median(first) / (_CALLS_IN_A_RUN * max(_median(calls), _CLOCK_SECONDS))
             runs = LayerRuns.build(facts, max(1, min(_MOST_RUNS, int(most))), device, home)
             tell("building", 1)
             measured = runs.probe(rows)
             measured()
             tell("measuring", 1)
-            with _one_device():
+            with _one_device() as full:
+                measure = functools.partial(
+                    measure_in_turn,
+                    repeats=repeats,
+                    budget_seconds=_BUDGET_SECONDS,
+                    after_round=lambda: tell("measuring", 1),
+                    full_share=full,
+                )
                 probes = [measured, plain.forward, plain.both, empty]
-                after = functools.partial(tell, "measuring", 1)
-                stages, forward, both, calls = measure_in_turn(probes, repeats, _BUDGET_SECONDS, after)
+                stages, forward, both, calls = measure(probes)
                 call = _median(calls)
                 timings = []
                 for n in more:
                     probe = runs.probe([_take(tensor, n) for tensor in rows])
-                    (found,) = measure_in_turn([probe], repeats, _BUDGET_SECONDS, after)
+                    (found,) = measure([probe])
                     timings.append(Timing(n, *(tuple(map(float, part)) for part in runs.share(found, call))))
     whole = WholeModel(_median(forward), max(0.0, _median(both) - _median(forward)))
     result = make_profile(
@@ -168,13 +174,14 @@ def _cores(devices: int) -> int:
 
 
 @contextlib.contextmanager
-def _one_device() -> Iterator[None]:
-    """While open, the process has what one device of a pipeline has."""
+def _one_device() -> Iterator[float | None]:
+    """While open, the process has what one device of a pipeline has; the ``full_share`` of ``measure_in_turn``."""
     if tf.config.list_logical_devices("GPU"):
-        yield
+        yield 0.0  # the processor only waits for it
         return
-    with hold_to_cores(_cores(len(list_devices()))):
-        yield
+    count = _cores(len(list_devices()))
+    with hold_to_cores(count):
+        yield 1.0 if count == 1 else None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +15,53 @@ LEAST_ROUNDS = 3
 """Rounds that are taken however long they last: fewer have no median that noise cannot move."""
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Seconds now, by the wall and of this process's work; to be replaced in tests."""
+
+    wall: Callable[[], float] = time.perf_counter
+    work: Callable[[], float] = time.process_time
+
+
 def measure_in_turn(
     probes: Sequence[Callable[[], Floats]],
     repeats: int,
     budget_seconds: float,
     after_round: Callable[[], None] = lambda: None,
+    *,
+    full_share: float | None = None,
+    clock: Clock = Clock(),
 ) -> tuple[Floats, ...]:
-    """Run all probes once a round, so that all see the same noise: the figures of each, [rounds, figures].
+    """Run all probes once a round, so that all see the same noise: the seconds that each gives, [rounds, figures].
 
-    A first round warms up and is dropped. Then there are ``repeats`` rounds, or as many as the seconds of
-    the budget allow, but at least ``LEAST_ROUNDS`` (or ``repeats``, where that is fewer).
+    A first round warms up and is dropped. There are ``repeats`` rounds, or as many as the seconds of the budget allow,
+    but at least ``LEAST_ROUNDS`` (or ``repeats``, where that is fewer). What others took of the processor is taken
+    off: where this process worked only a part of the time that it works undisturbed, its seconds are shortened by as
+    much. ``full_share``: that undisturbed share (seconds of work a second: 1 on one core; 0 takes nothing off),
+    or None, for that of each probe's best round.
     """
     for probe in probes:
         probe()
-    begin = time.perf_counter()
+    begin = clock.wall()
     rounds: list[list[Floats]] = []
-    while len(rounds) < repeats:
-        if len(rounds) >= LEAST_ROUNDS and time.perf_counter() - begin > budget_seconds:
-            break
-        rounds.append([probe() for probe in probes])
+    shares: list[list[float]] = []
+    while len(rounds) < repeats and (len(rounds) < LEAST_ROUNDS or clock.wall() - begin <= budget_seconds):
+        timed = [_with_share(probe, clock) for probe in probes]
+        rounds.append([seconds for seconds, _ in timed])
+        shares.append([share for _, share in timed])
         after_round()
-    return tuple(np.array([one[i] for one in rounds], dtype=np.float64) for i in range(len(probes)))
+    own = np.array(shares)
+    scale = np.minimum(own / np.maximum(own.max(axis=0) if full_share is None else full_share, 1e-9), 1.0)
+    return tuple(
+        np.array([one[i] for one in rounds], dtype=np.float64) * scale[:, i : i + 1] for i in range(len(probes))
+    )
+
+
+def _with_share(probe: Callable[[], Floats], clock: Clock) -> tuple[Floats, float]:
+    """What a probe gives, and the seconds that this process worked meanwhile, a second."""
+    wall, work = clock.wall(), clock.work()
+    seconds = probe()
+    return seconds, (clock.work() - work) / max(clock.wall() - wall, 1e-9)
 
 
 def relative_spread(rounds: Floats) -> float:

@@ -124,11 +124,7 @@ class Profile:
 
         A layer's output counts once at every cut between it and its last reader.
         """
-        crossing = np.zeros(len(self.layers) - 1)
-        last = dict(sorted(self.links))  # of equal sources the later wins: the last reader
-        for source, reader in last.items():
-            crossing[source:reader] += self.layers[source].activation_bytes
-        return crossing
+        return self._crossing
 
     def positions(self) -> tuple[int, ...]:
         """The layers, but for the first, at which a stage may start."""
@@ -147,6 +143,15 @@ class Profile:
         """Read a profile; ProfileError names the file and the field that is wrong."""
         with locating(path, ProfileError):
             return _from_json(read_json(path, ProfileError))
+
+    @cached_property
+    def _crossing(self) -> Floats:
+        crossing = np.zeros(len(self.layers) - 1)
+        last = dict(sorted(self.links))  # of equal sources the later wins: the last reader
+        for source, reader in last.items():
+            crossing[source:reader] += self.layers[source].activation_bytes
+        crossing.flags.writeable = False  # callers share it
+        return crossing
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:

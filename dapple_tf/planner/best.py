@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.pricing import price_found
 from dapple_tf.planner.problem import Space, Tables
@@ -18,9 +16,9 @@ from dapple_tf.planner.task import Candidate, Decision, Task
 
 # How much work a search may do: labels x what may follow them, and simulated events.
 _TRANSITIONS = 30_000_000
-_EVENTS = 4_000_000
+_EVENTS = 2_000_000
 _RESULTS = 2048
-_REFINED, _TRIES = 3, 80
+_REFINED, _TRIES = 3, 60
 _TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
 
 
@@ -36,7 +34,7 @@ def plan_best(task: Task) -> Decision | None:
     if not whole:
         candidates += fitted_candidates(task)
     sizes = likely_sizes(task, candidates)
-    unseen = math.inf if whole and sizes == task.micro_batch_sizes else 0.0
+    unseen = math.inf if whole and len(sizes) == len(task.micro_batch_sizes) else 0.0
     for size in sizes:
         for space in task.spaces:
             tables = task.tables(space, size)
@@ -51,6 +49,7 @@ def plan_best(task: Task) -> Decision | None:
     if not whole:
         candidates += [c for found in _fastest(candidates) for c in refit(task, found)]
     if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
+        candidates += [c for found in _fastest(candidates) for c in task.price_all(found.stages, found.origin)]
         tries = _TRIES if whole else _TRIES_OF_A_PART // task.cluster.devices
         candidates += [refine(task, candidate, tries) for candidate in _fastest(candidates)]
     return decide(candidates, unseen)
@@ -73,22 +72,13 @@ def _price(
     task: Task, space: Space, tables: Tables, size: int, found: Result, ceiling: float, origin: str
 ) -> tuple[list[Candidate], float]:
     """The best of the plans found, if it is below the ceiling, and the least bound of those not looked at."""
-    if not found.plans:
-        return [], found.exhaustive_below
-    longest = max(len(plan.starts) for plan in found.plans)
-    starts = np.zeros((len(found.plans), longest), np.int64)
-    places = np.zeros_like(starts)
-    for i, plan in enumerate(found.plans):
-        starts[i, : len(plan.starts)], places[i, : len(plan.starts)] = plan.starts, plan.placements
-    bounds = np.array([plan.score for plan in found.plans])
-    counts = np.array([len(plan.starts) for plan in found.plans], np.int64)
-    priced = price_found(tables, bounds, starts, places, counts, ceiling, task.schedule, _EVENTS)
+    bounds = found.scores
+    priced = price_found(tables, bounds, found.starts, found.placements, found.stages, ceiling, task.schedule, _EVENTS)
     unseen = min(found.exhaustive_below, bounds[priced.looked_at] if priced.looked_at < len(bounds) else math.inf)
     if priced.place < 0:
         return [], unseen
-    plan = found.plans[priced.place]
-    chosen = Candidate(task.stages(space, plan), size, priced.price.schedule, priced.price.seconds, origin)
-    return [chosen], unseen
+    stages = task.stages(space, found.plan(priced.place))
+    return [Candidate(stages, size, priced.price.schedule, priced.price.seconds, origin)], unseen
 
 
 def decide(candidates: Iterable[Candidate], unseen: float) -> Decision | None:

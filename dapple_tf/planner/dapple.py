@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from dapple_tf.planner.search import Found, search_by_formula
+import numpy as np
+
+from dapple_tf.planner.latency import pipeline_latency
+from dapple_tf.planner.search import search_by_formula
 from dapple_tf.planner.simple import data_parallel, even_candidates
 from dapple_tf.planner.sizes import likely_sizes
 from dapple_tf.planner.task import Candidate, Decision, Task
+from dapple_tf.simulator.costs import stage_costs
 
 _TRANSITIONS = 3_000_000
+_KNOWN = 3
 
 
 def plan_dapple(task: Task) -> Decision | None:
@@ -18,16 +24,42 @@ def plan_dapple(task: Task) -> Decision | None:
     DP and straight plans are among those searched. A label whose stage cannot hold one micro-batch is dropped, so
     every plan fits. The schedule is the faster policy in the simulator.
     """
-    best: Found | None = None
-    chosen: Candidate | None = None
-    for size in likely_sizes(task, even_candidates(task)):
+    known = [*task.price_all(data_parallel(task), "DP"), *even_candidates(task)]
+    sizes = likely_sizes(task, known)
+    chosen = _search(task, sizes, _least_latency(task, known)) or _search(task, sizes, math.inf)
+    if chosen is None:
+        return None
+    candidate, latency = chosen
+    return Decision(candidate, tuple(c for c in known if c.origin == "DP"), latency=latency)
+
+
+def _search(task: Task, sizes: Iterable[int], ceiling: float) -> tuple[Candidate, float] | None:
+    """The plan with the least latency below ``ceiling``, and its latency."""
+    best: tuple[Candidate, float] | None = None
+    for size in sizes:
         for space in task.spaces:
             width = max(1, min(512, _TRANSITIONS // space.transitions))
-            ceiling = math.inf if best is None else best.score
             for found in search_by_formula(task.tables(space, size), ceiling=ceiling, width=width, results=1).plans:
                 candidate = task.price(task.stages(space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
-                    best, chosen = found, candidate
-    if best is None or chosen is None:
-        return None
-    return Decision(chosen, tuple(task.price_all(data_parallel(task), "DP")), latency=best.score)
+                    best, ceiling = (candidate, found.score), found.score
+    return best
+
+
+def _least_latency(task: Task, candidates: Iterable[Candidate]) -> float:
+    """The least latency, by formula 2, of the fastest few ``candidates`` that use all devices, and a bit more."""
+    total = task.cluster.devices
+    everywhere = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
+    fastest = sorted(everywhere, key=lambda c: c.seconds)[:_KNOWN]
+    return min((_latency(task, candidate) for candidate in fastest), default=math.inf) * (1 + 1e-9)
+
+
+def _latency(task: Task, candidate: Candidate) -> float:
+    plan = task.plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, "dapple")
+    costs = stage_costs(plan, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+    rows = [(c.forward_seconds, c.backward_seconds, c.exposed_seconds) for c in costs]
+    sends = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]
+    for place, send in enumerate(sends):
+        rows.insert(2 * place + 1, send)
+    forward, backward, allreduce = np.array(rows).T.copy()
+    return pipeline_latency(forward, backward, allreduce, plan.micro_batches)

@@ -65,12 +65,11 @@ def _name(candidate: Candidate, plan: Plan) -> str:
 def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
     """By how much the other is slower, and the part of the step where it loses most."""
     ours, theirs = _parts(*planned), _parts(*other)
-    seconds = other[1].step_seconds
-    slower = seconds / planned[1].step_seconds - 1
-    if slower < 1e-6:
+    seconds, least = other[1].step_seconds, planned[1].step_seconds
+    if seconds - least <= least * 1e-6:
         return f"{_ms(seconds)}, as fast, with more memory, stages or devices"
     part = max(theirs, key=lambda name: theirs[name] - ours[name])
-    return f"{_ms(seconds)}, {slower:.1%} slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
+    return f"{_ms(seconds)}, {seconds / least - 1:.1%} slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
 
 
 def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:

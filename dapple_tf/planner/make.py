@@ -95,13 +95,24 @@ def decide(task: Task, planner: str, **options: Any) -> Decision:
         if name not in known:
             raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
     decision = function(task, **options)
-    if decision is None and planner not in ("best", "dapple") and plan_best(task) is not None:
-        raise PlanError(
-            f"nothing that planner {planner!r} may choose fits the devices' memory: planner 'best' finds a plan"
-        )
     if decision is None:
-        raise PlanError(describe_shortage(task))
+        raise PlanError(_explain_none(task, planner))
     return decision
+
+
+def _explain_none(task: Task, planner: str) -> str:
+    """Why ``planner`` found nothing, and what would help."""
+    if planner != "best" and plan_best(task) is not None:
+        return (
+            f"nothing that planner {planner!r} may choose fits the devices' memory, with a sample for each replica: "
+            "planner 'best' finds a plan"
+        )
+    if task.schedule != "auto":  # which holds more micro-batches than one
+        others = {"schedule 'auto'": replace(task, schedule="auto"), "recompute": replace(task, recompute=True)}
+        remedies = [name for name, other in others.items() if plan_best(other) is not None]
+        if remedies:
+            return f"no plan fits the devices' memory under schedule {task.schedule!r}: use {' or '.join(remedies)}"
+    return describe_shortage(task)
 
 
 def predicted(task: Task, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:

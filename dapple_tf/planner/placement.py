@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from profiler.cluster import Cluster
 
@@ -56,7 +57,7 @@ class Placement:
     after: Used
     left: int
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """r: how many devices it is."""
         return sum(self.after) - sum(self.before)

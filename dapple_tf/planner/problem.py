@@ -85,7 +85,17 @@ class Space:
         )
         return first, following, latency, rate
 
-    @property
+    @cached_property
+    def replicas(self) -> Integers:
+        """Of each placement."""
+        return np.array([item.replicas for item in self.placements.items], np.int64)
+
+    @cached_property
+    def left(self) -> Integers:
+        """Devices unused after each placement."""
+        return np.array([item.left for item in self.placements.items], np.int64)
+
+    @cached_property
     def transitions(self) -> int:
         """About how much one search has to do: pairs of blocks x pairs of placements."""
         return len(self.chain.parameter_bytes) ** 2 * sum(len(follow) for follow in self.placements.follow)
@@ -144,13 +154,12 @@ def tables(
     overlap: bool,
 ) -> Tables:
     """The tables of ``space`` for micro-batches of this size."""
-    chain, items = space.chain, space.placements.items
-    counts = np.array(sorted({item.replicas for item in items}), np.int64)
+    chain, replicas = space.chain, space.replicas
+    counts = np.unique(replicas)
     seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
     forward = np.array([f for f, _ in seconds])
     backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
     scale = micro_batch_size / chain.batch_size
-    replicas = np.array([item.replicas for item in items], np.int64)
     row = np.searchsorted(counts, replicas)
     first, following, latency, rate = space.pairs
     least = (counts[:, None] * (forward + backward)).min(axis=0)
@@ -178,7 +187,7 @@ def tables(
         ring=space.rings,
         exposed=exposed,
         exposed_class=exposed_class,
-        left=np.array([item.left for item in items], np.int64),
+        left=space.left,
         first=first,
         following=following,
         latency=latency,

@@ -26,12 +26,32 @@ class Found:
     placements: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
-    """Plans found, best first; every plan that scores below ``exhaustive_below`` (and the ceiling) is among them."""
+    """Plans found, best first; every plan that scores below ``exhaustive_below`` (and the ceiling) is among them.
 
-    plans: tuple[Found, ...]
+    One row a plan: score, number of stages, and of each stage the first block and the placement (0 after the last).
+    """
+
+    scores: Floats
+    stages: Integers
+    starts: Integers
+    placements: Integers
     exhaustive_below: float
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def plan(self, row: int) -> Found:
+        """The plan of one row."""
+        s = int(self.stages[row])
+        starts, placements = self.starts[row, :s].tolist(), self.placements[row, :s].tolist()
+        return Found(float(self.scores[row]), tuple(starts), tuple(placements))
+
+    @property
+    def plans(self) -> tuple[Found, ...]:
+        """All of them."""
+        return tuple(self.plan(row) for row in range(len(self)))
 
 
 def search_by_formula(tables: Tables, *, ceiling: float = np.inf, width: int, results: int = 16) -> Result:
@@ -51,12 +71,9 @@ def search_by_bound(
 
 
 def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Result:
-    scores, counts, starts, placements, dropped = found
-    plans = [
-        Found(float(score), tuple(map(int, starts[i, :s])), tuple(map(int, placements[i, :s])))
-        for i, (score, s) in enumerate(zip(scores, counts, strict=True))
-    ]
-    return Result(tuple(sorted(plans, key=lambda plan: (plan.score, len(plan.starts), plan.starts))), dropped)
+    scores, stages, starts, placements, dropped = found
+    order = np.lexsort((*starts.T[::-1], stages, scores))
+    return Result(scores[order], stages[order], starts[order], placements[order], dropped)
 
 
 @compiled
@@ -102,7 +119,7 @@ def _search(
                     if by_formula and j:
                         hold = max((m - 1) * 2 * send, tail[label] - 2 * send)
                         if (m - 1) * 2 * send >= tail[label]:
-                            known = max(known, before + (m - 1) * 2 * send)
+                            known = max(known, (before + (m - 1) * 2 * send) * (1 - 1e-12))
                     work = 0.0
                     for end in range(j + 1, n + 1):
                         work = max(work, t.working[end - 1])
@@ -125,21 +142,28 @@ def _search(
                         share = t.rest[end] / t.left[q] if end < n else 0.0  # some later stage has as much to do
                         if by_formula:
                             after, late = before + f + b, max(steady, hold - f - b)
-                            low = known
-                            if steady >= hold:
-                                low = max(low, after + steady)
+                            low = after + steady if steady >= hold else 0.0
                             if (m - 1) * share >= late:
                                 low = max(low, after + (m - 1) * share)
+                            if m == 1:  # nothing takes over from the last stage as pivot, so all stages count
+                                low = max(low, after + share)
                         else:
                             after, late = before + f, b + max(ring, behind)
-                            low = max(known, after + steady + late)
+                            low = after + steady + late
                             if j:  # channels: the last transfer forward, the first transfer back
                                 low = max(low, front[label] + m * send + f + late)
                                 low = max(low, after + b + m * send + tail[label])
                             low = max(low, after + m * share + late)
-                        low *= 1 - 1e-12  # sums in another order than what they bound
+                        low = max(known, low * (1 - 1e-12))  # sums in another order than what they bound
                         if low >= limit:
                             continue
+                        new = -1
+                        if end < n:
+                            bucket = (end - 1) * places + q
+                            new = _find_room(rank, filled, bucket, width)
+                            if filled[bucket] == width and rank[new] <= low:
+                                dropped = min(dropped, low)
+                                continue
                         value = low
                         if by_formula:
                             value = _formula(t, stage, parent, label, path, f, b, ring, send, end, q, rest_pair[q])
@@ -151,24 +175,31 @@ def _search(
                                     limit = min(limit, -heap[0][0])
                                     dropped = min(dropped, limit)  # from now on nothing above is kept
                             continue
-                        bucket = (end - 1) * places + q
                         if filled[bucket] < width:
-                            new = bucket * width + filled[bucket]
                             filled[bucket] += 1
+                        elif rank[new] <= value:
+                            dropped = min(dropped, low)
+                            continue
                         else:
-                            new = bucket * width
-                            for other in range(bucket * width, (bucket + 1) * width):
-                                if rank[other] > rank[new]:
-                                    new = other
-                            if rank[new] <= value:
-                                dropped = min(dropped, low)
-                                continue
                             dropped = min(dropped, bound[new])
                         front[new], tail[new], bound[new], rank[new] = after, late, low, value
                         parent[new], begin[new], depth[new] = label, j, stages
                         if by_formula:
                             stage[new, 0], stage[new, 1], stage[new, 2], stage[new, 3] = f, b, ring, send
     return _unwind(heap, parent, begin, places, width, dropped)
+
+
+@compiled
+def _find_room(rank: Floats, filled: Integers, bucket: int, width: int) -> int:
+    """The place of a new label: the first free one of its bucket, or that of the label of the worst rank."""
+    first, count = bucket * width, filled[bucket]
+    if count < width:
+        return int(first + count)
+    worst = first
+    for other in range(first + 1, first + width):
+        if rank[other] > rank[worst]:
+            worst = other
+    return int(worst)
 
 
 @compiled

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 
 from dapple_tf.planner.even import even_starts
-from dapple_tf.planner.task import Task
+from dapple_tf.planner.task import Task, micro_batch_sizes
+from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.timeline.chart import scale_bytes
 
 
@@ -23,23 +24,22 @@ def describe_shortage(task: Task) -> str:
     remedies = _remedies(task, size)
     if remedies:
         return f"{text}. It would fit with {', or with '.join(remedies)}"
-    return f"{text}. No number of such devices would do, not even with recompute: cut the model finer"
+    return f"{text}. No number of such devices would do, nor smaller micro-batches: cut the model finer"
 
 
 def _remedies(task: Task, size: int) -> list[str]:
-    memory, found = task.cluster.device_memory, []
-    blocks = len(task.chain.parameter_bytes)
-    if not task.recompute and _tightest(replace(task, recompute=True), size, task.cluster.devices)[0] <= memory:
-        found.append("recompute")
-    if size > 1 and _tightest(task, 1, task.cluster.devices)[0] <= memory:
-        fits = max(b for b in range(1, size) if _tightest(task, b, task.cluster.devices)[0] <= memory)
-        found.append(f"micro-batches of {fits} samples")
-    for recompute in (False, True):
-        other = replace(task, recompute=recompute)
-        counts = [n for n in range(task.cluster.devices + 1, blocks + 1) if _tightest(other, size, n)[0] <= memory]
-        if counts:
-            found.append(f"{counts[0]} devices" + (" and recompute" if recompute and not task.recompute else ""))
-            break
+    """What would do, each of itself, or else both together; with one micro-batch in flight recompute saves nothing."""
+    memory, devices = usable_bytes(task.cluster.device_memory), task.cluster.devices
+    smaller = [divisor for divisor in micro_batch_sizes(task.global_batch_size, None) if divisor < size][::-1]
+    more = range(devices + 1, len(task.chain.parameter_bytes) + 1)
+    less = next((b for b in smaller if _tightest(task, b, devices)[0] <= memory), None)
+    count = next((n for n in more if _tightest(task, size, n)[0] <= memory), None)
+    found = [] if less is None else [f"micro-batches of {less} samples"]
+    if count is not None:
+        found.append(f"{count} devices")
+    if not found:
+        both = ((b, n) for b in smaller for n in more if _tightest(task, b, n)[0] <= memory)
+        found = [f"micro-batches of {b} samples and {n} devices" for b, n in itertools.islice(both, 1)]
     return found
 
 

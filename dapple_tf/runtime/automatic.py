@@ -14,7 +14,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.fit import fit_cuts
 from dapple_tf.planner.make import decide, make_task, predicted
 from dapple_tf.planner.plan import Plan
-from dapple_tf.planner.requested import Request
+from dapple_tf.planner.requested import Request, check_batch
 from dapple_tf.planner.task import Decision, Task
 from dapple_tf.profiling import profile
 from profiler.cluster import Cluster
@@ -37,7 +37,8 @@ def plan_automatically(
     device each. Raises PlanError where the cluster has more devices than there are, or nothing fits.
     """
     size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-    micro_batches = max(1, min(request.micro_batches, size))
+    micro_batches = request.micro_batches
+    check_batch(size, micro_batches, (1,))
     samples = size // micro_batches
     where = cluster or Cluster.detect(usable_devices(devices))
     if where.devices > devices:

@@ -9,31 +9,74 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.measure import LEAST_ROUNDS, choose_starts, measure_in_turn, relative_spread, share_out
+from profiler.measure import LEAST_ROUNDS, Clock, choose_starts, measure_in_turn, relative_spread, share_out
+
+
+class Machine:
+    """A clock by which a probe takes one second, of which this process works the given shares in turn."""
+
+    def __init__(self, *shares: float) -> None:
+        self.shares = itertools.cycle(shares)
+        self.wall = self.work = 0.0
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.wall, lambda: self.work)
+
+    def probe(self, *figures: float) -> np.ndarray:
+        self.wall += 1
+        self.work += next(self.shares)
+        return np.array(figures or [self.wall])
 
 
 def test_probes_run_in_turn_and_the_first_round_is_dropped() -> None:
-    numbers = itertools.count()
-    calls: list[str] = []
-
-    def probe(name: str, figures: int) -> np.ndarray:
-        calls.append(name)
-        return np.full(figures, float(next(numbers)))
-
-    ended: list[int] = []
+    machine, ended = Machine(1.0), []
     first, second = measure_in_turn(
-        [lambda: probe("a", 1), lambda: probe("b", 2)], 3, 60.0, lambda: ended.append(len(calls))
+        [machine.probe, lambda: machine.probe(5, machine.wall)],
+        3,
+        60.0,
+        lambda: ended.append(machine.wall),
+        clock=machine.clock,
     )
-    assert calls == ["a", "b"] * 4
-    assert first.tolist() == [[2.0], [4.0], [6.0]]
-    assert second.tolist() == [[3.0, 3.0], [5.0, 5.0], [7.0, 7.0]]
+    assert first.tolist() == [[3.0], [5.0], [7.0]]
+    assert second.tolist() == [[5.0, 3.0], [5.0, 5.0], [5.0, 7.0]]
     assert ended == [4, 6, 8]
 
 
-@pytest.mark.parametrize(("repeats", "rounds"), [(1, 1), (2, 2), (50, LEAST_ROUNDS)])
-def test_no_budget_still_buys_the_least_rounds(repeats: int, rounds: int) -> None:
-    (found,) = measure_in_turn([lambda: np.zeros(1)], repeats, 0.0)
+@pytest.mark.parametrize(
+    ("repeats", "budget", "rounds"), [(4, 60, 4), (50, 4.5, 5), (50, 0, LEAST_ROUNDS), (2, 0, 2), (1, 60, 1)]
+)
+def test_rounds_end_with_the_repeats_or_the_budget(repeats: int, budget: float, rounds: int) -> None:
+    machine = Machine(1.0)
+    (found,) = measure_in_turn([machine.probe], repeats, budget, clock=machine.clock)
     assert found.shape == (rounds, 1)
+
+
+@pytest.mark.parametrize(
+    ("full_share", "expected"),
+    [
+        (1.0, [[8.0, 4.0], [4.0, 2.0], [2.0, 1.0]]),  # of ten seconds it worked 0.8, 0.4, 0.2
+        (None, [[10.0, 5.0], [5.0, 2.5], [2.5, 1.25]]),  # half and a quarter of the best
+        (0.4, [[10.0, 5.0], [10.0, 5.0], [5.0, 2.5]]),  # never longer than measured
+        (0.0, [[10.0, 5.0], [10.0, 5.0], [10.0, 5.0]]),
+    ],
+)
+def test_what_others_took_of_the_processor_is_taken_off(full_share: float | None, expected: list[list[float]]) -> None:
+    machine = Machine(0.1, 0.8, 0.4, 0.2)  # the first while warming up
+    (found,) = measure_in_turn([lambda: machine.probe(10, 5)], 3, 60.0, full_share=full_share, clock=machine.clock)
+    np.testing.assert_allclose(found, expected)
+
+
+def test_each_probe_has_its_own_best() -> None:
+    machine = Machine(1.0, 0.5)
+    first, second = measure_in_turn([machine.probe, machine.probe], 3, 60.0, clock=machine.clock)
+    assert first[:, 0] == pytest.approx([3, 5, 7])
+    assert second[:, 0] == pytest.approx([4, 6, 8])
+
+
+def test_a_clock_that_stands_still_measures_nothing() -> None:
+    (found,) = measure_in_turn([lambda: np.ones(1)], 3, 60.0, clock=Clock(lambda: 0.0, lambda: 0.0))
+    assert found.tolist() == [[0.0]] * 3
 
 
 def test_the_spread_is_that_of_the_sums() -> None:

@@ -1,0 +1,88 @@
+"""Profiles of models that never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import BatchError, ProfileError
+from profiler.peaks import Peak
+
+SLOW = Peak("slow", 10.0, float("inf"), 0.0, 0.5)
+"""Ten FLOP a second at best, five in practice."""
+
+
+def dense() -> Any:
+    a, b = tf.Variable(tf.ones((3, 5))), tf.Variable(tf.ones((5, 2)))
+    return lambda x: tf.reduce_mean(tf.tanh(x @ a) @ b)
+
+
+def test_seconds_are_flops_over_what_is_attained() -> None:
+    found = dapple.analytic_profile(dense(), (tf.TensorSpec((4, 3), tf.float32),), SLOW, model="net")
+    assert (found.model, found.batch_size, found.device) == ("net", 4, "slow (analytic)")
+    first, second = 2 * 4 * 3 * 5, 2 * 4 * 5 * 2
+    assert [layer.forward_seconds for layer in found.layers] == [first / 5, 0, second / 5, 0]
+    assert [layer.backward_seconds for layer in found.layers] == [first / 5, 0, 2 * second / 5, 0]
+    assert [layer.activation_bytes for layer in found.layers] == [80, 80, 32, 0]
+    assert [layer.parameter_bytes for layer in found.layers] == [60, 0, 40, 0]
+    assert (found.whole, found.error, found.timings) == (None, None, ())
+
+
+def test_arrays_and_specs_give_the_same_profile() -> None:
+    loss = dense()
+    specs, arrays = tf.TensorSpec((4, 3), tf.float32), np.ones((4, 3), np.float32)
+    assert dapple.analytic_profile(loss, (specs,)) == dapple.analytic_profile(loss, arrays)
+
+
+def test_nothing_runs() -> None:
+    a, counter = tf.Variable(tf.ones((3, 1))), tf.Variable(0, trainable=False)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        counter.assign_add(1)
+        with tf.control_dependencies([tf.debugging.Assert(tf.shape(x)[0] < 0, ["this ran"])]):
+            return tf.reduce_mean(x @ a)
+
+    # An array of this many rows is not even made.
+    found = dapple.analytic_profile(loss, (tf.TensorSpec((10**9, 3), tf.float32),), "H100")
+    assert int(counter) == 0
+    assert sum(layer.stash_bytes for layer in found.layers) == 12 * 10**9
+
+
+def test_faster_devices_take_less() -> None:
+    loss, spec = dense(), tf.TensorSpec((512, 3), tf.float32)
+    totals = [
+        sum(
+            layer.forward_seconds + layer.backward_seconds for layer in dapple.analytic_profile(loss, spec, name).layers
+        )
+        for name in ("V100", "A100", "H100")
+    ]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[-1] > 0
+
+
+def test_dicts_and_aux_outputs() -> None:
+    a = tf.Variable(tf.ones((3, 1)))
+
+    def loss(batch: dict[str, tf.Tensor]) -> Any:
+        return tf.reduce_mean(batch["x"] @ a - batch["y"]), {"n": tf.reduce_sum(batch["y"])}
+
+    specs = {"y": tf.TensorSpec((8, 1), tf.float32), "x": tf.TensorSpec((8, 3), tf.float32)}
+    assert dapple.analytic_profile(loss, specs).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "device", "error", "message"),
+    [
+        (tf.TensorSpec((4, 3), tf.float32), "P100", ProfileError, "device 'P100' has no peak figures here"),
+        (tf.TensorSpec((None, 3), tf.float32), "V100", BatchError, "axis 0 must be the number of samples"),
+        (tf.TensorSpec((0, 3), tf.float32), "V100", BatchError, "the batch is empty"),
+        ((), "V100", BatchError, "the batch has no tensors"),
+    ],
+)
+def test_what_has_no_analytic_profile(batch: Any, device: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dapple.analytic_profile(dense(), batch, device)
