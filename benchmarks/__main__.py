@@ -7,9 +7,33 @@ import platform
 import sys
 
 import dapple_tf as dapple
-from benchmarks import equality, order, overhead, pipelining
+from benchmarks import (
+    equality,
+    never_slower,
+    order,
+    overhead,
+    pipelining,
+    planner_speed,
+    profile,
+    simulator_speed,
+    speedups,
+    table5,
+    table7,
+)
 
-BENCHMARKS = {"equality": equality, "order": order, "overhead": overhead, "pipelining": pipelining}
+BENCHMARKS = {
+    "equality": equality,
+    "order": order,
+    "overhead": overhead,
+    "pipelining": pipelining,
+    "profile": profile,
+    "table5": table5,
+    "table7": table7,
+    "speedups": speedups,
+    "never_slower": never_slower,
+    "planner_speed": planner_speed,
+    "simulator_speed": simulator_speed,
+}
 
 
 def main() -> int:

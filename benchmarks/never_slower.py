@@ -1,0 +1,62 @@
+"""Is the planner's plan ever slower than the paper's, DP, or anything that the published planner can return?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from benchmarks.candidates import published_candidates
+from benchmarks.common import Row
+from benchmarks.published import BERT_LARGE, MODELS, TABLE_5, Model, missing, published_stages, read_profile
+from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.make import make_task
+from dapple_tf.planner.task import Candidate, Task
+from profiler.presets import config
+
+DEVICES = (2, 4, 8, 16, 32, 64)
+
+
+def run() -> Iterator[Row]:
+    """The worst ratio of each profile and number of devices, over three configs, with and without overlap."""
+    if why := missing():
+        yield Row("never slower", "ratio at most 1", why, True)
+        return
+    for model in (*MODELS, BERT_LARGE):
+        for devices in DEVICES:
+            yield compare(model, devices)
+
+
+def compare(model: Model, devices: int) -> Row:
+    """Our step over the fastest of the others', each pair under the same pricing."""
+    worst, which, seconds, others = 0.0, "nothing else fits", 0.0, 0
+    for letter in "abc":
+        for overlap in (False, True):
+            task = make_task(
+                read_profile(model),
+                config(letter, devices),
+                global_batch_size=model.global_batch,
+                optimizer_slots=model.slots,
+                overlap=overlap,
+            )
+            begin = time.perf_counter()
+            decision = plan_best(task)
+            seconds = max(seconds, time.perf_counter() - begin)
+            rivals = _rivals(model, letter, task)
+            others += len(rivals)
+            for rival in rivals:
+                ratio = float("inf") if decision is None else decision.chosen.seconds / rival.seconds
+                if ratio > worst:
+                    worst = ratio
+                    which = f"{rival.origin}, config {letter.upper()}{', overlap' if overlap else ''}"
+    figure = f"{model.title}, {devices} devices: our step over the fastest other's"
+    told = f"at most {worst:.4f} ({which}); planned in at most {seconds:.2f} s"
+    return Row(figure, "at most 1", told, worst <= 1 + 1e-9)
+
+
+def _rivals(model: Model, letter: str, task: Task) -> list[Candidate]:
+    found = published_candidates(task)
+    if task.cluster.devices == 16:
+        for row in TABLE_5:
+            if row.model is model and row.config == letter:
+                found += task.price_all(published_stages(row, task), "the paper's")
+    return found

@@ -1,0 +1,83 @@
+"""How long planning takes: the published profiles on 16 devices, and a curve over layers and devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.common import Row, median
+from benchmarks.figures import line_figure
+from benchmarks.published import BERT_LARGE, GNMT, MODELS, missing, read_profile
+from dapple_tf.planner.make import plan
+from profiler.cluster import Cluster
+from profiler.presets import config
+from profiler.profile import LayerCost, Profile
+
+RUNS = 5
+LAYERS, DEVICES = (50, 100, 200, 400), (16, 64, 256, 1024)
+# What the published planner, HPGO 0.9.2, needs for the same files and 16 devices, as measured in ../shared/facts.md.
+HPGO = {"others": "0.2 to 6.9 s", "gnmt": "346 s or more"}
+
+
+def run() -> Iterator[Row]:
+    """Seconds of a warm planner: each shared profile and config, then synthetic layers on up to 128 servers."""
+    yield from _published()
+    yield from _curve()
+
+
+def _published() -> Iterator[Row]:
+    if why := missing():
+        yield Row("shared profiles", "at most 0.1 s", why, True)
+        return
+    for model in (*MODELS, BERT_LARGE):
+        wanted, hpgo = (2.0, HPGO["gnmt"]) if model is GNMT else (0.1, HPGO["others"])
+        told, worst = [], 0.0
+        for letter in "abc":
+            seconds = measure(read_profile(model), config(letter), model.global_batch)
+            told.append(f"{letter.upper()} {seconds * 1e3:.0f} ms")
+            worst = max(worst, seconds)
+        figure = f"{model.title}{', its DAG' if model is GNMT else ''}, 16 devices: median of {RUNS}"
+        yield Row(figure, f"at most {wanted} s (HPGO: {hpgo})", ", ".join(told), worst <= wanted)
+
+
+def _curve() -> Iterator[Row]:
+    curves = {f"{layers} layers": [] for layers in LAYERS}
+    for layers in LAYERS:
+        for devices in DEVICES:
+            largest = layers == LAYERS[-1] and devices == DEVICES[-1]
+            seconds = measure(synthetic(layers), config("a", devices), 4096, runs=1 if devices > 64 else 3)
+            curves[f"{layers} layers"].append(seconds)
+            wanted, ok = ("at most 10 s", seconds <= 10) if largest else ("-", True)
+            yield Row(f"{layers} layers, {devices} devices in servers of 8", wanted, f"{seconds:.2f} s", ok)
+    line_figure(
+        "planner-speed.png",
+        {"planner best, global batch 4096": (DEVICES, curves)},
+        x="devices (servers of 8)",
+        y="seconds",
+        log_y=True,
+    )
+
+
+def measure(profile: Profile, cluster: Cluster, global_batch: int, runs: int = RUNS) -> float:
+    """Median seconds of ``dapple.plan`` after a first call, which compiles."""
+    taken = []
+    for _ in range(runs + 1):
+        fresh = replace(profile)  # nothing that an earlier call has worked out
+        begin = time.perf_counter()
+        plan(fresh, cluster, global_batch_size=global_batch)
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
+
+
+def synthetic(layers: int) -> Profile:
+    """Layers of a made-up transformer that are not all alike, for a batch of 1."""
+    return Profile(
+        "synthetic",
+        1,
+        "none",
+        tuple(
+            LayerCost(f"layer{i}", 1e-3 * (1 + i % 7 / 10), 2e-3 * (1 + i % 5 / 10), 4e6, 2e7, 5e7 * (1 + i % 3 / 10))
+            for i in range(layers)
+        ),
+    )

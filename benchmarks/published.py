@@ -1,0 +1,194 @@
+"""What the DAPPLE paper says of its models: Tables II, V and VII, and how its layer counts read on our profiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from dapple_tf.planner.plan import StagePlan
+from dapple_tf.planner.simple import data_parallel, even_pipeline
+from dapple_tf.planner.task import Task
+from profiler.importers import read_graph_file
+from profiler.linearise import working_bytes
+from profiler.profile import Profile
+
+PROFILES = Path(__file__).parents[2] / "shared" / "profiles"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the paper and its profile file; ``units``: the names of the layers that the paper counts.
+
+    ``global_batch``: samples (Table V). ``slots``: what the optimizer keeps of each weight. ``memory``: bytes of one
+    device that trains one batch of the profile's size (Table II). ``size_scale``: see ``read_graph_file``.
+    """
+
+    title: str
+    file: str
+    units: str
+    global_batch: int
+    slots: int
+    memory: float
+    size_scale: float = 1.0
+
+
+VGG = Model("VGG-19", "vgg-19-pbs-32", r"Conv|FC|Prediction", 2048, 0, 5.6e9, size_scale=1.048576)
+GNMT = Model("GNMT-16", "gnmt-16-pbs-64", r"(EmuBidir|node\d+ )?LSTM|RecurrentAttention", 1024, 2, 3.9e9)
+BERT = Model("BERT-48", "bert-48-pbs-2", r"layer_", 64, 2, 11.4e9)
+XLNET = Model("XLNet-36", "xlnet-36-pbs-1", r"Layer_", 128, 2, 12e9)
+AMOEBA = Model("AmoebaNet-36", "amoeba-36-pbs-1", r"cell_\d", 128, 2, 20e9)
+# Not in Table II, but its layers are BERT-48's: 5.4 GB of weights and slots, and 5.5 times its outputs as there.
+BERT_LARGE = Model("BERT-Large", "bert-24-pbs-6", r"layer_", 128, 2, 7.2e9)
+
+MODELS = (VGG, GNMT, BERT, XLNET, AMOEBA)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A planning result of Table V: the output plan, the split position (of two stages) and the ACR, as printed.
+
+    ``units``: how many of the counted layers the first stage has, where that is not the split position's first.
+    """
+
+    model: Model
+    config: str
+    plan: str
+    split: str = ""
+    acr: float | None = None
+    units: int | None = None
+
+    @property
+    def first_units(self) -> int:
+        """How many of the counted layers the first of two stages has."""
+        return int(self.split.split(":")[0]) if self.units is None else self.units
+
+
+TABLE_5 = (
+    Published(VGG, "a", "DP"),
+    Published(VGG, "b", "DP"),
+    # Section VI.C says where: between the 16 convolutions and the 3 fully connected layers, where 3 MB cross. Counted
+    # in weight layers that is 16:3, not 13:6, where 13 MB would.
+    Published(VGG, "c", "15:1", "13:6", 0.40, units=16),
+    Published(GNMT, "a", "8:8", "9:7", 0.10),
+    Published(GNMT, "b", "8:8", "9:7", 0.10),
+    Published(GNMT, "c", "straight", "", 3.75),
+    Published(BERT, "a", "8:8", "23:25", 0.06),
+    Published(BERT, "b", "straight", "", 0.50),
+    Published(BERT, "c", "straight", "", 1.25),
+    Published(XLNET, "a", "8:8", "18:18", 0.03),
+    Published(XLNET, "b", "8:8", "18:18", 0.03),
+    Published(XLNET, "c", "straight", "", 0.67),
+    Published(AMOEBA, "a", "8:8", "24:12", 0.18),
+    Published(AMOEBA, "b", "11:5", "27:9", 0.14),
+    Published(AMOEBA, "c", "11:5", "27:9", 0.35),
+)
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """A row of Table VII, two servers of Config A: the layers that start DAPPLE's and PipeDream's stages, replicas.
+
+    ``renumbered``: what to add to the printed layers, since ``BERT-Large`` has 27 there (29 in the file: four before
+    the encoder where the paper has two) and XLNet-36 has 42 (43). No ``pipedream``: straight.
+    """
+
+    model: Model
+    global_batch: int
+    dapple: tuple[tuple[int, ...], tuple[int, ...]]
+    pipedream: tuple[tuple[int, ...], tuple[int, ...]] | None
+    renumbered: int = 0
+
+
+TABLE_7 = (
+    Strategies(VGG, 1024, ((17,), (14, 2)), ((11, 17, 19), (8, 6, 1, 1))),
+    Strategies(AMOEBA, 128, ((31,), (8, 8)), None),
+    Strategies(BERT_LARGE, 128, ((14,), (8, 8)), ((4, 13, 16, 19, 22), (2, 6, 2, 2, 2, 2)), renumbered=2),
+    Strategies(XLNET, 128, ((23,), (8, 8)), None, renumbered=1),
+)
+
+
+def missing() -> str:
+    """Why the benchmarks on the published profiles cannot run here; empty where they can."""
+    absent = [m.file for m in (*MODELS, BERT_LARGE) if not (PROFILES / f"{m.file}.txt").is_file()]
+    return f"skipped: ../shared/profiles lacks {', '.join(absent)}" if absent else ""
+
+
+@cache
+def read_profile(model: Model) -> Profile:
+    """The profile as its file has it."""
+    return read_graph_file(PROFILES / f"{model.file}.txt", size_scale=model.size_scale)
+
+
+@cache
+def read_calibrated(model: Model) -> Profile:
+    """The profile with the stash that Table II implies."""
+    return calibrate_stash(read_profile(model), model.memory, model.slots)
+
+
+def calibrate_stash(profile: Profile, memory: float, slots: int) -> Profile:
+    """The profile, its stash grown until one device with one batch of it holds ``memory`` bytes.
+
+    The graph.txt files say what a layer puts out, not all that its backward keeps: the difference goes to the layers
+    that have a backward, in proportion to their outputs. Where weights, slots and outputs are more than ``memory``
+    already (GNMT-16 at 16 bytes a parameter) the stash stays as it is.
+    """
+    fixed = sum(layer.parameter_bytes for layer in profile.layers) * (2 + slots)
+    stash = sum(layer.stash_bytes for layer in profile.layers)
+    lacking = max(0.0, memory - fixed - stash - float(working_bytes(profile).max()))
+    growing = sum(layer.stash_bytes for layer in profile.layers if layer.backward_seconds)
+    layers = tuple(
+        replace(layer, stash_bytes=layer.stash_bytes * (1 + lacking / growing)) if layer.backward_seconds else layer
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+def count_units(model: Model, profile: Profile, stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """How many of the layers that the paper counts each stage holds."""
+    places = _units(model, profile)
+    return tuple(sum(stage.first_layer <= p <= stage.last_layer for p in places) for stage in stages)
+
+
+def find_cut(model: Model, task: Task, units: int) -> int:
+    """The layer that starts a stage after so many of the layers that the paper counts.
+
+    Of the cuts between the last of them and the next one, the first that the fewest bytes cross.
+    """
+    places = _units(model, task.profile)
+    crossing = task.profile.crossing_bytes()
+    cuts = [p for p in task.chain.positions if places[units - 1] < p <= places[units]]
+    return min(cuts, key=lambda p: (crossing[p - 1], p))
+
+
+def published_stages(row: Published, task: Task) -> tuple[StagePlan, ...]:
+    """The plan of a row, devices in order.
+
+    A straight plan's split is not printed: GNMT-16 has one LSTM layer a stage (section VI.B); the others are even.
+    """
+    devices = task.cluster.devices
+    if row.plan == "DP":
+        return data_parallel(task)
+    if row.plan == "straight":
+        if row.model is not GNMT:
+            return even_pipeline(task, devices)
+        starts = [find_cut(row.model, task, units) for units in range(1, devices)]
+        return stages_of(task, starts, [1] * devices)
+    replicas = [int(r) for r in row.plan.split(":")]
+    return stages_of(task, [find_cut(row.model, task, row.first_units)], replicas)
+
+
+def stages_of(task: Task, starts: Sequence[int], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
+    """Stages that start at layer 0 and ``starts``, on so many devices each, in order."""
+    bounds = [0, *starts, len(task.profile.layers)]
+    stages, device = [], 0
+    for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
+        stages.append(StagePlan(first, end - 1, tuple(range(device, device + r))))
+        device += r
+    return tuple(stages)
+
+
+def _units(model: Model, profile: Profile) -> list[int]:
+    return [i for i, layer in enumerate(profile.layers) if re.match(model.units, layer.name)]

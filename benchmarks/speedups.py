@@ -1,0 +1,110 @@
+"""Figures 12 and 14 of the paper: speed-up of the best plan, and of DP with and without overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.common import Row
+from benchmarks.figures import line_figure
+from benchmarks.planning import fastest
+from benchmarks.published import AMOEBA, MODELS, Model, missing
+from benchmarks.table5 import FREE, WHOLE
+from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.simple import data_parallel
+from dapple_tf.planner.task import Candidate, Task
+from profiler.presets import config
+
+BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
+DEVICES = (2, 4, 6, 8, 10, 12, 14, 16)
+LINES = ("best hybrid", "DP with overlap", "DP")
+# Section VI.C, at a global batch of 128: the best hybrid over DP with overlap, on average over the models.
+PUBLISHED = {"a": 1.71, "b": 1.37, "c": 1.79}
+# Strong scaling keeps Table V's batch; of AmoebaNet-36 the figure says another.
+SCALED = {model: 256 if model is AMOEBA else model.global_batch for model in MODELS}
+
+
+def run() -> Iterator[Row]:
+    """The curves as plots, and what they must say."""
+    if why := missing():
+        yield Row("speed-ups", "Fig. 12 and Fig. 14", why, True)
+        return
+    yield from _over_batches()
+    yield from _over_devices()
+
+
+def _over_batches() -> Iterator[Row]:
+    panels, ratios = {}, {}
+    for model in MODELS:
+        for letter in "abc":
+            points = [speedups(FREE.make_task(model, letter, batch)) for batch in BATCHES]
+            panels[f"{model.title}, config {letter.upper()}"] = BATCHES, _by_line(points)
+            ratios[letter, model] = [best / overlapped for best, overlapped, _ in points]
+    path = line_figure("speedups-batch.png", panels, x="global batch (samples)", y="speed-up, 16 devices", columns=3)
+    yield _never_slower(f"Fig. 12 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios.values())
+    yield _never_falling({title: lines[LINES[0]] for title, (_, lines) in panels.items()})
+    for letter in "abc":
+        at = {model: ratios[letter, model][BATCHES.index(128)] for model in MODELS}
+        yield _mean(letter, "batch 128, any M", at)
+        points = {model: speedups(WHOLE.make_task(model, letter)) for model in MODELS}
+        at = {model: best / overlapped for model, (best, overlapped, _) in points.items()}
+        yield _mean(letter, "Table V's batches, whole slices", at)
+
+
+def _over_devices() -> Iterator[Row]:
+    panels, ratios = {}, []
+    for model in MODELS:
+        points = [speedups(_on(model, devices)) for devices in DEVICES]
+        panels[f"{model.title}, batch {SCALED[model]}"] = DEVICES, _by_line(points)
+        ratios.append([best / overlapped for best, overlapped, _ in points])
+        told = ", ".join(f"{d}: {best:.1f}" for d, (best, _, _) in zip(DEVICES, points, strict=True))
+        yield Row(f"Fig. 14, {model.title}, batch {SCALED[model]}, config A: best", "-", told, True)
+    path = line_figure("speedups-devices.png", panels, x="devices of config A", y="speed-up", columns=3)
+    yield _never_slower(f"Fig. 14 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios)
+
+
+def speedups(task: Task) -> tuple[float, float, float]:
+    """Over one device that runs the whole batch: the best plan, DP with overlap, DP; NaN where none fits."""
+    profile, batch = task.profile, task.global_batch_size
+    alone = float(profile.forward_seconds(batch).sum() + profile.backward_seconds(batch).sum())
+    decision = plan_best(task)
+    found = (decision and decision.chosen, _data_parallel(task), _data_parallel(replace(task, overlap=False)))
+    best, overlapped, plain = (alone / candidate.seconds if candidate else math.nan for candidate in found)
+    return best, overlapped, plain
+
+
+def _on(model: Model, devices: int) -> Task:
+    return replace(FREE.make_task(model, "a", SCALED[model]), cluster=config("a", devices))
+
+
+def _data_parallel(task: Task) -> Candidate | None:
+    return fastest(task.price_all(data_parallel(task), "DP"))
+
+
+def _by_line(points: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
+    return {name: [point[i] for point in points] for i, name in enumerate(LINES)}
+
+
+def _never_slower(figure: str, ratios: Iterable[Sequence[float]]) -> Row:
+    known = [r for curve in ratios for r in curve if not math.isnan(r)]
+    return Row(figure, "at least 1 everywhere", f"{min(known):.3f} to {max(known):.2f}", min(known) >= 1 - 1e-9)
+
+
+def _never_falling(curves: Mapping[str, Sequence[float]]) -> Row:
+    """Twice the micro-batches of a plan take at most twice as long, so a larger batch has no smaller speed-up."""
+    falls = [
+        f"{title}, {batch} to {2 * batch}: {before:.2f} to {after:.2f}"
+        for title, curve in curves.items()
+        for batch, before, after in zip(BATCHES, curve, curve[1:], strict=False)
+        if after < before * (1 - 1e-9)
+    ]
+    return Row("best: speed-up falls as the batch doubles", "nowhere", "; ".join(falls) or "nowhere", not falls)
+
+
+def _mean(letter: str, title: str, ratios: Mapping[Model, float]) -> Row:
+    known = [ratio for ratio in ratios.values() if not math.isnan(ratio)]
+    told = ", ".join(f"{m.title} {'DP does not fit' if math.isnan(r) else f'{r:.2f}'}" for m, r in ratios.items())
+    mean = sum(known) / len(known)
+    figure = f"config {letter.upper()}, {title}: best over DP with overlap, mean"
+    return Row(figure, f"at least 1 (paper, batch 128: {PUBLISHED[letter]:.2f})", f"{mean:.2f} ({told})", mean >= 1)

@@ -1,0 +1,155 @@
+"""Table V of the paper: its plan, ours by its formulas and ours by the simulator, in 18 rows, under two conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.candidates import published_candidates
+from benchmarks.common import Row
+from benchmarks.planning import Choice, WholeSlices, describe, explain, fastest
+from benchmarks.published import (
+    TABLE_5,
+    Model,
+    Published,
+    missing,
+    published_stages,
+    read_calibrated,
+    read_profile,
+)
+from dapple_tf.planner.make import decide, micro_batch_sizes
+from dapple_tf.planner.task import Task
+from profiler.presets import config
+from profiler.profile import Profile
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How plans are compared: which slices are allowed, whose stash counts, and whether AllReduce overlaps backward."""
+
+    title: str
+    task: type[Task]
+    profile: Callable[[Model], Profile]
+    overlap: bool = True
+
+    def make_task(self, model: Model, letter: str, global_batch: int | None = None) -> Task:
+        """The task of a row, on 16 devices."""
+        batch = model.global_batch if global_batch is None else global_batch
+        sizes = micro_batch_sizes(batch, None)
+        return self.task(
+            self.profile(model), config(letter), batch, sizes, optimizer_slots=model.slots, overlap=self.overlap
+        )
+
+
+FREE = Convention("any M", Task, read_calibrated)
+WHOLE = Convention("whole slices", WholeSlices, read_calibrated)
+OTHERS = (
+    Convention("any M, the files' stash", Task, read_profile),
+    Convention("whole slices, the files' stash", WholeSlices, read_profile),
+    Convention("whole slices, no overlap", WholeSlices, read_calibrated, overlap=False),
+    Convention("whole slices, the files' stash, no overlap", WholeSlices, read_profile, overlap=False),
+)
+
+
+_TITLES = {"formula": "by formula", "best": "best", "published": "of DP, two stages and straight"}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row under a convention: the paper's plan, ours by formula and by simulator, the best of the published space.
+
+    ``printed``: the paper's plan with the cut as printed, where ``paper`` has it as the text says.
+    """
+
+    row: Published
+    task: Task
+    paper: Choice
+    formula: Choice
+    best: Choice
+    published: Choice
+    printed: Choice | None
+
+    def agrees(self, ours: Choice) -> bool:
+        """Whether this is the paper's plan, up to the places of the cuts."""
+        whole = len(ours.candidate.stages) == self.task.cluster.devices
+        return ours.name == self.row.plan and (whole or ours.name != "straight")
+
+    def exactly(self, ours: Choice) -> bool:
+        """Whether the cut is the printed one, too; those of straight plans are not printed."""
+        if not self.agrees(ours):
+            return False
+        if ":" not in ours.name:
+            return True
+        return ours.split == self.row.split
+
+    def verdict(self) -> str:
+        """Whether the plans agree, or why the paper's lost."""
+        if self.exactly(self.best):
+            return "agrees"
+        if self.best.candidate.stages == self.paper.candidate.stages:
+            return "the paper's plan by its text, not by the cut as printed"
+        kind = "agrees but for the cut; " if self.agrees(self.best) else ""
+        return f"{kind}the paper's: {explain(self.task, self.best, self.paper)}"
+
+
+def compare(row: Published, convention: Convention) -> Compared:
+    """All that is said of a row under one convention."""
+    task = convention.make_task(row.model, row.config)
+    paper = fastest(task.price_all(published_stages(row, task), "paper"))
+    published = fastest(published_candidates(task))
+    if paper is None or published is None:
+        raise RuntimeError(f"{row.model.title}, config {row.config}: the paper's plan does not fit")
+    formula, best = (decide(task, planner).chosen for planner in ("dapple", "best"))
+    printed = None
+    if row.units is not None:
+        printed = fastest(task.price_all(published_stages(replace(row, units=None), task), "paper, as printed"))
+    return Compared(
+        row,
+        task,
+        *(describe(row.model, task, c) for c in (paper, formula, best, published)),
+        printed=printed and describe(row.model, task, printed),
+    )
+
+
+def run() -> Iterator[Row]:
+    """18 rows twice, and how many agree under these conventions and others."""
+    if why := missing():
+        yield Row("Table V", "18 rows", why, True)
+        return
+    for letter in "abc":
+        yield Row(
+            f"ResNet-50, 2048, {letter.upper()}", "paper: DP", "no profile of ResNet-50 in ../shared/profiles", True
+        )
+    for convention in (FREE, WHOLE):
+        compared = [compare(row, convention) for row in TABLE_5]
+        yield from (show(convention, each) for each in compared)
+        yield count_agreeing(convention, compared)
+    for convention in OTHERS:
+        yield count_agreeing(convention, [compare(row, convention) for row in TABLE_5])
+
+
+def show(convention: Convention, each: Compared) -> Row:
+    """A row of the table; ok where ours is no slower than the paper's and the published planner's."""
+    row = each.row
+    acr = "" if row.acr is None else f", ACR {row.acr:.2f}"
+    wanted = f"no slower than the paper's: {row.plan}{' ' + row.split if row.split else ''}{acr}"
+    printed = "" if each.printed is None else f" (as printed: {each.printed})"
+    measured = (
+        f"paper's {each.paper}, ACR {each.paper.timeline.acr:.2f}{printed}; by formula {each.formula}; "
+        f"best {each.best}; of DP, two stages and straight {each.published}. {each.verdict()}"
+    )
+    figure = f"{row.model.title}, {row.model.global_batch}, {row.config.upper()}, {convention.title}"
+    least = min(each.paper.seconds, each.formula.seconds, each.published.seconds)
+    return Row(figure, wanted, measured, each.best.seconds <= least * (1 + 1e-9))
+
+
+def count_agreeing(convention: Convention, compared: list[Compared]) -> Row:
+    """How many rows agree, by each way to choose; ok where ours is never slower than the paper's."""
+    told = []
+    for title in ("formula", "best", "published"):
+        plans = [(each, getattr(each, title)) for each in compared]
+        same, exact = sum(each.agrees(plan) for each, plan in plans), sum(each.exactly(plan) for each, plan in plans)
+        told.append(f"{_TITLES[title]} {same} ({exact} cut as printed)")
+    never = all(c.best.seconds <= min(c.paper.seconds, c.published.seconds) * (1 + 1e-9) for c in compared)
+    figure = f"rows of {len(compared)} with the paper's plan: {convention.title}"
+    return Row(figure, "best never slower than the paper's", "; ".join(told), never)

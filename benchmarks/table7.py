@@ -1,0 +1,50 @@
+"""Table VII of the paper: DAPPLE's and PipeDream's strategies on two servers of Config A, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.common import Row
+from benchmarks.planning import describe, explain, fastest
+from benchmarks.published import TABLE_7, Strategies, missing, stages_of
+from benchmarks.table5 import FREE, WHOLE, Convention
+from dapple_tf.planner.make import decide
+from dapple_tf.planner.plan import StagePlan
+from dapple_tf.planner.simple import even_pipeline
+from dapple_tf.planner.task import Task
+
+
+def run() -> Iterator[Row]:
+    """Four rows, under the two conventions of Table V."""
+    if why := missing():
+        yield Row("Table VII", "4 rows", why, True)
+        return
+    for convention in (FREE, WHOLE):
+        yield from (compare(row, convention) for row in TABLE_7)
+
+
+def compare(row: Strategies, convention: Convention) -> Row:
+    """A row; ok where ours is no slower than either strategy."""
+    task = convention.make_task(row.model, "a", row.global_batch)
+    best = describe(row.model, task, decide(task, "best").chosen)
+    told, least = [f"best {best}"], best.seconds
+    for name, stages in (("DAPPLE's", _stages(task, row, row.dapple)), ("PipeDream's", _pipedream(task, row))):
+        found = fastest(task.price_all(stages, name))
+        if found is None:
+            told.append(f"{name} does not fit the memory")
+            continue
+        theirs = describe(row.model, task, found)
+        told.append(f"{name} {theirs}: {explain(task, best, theirs)}")
+        least = min(least, theirs.seconds)
+    ours = best.seconds <= least * (1 + 1e-9)
+    figure = f"{row.model.title}, {row.global_batch}, 2 x 8, {convention.title}"
+    return Row(figure, "best never slower", "; ".join(told), ours)
+
+
+def _pipedream(task: Task, row: Strategies) -> tuple[StagePlan, ...]:
+    return even_pipeline(task, task.cluster.devices) if row.pipedream is None else _stages(task, row, row.pipedream)
+
+
+def _stages(task: Task, row: Strategies, printed: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[StagePlan, ...]:
+    starts, replicas = printed
+    return stages_of(task, [start + row.renumbered for start in starts], replicas)
