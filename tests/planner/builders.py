@@ -1,0 +1,108 @@
+"""Profiles, clusters and tasks that the planners' tests start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from profiler.cluster import Cluster, Link, Server
+from profiler.profile import LayerCost, Profile, Timing
+
+TOPOLOGIES = ((6,), (3, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1))
+AMPLE = 1e9
+
+
+class Problem(NamedTuple):
+    """What ``make_task`` takes."""
+
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    options: dict[str, bool]
+
+
+def make_profile(*layers: tuple[float, ...], **fields: Any) -> Profile:
+    """Layers of (forward, backward, activation, stash, parameters), as many as given, for a batch of 4."""
+    costs = tuple(LayerCost(f"layer{i}", *layer, *[0.0] * (5 - len(layer))) for i, layer in enumerate(layers))
+    return Profile(**{"model": "net", "batch_size": 4, "device": "test", "layers": costs, **fields})
+
+
+def make_cluster(
+    *servers: int,
+    memory: float = AMPLE,
+    inside: tuple[float, float] = (10.0, 0.0),
+    between: tuple[float, float] = (1.0, 0.0),
+    links: dict[tuple[str, str], tuple[float, float]] | None = None,
+) -> Cluster:
+    """Servers s0, s1 ... of so many devices; links are (bytes a second, seconds)."""
+    return Cluster(
+        tuple(Server(f"s{i}", count) for i, count in enumerate(servers)),
+        memory,
+        Link(*inside),
+        Link(*between),
+        {pair: Link(*link) for pair, link in (links or {}).items()},
+    )
+
+
+def figures(largest: float) -> st.SearchStrategy[float]:
+    """Whole numbers, so that plans tie, or not."""
+    return st.one_of(st.integers(0, int(largest)).map(float), st.floats(0, largest, allow_subnormal=False))
+
+
+@st.composite
+def layers(draw: st.DrawFn, free: bool) -> tuple[float, ...]:
+    """Figures of one layer: ordinary, heavy, or (where ``free``) without any work."""
+    kind = draw(st.sampled_from(["some", "some", "some", "heavy", "free"]))
+    if kind == "free" and free:
+        return (0.0, 0.0, draw(figures(10)), 0.0, 0.0)
+    most = (50, 50, 20, 10, 200) if kind == "heavy" else (10, 20, 10, 10, 10)
+    found = tuple(draw(figures(largest)) for largest in most)
+    return found if any(found[:2] + found[3:]) else (1.0, *found[1:])
+
+
+@st.composite
+def profiles(draw: st.DrawFn, largest: int, free: bool) -> Profile:
+    """Chains and a few DAGs, with positions that cannot be cut or split, measured at one batch size or two."""
+    n = draw(st.integers(1, largest))
+    found = [draw(layers(free)) for _ in range(n)]
+    some = st.sets(st.integers(1, n - 1), max_size=2).map(sorted).map(tuple) if n > 1 else st.just(())
+    fields: dict[str, Any] = {"uncuttable": draw(some), "unsplittable": draw(some)}
+    if n > 2 and draw(st.booleans()):
+        chain = {(i, i + 1) for i in range(n - 1)}
+        fields["edges"] = tuple(sorted(chain | {(0, n - 1), (draw(st.integers(0, n - 2)), n - 1)}))
+    batch_size = draw(st.sampled_from([1, 2, 4, 6]))
+    if draw(st.booleans()):
+        more = [tuple(draw(figures(60)) * (layer[i] > 0) for layer in found) for i in range(2)]
+        fields["timings"] = (Timing(3 * batch_size, *more),)
+    return make_profile(*found, batch_size=batch_size, **fields)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, tight: bool, topologies: Sequence[tuple[int, ...]] = TOPOLOGIES) -> Cluster:
+    """Slow links and fast ones, with latency, and some pair of servers with a link of its own."""
+    topology = draw(st.sampled_from(topologies))
+    latency = draw(st.sampled_from([0.0, 0.0, 1.0, 4.0]))
+    memory = draw(st.one_of(st.just(AMPLE), figures(800).map(lambda some: some + 20))) if tight else AMPLE
+    speeds = st.sampled_from([0.5, 2.0, 10.0, 100.0])
+    links = {}
+    if len(topology) > 1 and draw(st.booleans()):
+        links[("s0", "s1")] = (draw(speeds), latency)
+    inside, between = (draw(speeds), latency / 10), (draw(speeds), latency)
+    return make_cluster(*topology, memory=memory, inside=inside, between=between, links=links)
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    largest: int = 5,
+    free: bool = True,
+    tight: bool = True,
+    batches: Sequence[int] = (1, 2, 3, 4, 6, 8, 12),
+) -> Problem:
+    """Tasks small enough to go through all plans. Free layers come with ample memory: see ``test_exhaustive``."""
+    free = free and draw(st.booleans())
+    options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
+    profile, cluster = draw(profiles(largest, free)), draw(clusters(tight and not free))
+    return Problem(profile, cluster, draw(st.sampled_from(batches)), options)
