@@ -69,10 +69,14 @@ def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
 
 
 def working_bytes(profile: Profile) -> Floats:
-    """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs."""
+    """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs.
+
+    Free layers have none: the gradient of a view is a view.
+    """
     working = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
     for source, reader in profile.links:
         working[reader] += profile.layers[source].activation_bytes
+    working[np.array(_free_layers(profile))] = 0
     return working
 
 

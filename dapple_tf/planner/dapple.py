@@ -21,25 +21,28 @@ _KNOWN = 3
 def plan_dapple(task: Task) -> Decision | None:
     """The plan with the least latency by formulas 1 to 3 (DAPPLE, section IV); None where nothing fits.
 
-    DP and straight plans are among those searched. A label whose stage cannot hold one micro-batch is dropped, so
-    every plan fits. The schedule is the faster policy in the simulator.
+    DP and straight plans are among those searched. Where some plan's stages can hold the warm-up of policy A, only such
+    plans count, since the formulas know no waiting for memory; else those that hold one micro-batch. The schedule is
+    the faster policy in the simulator.
     """
     known = [*task.price_all(data_parallel(task), "DP"), *even_candidates(task)]
     sizes = likely_sizes(task, known)
-    chosen = _search(task, sizes, _least_latency(task, known)) or _search(task, sizes, math.inf)
-    if chosen is None:
-        return None
-    candidate, latency = chosen
-    return Decision(candidate, tuple(c for c in known if c.origin == "DP"), latency=latency)
+    ceiling = _least_latency(task, [c for c in known if ":D=" not in c.schedule])
+    for warm, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
+        if chosen := _search(task, sizes, limit, warm):
+            candidate, latency = chosen
+            return Decision(candidate, tuple(c for c in known if c.origin == "DP"), latency=latency)
+    return None
 
 
-def _search(task: Task, sizes: Iterable[int], ceiling: float) -> tuple[Candidate, float] | None:
+def _search(task: Task, sizes: Iterable[int], ceiling: float, warm: bool) -> tuple[Candidate, float] | None:
     """The plan with the least latency below ``ceiling``, and its latency."""
     best: tuple[Candidate, float] | None = None
     for size in sizes:
         for space in task.spaces:
             width = max(1, min(512, _TRANSITIONS // space.transitions))
-            for found in search_by_formula(task.tables(space, size), ceiling=ceiling, width=width, results=1).plans:
+            tables = task.tables(space, size)
+            for found in search_by_formula(tables, ceiling=ceiling, width=width, results=1, warm=warm).plans:
                 candidate = task.price(task.stages(space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
                     best, ceiling = (candidate, found.score), found.score

@@ -54,12 +54,15 @@ class Result:
         return tuple(self.plan(row) for row in range(len(self)))
 
 
-def search_by_formula(tables: Tables, *, ceiling: float = np.inf, width: int, results: int = 16) -> Result:
+def search_by_formula(
+    tables: Tables, *, ceiling: float = np.inf, width: int, results: int = 16, warm: bool = False
+) -> Result:
     """Plans over all devices by formulas 1 to 3; a partial plan ranks by its latency with all the rest as last stage.
 
-    DAPPLE, formulas 4 and 5.
+    DAPPLE, formulas 4 and 5. ``warm``: only plans whose stages can hold the warm-up of policy A, S - i micro-batches,
+    without which no pipeline runs as the formulas say.
     """
-    return _collect(_search(tables, True, True, ceiling, width, results, len(tables.working)))
+    return _collect(_search(tables, True, True, ceiling, width, results, len(tables.working), warm))
 
 
 def search_by_bound(
@@ -67,7 +70,7 @@ def search_by_bound(
 ) -> Result:
     """Plans over any number of devices by a lower bound of their simulated step, those below ``ceiling`` only."""
     stages = len(tables.working) if max_stages is None else max_stages
-    return _collect(_search(tables, False, False, ceiling, width, results, stages))
+    return _collect(_search(tables, False, False, ceiling, width, results, stages, False))
 
 
 def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Result:
@@ -78,7 +81,14 @@ def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Resul
 
 @compiled
 def _search(
-    t: Tables, by_formula: bool, all_devices: bool, ceiling: float, width: int, results: int, max_stages: int
+    t: Tables,
+    by_formula: bool,
+    all_devices: bool,
+    ceiling: float,
+    width: int,
+    results: int,
+    max_stages: int,
+    warm: bool,
 ) -> tuple[Floats, Integers, Integers, Integers, float]:
     n, places, m = len(t.working), len(t.replicas), t.micro_batches
     size = max(0, n - 1) * places * width
@@ -135,6 +145,8 @@ def _search(
                             continue
                         if end == n and all_devices and t.left[q] > 0:
                             continue
+                        if end == n and warm and not _holds_warm_up(t, parent, begin, label, width, j, q):
+                            continue
                         if t.exposed.size:
                             ring = t.exposed[t.exposed_class[q], j, end]
                         else:
@@ -187,6 +199,24 @@ def _search(
                         if by_formula:
                             stage[new, 0], stage[new, 1], stage[new, 2], stage[new, 3] = f, b, ring, send
     return _unwind(heap, parent, begin, places, width, dropped)
+
+
+@compiled
+def _holds_warm_up(
+    t: Tables, parent: Integers, begin: Integers, label: int, width: int, first: int, place: int
+) -> bool:
+    """Whether each stage of a complete plan holds S - i micro-batches; its last stage begins at ``first``."""
+    end, held = len(t.working), 1
+    while True:
+        r, work = t.replicas[place], t.working[first:end].max()
+        stash = min(held, t.micro_batches) * stash_bytes(t, first, end)
+        if fixed_bytes(t, first, end) + (work_bytes(t, first, end, work) + stash) / r > t.memory:
+            return False
+        if label < 0:
+            return True
+        end, first, place = first, begin[label], label // width % len(t.replicas)
+        label = parent[label]
+        held += 1
 
 
 @compiled

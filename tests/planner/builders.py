@@ -101,8 +101,8 @@ def problems(
     tight: bool = True,
     batches: Sequence[int] = (1, 2, 3, 4, 6, 8, 12),
 ) -> Problem:
-    """Tasks small enough to go through all plans. Free layers come with ample memory: see ``test_exhaustive``."""
+    """Tasks small enough to go through all plans."""
     free = free and draw(st.booleans())
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
-    profile, cluster = draw(profiles(largest, free)), draw(clusters(tight and not free))
+    profile, cluster = draw(profiles(largest, free)), draw(clusters(tight))
     return Problem(profile, cluster, draw(st.sampled_from(batches)), options)

@@ -157,6 +157,12 @@ class Pricer:
     def _send(self, position: int, senders: Devices, receivers: Devices) -> float:
         return transfer_seconds(self.cluster, senders, receivers, self._crossing(position))
 
+    def _works(self, layer: int) -> bool:
+        """Whether a layer is more than a view, whose gradient is a view as well."""
+        cost, sizes = self.profile.layers[layer], (1, 2, self.profile.batch_size)
+        seconds = [self.profile.forward_seconds(n)[layer] + self.profile.backward_seconds(n)[layer] for n in sizes]
+        return bool(any(seconds) or cost.stash_bytes or cost.parameter_bytes)
+
     def _stage(self, stage: Stage) -> tuple[float, ...]:
         first, end, devices = stage
         r, scale, layers = len(devices), self._scale, self.profile.layers
@@ -174,6 +180,8 @@ class Pricer:
         inputs = {i: [s for s, reader in self.profile.links if reader == i] for i in range(first, end)}
         work = max(
             (layers[i].activation_bytes + sum(layers[s].activation_bytes for s in inputs[i])) * scale / r
+            if self._works(i)
+            else 0.0
             for i in range(first, end)
         )
         again = 0.0
@@ -221,10 +229,10 @@ def _order(k: tuple[int, ...], micro_batches: int) -> np.ndarray:
     return encode(early_backward(k, micro_batches))
 
 
-def fits(costs: Costs, memory: float) -> bool:
-    """Whether every stage holds one micro-batch; sums round, so as good as holds counts."""
+def fits(costs: Costs, memory: float, held: Sequence[int]) -> bool:
+    """Whether every stage holds so many micro-batches; sums round, so as good as holds counts."""
     memory *= 1 + 1e-12
-    return all(fixed + stash <= memory for fixed, stash in zip(costs.fixed, costs.stash, strict=True))
+    return all(fixed + k * stash <= memory for fixed, stash, k in zip(costs.fixed, costs.stash, held, strict=True))
 
 
 # --- the paper's formulas
@@ -288,8 +296,11 @@ def find_optimum(
     overlap: bool = False,
     slots: int = 2,
 ) -> Optimum:
-    """The best of all plans: by simulation on any devices, or by formula on all of them."""
-    best = Optimum(math.inf)
+    """The best of all plans: by simulation on any devices, or by formula on all of them.
+
+    By formula, plans whose stages hold the warm-up of policy A come before all others.
+    """
+    best = warm = Optimum(math.inf)
     plans = list(list_plans(profile, cluster))
     for size in divisors(batch):
         pricer = Pricer(profile, cluster, size, recompute, overlap, slots)
@@ -299,13 +310,16 @@ def find_optimum(
             if by_formula and sum(len(devices) for _, _, devices in stages) < cluster.devices:
                 continue
             costs = pricer.costs(stages)
-            if not fits(costs, cluster.device_memory):
+            if not fits(costs, cluster.device_memory, [1] * len(stages)):
                 continue
             if by_formula:
                 found = {"": formula_of(costs, batch // size)}
+                full = [min(len(stages) - i, batch // size) for i in range(len(stages))]
+                if fits(costs, cluster.device_memory, full) and found[""] < warm.seconds:
+                    warm = Optimum(found[""], stages, size)
             else:
                 found = step_of(costs, batch // size, cluster.device_memory)
             for schedule, seconds in found.items():
                 if seconds < best.seconds:
                     best = Optimum(seconds, stages, size, schedule)
-    return best
+    return warm if warm.stages else best

@@ -1,10 +1,9 @@
 """The planners against every plan there is: contiguous cuts x replica counts x the three policies of placement.
 
 Layers without seconds, weights or stash ("free") do not make stages of their own, and of the cuts that only they
-lie between the planners try the one that the least bytes cross (profiler.linearise). Two limits of that: a free layer
-has a working set all the same, so where memory is tight it can matter in which stage it is: these layers are drawn
-with ample memory only. And formula 2 gains from a cut that more bytes cross (what a network costs it takes off the
-AllReduces that come after the pivot): by formula there are none of them.
+lie between the planners try the one that the least bytes cross (profiler.linearise). Formula 2 gains from a cut that
+more bytes cross (what a network costs it takes off the AllReduces that come after the pivot), so by formula there are
+none of them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_of_cuts_around_free_layers_the_first_with_the_least_bytes_stays() -> No
     assert chain.positions == (0, 3, 7)
     assert chain.crossing_bytes.tolist() == [10]
     assert chain.stash_bytes.tolist() == [3, 3]
-    assert chain.working_bytes.tolist() == [50, 40]  # v with its input; x with its own, the largest after the cut
+    assert chain.working_bytes.tolist() == [41, 35]  # a and b with what they read; views work on what is there
 
 
 def test_a_position_where_no_stage_may_start_is_none() -> None:
