@@ -12,7 +12,6 @@ from dapple_tf.planner.plan import StagePlan
 from dapple_tf.planner.simple import data_parallel, even_pipeline
 from dapple_tf.planner.task import Task
 from profiler.importers import read_graph_file
-from profiler.linearise import working_bytes
 from profiler.profile import Profile
 
 PROFILES = Path(__file__).parents[2] / "shared" / "profiles"
@@ -137,7 +136,7 @@ def calibrate_stash(profile: Profile, memory: float, slots: int) -> Profile:
     """
     fixed = sum(layer.parameter_bytes for layer in profile.layers) * (2 + slots)
     stash = sum(layer.stash_bytes for layer in profile.layers)
-    lacking = max(0.0, memory - fixed - stash - float(working_bytes(profile).max()))
+    lacking = max(0.0, memory - fixed - stash - float(profile.working_bytes().max()))
     growing = sum(layer.stash_bytes for layer in profile.layers if layer.backward_seconds)
     layers = tuple(
         replace(layer, stash_bytes=layer.stash_bytes * (1 + lacking / growing)) if layer.backward_seconds else layer

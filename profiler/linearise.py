@@ -60,30 +60,18 @@ def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
     return Chain(
         profile=profile,
         positions=positions,
-        parameter_bytes=np.add.reduceat([layer.parameter_bytes for layer in profile.layers], starts, dtype=np.float64),
-        stash_bytes=np.add.reduceat([layer.stash_bytes for layer in profile.layers], starts, dtype=np.float64),
-        working_bytes=np.maximum.reduceat(working_bytes(profile), starts),
+        parameter_bytes=np.add.reduceat(profile.parameter_bytes, starts),
+        stash_bytes=np.add.reduceat(profile.stash_bytes, starts),
+        working_bytes=np.maximum.reduceat(profile.working_bytes(), starts),
         crossing_bytes=crossing[[p - 1 for p in inner]],
         splittable=np.array([p not in profile.unsplittable for p in inner], dtype=np.bool_),
     )
 
 
-def working_bytes(profile: Profile) -> Floats:
-    """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs.
-
-    Free layers have none: the gradient of a view is a view.
-    """
-    working = np.array([layer.activation_bytes for layer in profile.layers], dtype=np.float64)
-    for source, reader in profile.links:
-        working[reader] += profile.layers[source].activation_bytes
-    working[np.array(_free_layers(profile))] = 0
-    return working
-
-
 def _kept_positions(profile: Profile) -> tuple[int, ...]:
     """The positions worth cutting at; see ``linearise``."""
     crossing, unsplittable = profile.crossing_bytes(), set(profile.unsplittable)
-    work = np.cumsum([0, *(not free for free in _free_layers(profile))])  # layers with work before each position
+    work = np.cumsum([0, *(not free for free in profile.free_layers)])  # layers with work before each position
     runs: dict[int, list[int]] = {}
     for position in profile.positions():
         if 0 < work[position] < work[-1]:
@@ -96,14 +84,3 @@ def _kept_positions(profile: Profile) -> tuple[int, ...]:
         if least in unsplittable and splittable:
             kept.append(min(splittable, key=lambda p: (crossing[p - 1], p)))
     return tuple(sorted(kept))
-
-
-def _free_layers(profile: Profile) -> list[bool]:
-    """Whether each layer costs nothing at any batch size and keeps nothing."""
-    seconds = np.zeros(len(profile.layers))
-    for size in (profile.batch_size, *(timing.batch_size for timing in profile.timings)):
-        seconds += profile.forward_seconds(size) + profile.backward_seconds(size)
-    return [
-        bool(time == 0 and layer.parameter_bytes == 0 and layer.stash_bytes == 0)
-        for time, layer in zip(seconds, profile.layers, strict=True)
-    ]

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -126,6 +126,31 @@ class Profile:
         """
         return self._crossing
 
+    def working_bytes(self) -> Floats:
+        """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs.
+
+        Free layers have none: the gradient of a view is a view.
+        """
+        return self._working
+
+    @cached_property
+    def parameter_bytes(self) -> Floats:
+        """Of every layer."""
+        return _shared(layer.parameter_bytes for layer in self.layers)
+
+    @cached_property
+    def stash_bytes(self) -> Floats:
+        """Of every layer, for the profile's batch."""
+        return _shared(layer.stash_bytes for layer in self.layers)
+
+    @cached_property
+    def free_layers(self) -> tuple[bool, ...]:
+        """Whether each layer costs nothing at any batch size and keeps nothing: a view, an input."""
+        seconds = np.zeros(len(self.layers))
+        for size in self._sizes:
+            seconds += self.forward_seconds(size) + self.backward_seconds(size)
+        return tuple((seconds + self.parameter_bytes + self.stash_bytes == 0).tolist())
+
     def positions(self) -> tuple[int, ...]:
         """The layers, but for the first, at which a stage may start."""
         return tuple(sorted(set(range(1, len(self.layers))) - set(self.uncuttable)))
@@ -150,8 +175,15 @@ class Profile:
         last = dict(sorted(self.links))  # of equal sources the later wins: the last reader
         for source, reader in last.items():
             crossing[source:reader] += self.layers[source].activation_bytes
-        crossing.flags.writeable = False  # callers share it
-        return crossing
+        return _shared(crossing)
+
+    @cached_property
+    def _working(self) -> Floats:
+        working = np.array([layer.activation_bytes for layer in self.layers], dtype=np.float64)
+        for source, reader in self.links:
+            working[reader] += self.layers[source].activation_bytes
+        working[np.array(self.free_layers)] = 0
+        return _shared(working)
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -166,6 +198,13 @@ class Profile:
         rows = {timing.batch_size: getattr(timing, field) for timing in self.timings}
         rows[self.batch_size] = tuple(getattr(layer, field) for layer in self.layers)
         return np.maximum.accumulate(np.array([rows[size] for size in self._sizes], dtype=np.float64))
+
+
+def _shared(figures: Iterable[float]) -> Floats:
+    """An array that callers cannot change, since they all get the same."""
+    array = np.fromiter(figures, np.float64)
+    array.flags.writeable = False
+    return array
 
 
 def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:

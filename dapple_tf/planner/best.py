@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dapple_tf.planner.dapple import plan_dapple
+from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.pricing import price_found
 from dapple_tf.planner.problem import Space, Tables
 from dapple_tf.planner.refine import refine
@@ -15,10 +15,10 @@ from dapple_tf.planner.sizes import likely_sizes
 from dapple_tf.planner.task import Candidate, Decision, Task
 
 # How much work a search may do: labels x what may follow them, and simulated events.
-_TRANSITIONS = 30_000_000
-_EVENTS = 2_000_000
+_TRANSITIONS = 24_000_000
+_EVENTS = 4_000_000
 _RESULTS = 2048
-_REFINED, _TRIES = 3, 60
+_REFINED, _TRIES = 3, 40
 _TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
 
 
@@ -29,7 +29,9 @@ def plan_best(task: Task) -> Decision | None:
     says whether some plan that it left out could be better; where one could, the best are refined by small moves. None
     where nothing fits the memory.
     """
-    candidates = simple_candidates(task) + _dapple(task)
+    candidates = simple_candidates(task)
+    if by_formula := choose_by_formula(task, candidates):
+        candidates.append(by_formula.chosen)
     whole = len(task.spaces) == 1
     if not whole:
         candidates += fitted_candidates(task)
@@ -61,11 +63,6 @@ def _fastest(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(candidates, key=lambda c: c.seconds):
         kinds.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
     return list(kinds.values())[:_REFINED]
-
-
-def _dapple(task: Task) -> list[Candidate]:
-    decision = plan_dapple(task)
-    return [decision.chosen] if decision else []
 
 
 def _price(

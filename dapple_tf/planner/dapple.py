@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from dapple_tf.planner.latency import pipeline_latency
 from dapple_tf.planner.search import search_by_formula
-from dapple_tf.planner.simple import data_parallel, even_candidates
+from dapple_tf.planner.simple import simple_candidates
 from dapple_tf.planner.sizes import likely_sizes
 from dapple_tf.planner.task import Candidate, Decision, Task
 from dapple_tf.simulator.costs import stage_costs
@@ -25,7 +25,11 @@ def plan_dapple(task: Task) -> Decision | None:
     plans count, since the formulas know no waiting for memory; else those that hold one micro-batch. The schedule is
     the faster policy in the simulator.
     """
-    known = [*task.price_all(data_parallel(task), "DP"), *even_candidates(task)]
+    return choose_by_formula(task, simple_candidates(task))
+
+
+def choose_by_formula(task: Task, known: Sequence[Candidate]) -> Decision | None:
+    """``plan_dapple``, with the help of plans that are ``known`` to fit."""
     sizes = likely_sizes(task, known)
     ceiling = _least_latency(task, [c for c in known if ":D=" not in c.schedule])
     for warm, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):

@@ -166,7 +166,7 @@ def tables(
     classes = sorted(set(zip(row.tolist(), space.rings.tolist(), strict=True)))
     index = {pair: k for k, pair in enumerate(classes)}
     exposed_class = np.array([index[pair] for pair in zip(row.tolist(), space.rings.tolist(), strict=True)], np.int64)
-    parameters = np.array([layer.parameter_bytes for layer in chain.profile.layers])
+    parameters = chain.profile.parameter_bytes
     shape = (len(classes), len(chain.parameter_bytes), len(chain.parameter_bytes) + 1)
     exposed = np.zeros(shape if overlap else (0, 0, 0))
     if overlap:

@@ -31,13 +31,9 @@ def simple_candidates(task: Task) -> list[Candidate]:
     found = task.price_all(data_parallel(task), "DP")
     if task.cluster.devices > 1:
         found += task.price_all(data_parallel(task, 1), "one device")
-    return found + even_candidates(task)
-
-
-def even_candidates(task: Task) -> list[Candidate]:
-    """Even pipelines of every number of stages that shares the devices evenly."""
-    found = [task.price_all(even_pipeline(task, *shape), "straight") for shape in _even_shapes(task)]
-    return [candidate for candidates in found for candidate in candidates]
+    for shape in _even_shapes(task):
+        found += task.price_all(even_pipeline(task, *shape), "straight")
+    return found
 
 
 def fitted_candidates(task: Task) -> list[Candidate]:

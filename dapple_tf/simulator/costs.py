@@ -11,7 +11,6 @@ from dapple_tf.compiled import Floats, compiled
 from dapple_tf.planner.plan import Plan
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 from profiler.cluster import Cluster
-from profiler.linearise import working_bytes
 from profiler.profile import Profile
 
 
@@ -44,15 +43,15 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
     """
     tables = link_tables(cluster)
     homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
-    crossing, working = profile.crossing_bytes(), working_bytes(profile)
-    parameters = np.array([layer.parameter_bytes for layer in profile.layers])
-    stash = np.array([layer.stash_bytes for layer in profile.layers])
+    crossing, working = profile.crossing_bytes(), profile.working_bytes()
+    parameters, stash = profile.parameter_bytes, profile.stash_bytes
+    slices = {r: plan.micro_batch_size / r for r in plan.replicas}
+    seconds = {r: (profile.forward_seconds(n), profile.backward_seconds(n)) for r, n in slices.items()}
     scale = plan.micro_batch_size / profile.batch_size
     found = []
     for index, stage in enumerate(plan.stages):
         r, held = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
-        forward = profile.forward_seconds(plan.micro_batch_size / r)[held]
-        backward = profile.backward_seconds(plan.micro_batch_size / r)[held]
+        forward, backward = (row[held] for row in seconds[r])
         send = 0.0
         if index + 1 < len(plan.stages):
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)

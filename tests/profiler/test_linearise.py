@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.importers import read_profile
-from profiler.linearise import linearise, working_bytes
+from profiler.linearise import linearise
 from profiler.profile import LayerCost, Profile, Timing
 from tests.profiler.builders import make_layer, make_profile, profiles
 
@@ -93,7 +93,7 @@ def test_a_skip_is_carried_across_the_cuts_between() -> None:
 
 def test_working_bytes_are_a_layers_output_and_inputs() -> None:
     layers = [work("a", 1), work("b", 10), work("c", 100)]
-    assert working_bytes(make_profile(*layers, edges=((0, 1), (0, 2), (1, 2)))).tolist() == [1, 11, 111]
+    assert make_profile(*layers, edges=((0, 1), (0, 2), (1, 2))).working_bytes().tolist() == [1, 11, 111]
 
 
 @given(profile=profiles(), samples=st.integers(1, 200))
@@ -113,7 +113,7 @@ def test_nothing_is_lost_or_counted_twice(profile: Profile, samples: int) -> Non
         assert b == pytest.approx(sum(profile.backward_seconds(samples)[blocks[block]]), rel=1e-12)
         for field, values in sums.items():
             assert values[block] == sum(getattr(layer, field) for layer in profile.layers[blocks[block]])
-        assert chain.working_bytes[block] == max(working_bytes(profile)[blocks[block]])
+        assert chain.working_bytes[block] == max(profile.working_bytes()[blocks[block]])
     crossing = profile.crossing_bytes()
     assert chain.crossing_bytes.tolist() == [crossing[p - 1] for p in chain.positions[1:-1]]
     assert chain.splittable.tolist() == [p not in profile.unsplittable for p in chain.positions[1:-1]]
