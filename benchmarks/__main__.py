@@ -14,6 +14,7 @@ from benchmarks import (
     overhead,
     pipelining,
     planner_speed,
+    prediction,
     profile,
     simulator_speed,
     speedups,
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "never_slower": never_slower,
     "planner_speed": planner_speed,
     "simulator_speed": simulator_speed,
+    "prediction": prediction,
 }
 
 

@@ -40,14 +40,16 @@ def plan_best(task: Task) -> Decision | None:
     for size in sizes:
         for space in task.spaces:
             tables = task.tables(space, size)
-            for origin, stages in (("two stages", 2), ("search", None)):
+            width = max(1, min(512, _TRANSITIONS // space.transitions))
+            for origin, stages in (("search", None), ("two stages", 2)):
                 ceiling = min((c.seconds for c in candidates), default=math.inf)
-                width = max(1, min(512, _TRANSITIONS // space.transitions))
                 found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=stages)
                 better, least_unseen = _price(task, space, tables, size, found, ceiling, origin)
                 candidates += better
                 if stages is None:
                     unseen = min(unseen, least_unseen)
+                if least_unseen >= ceiling:
+                    break  # nothing was left out, plans of two stages neither
     if not whole:
         candidates += [c for found in _fastest(candidates) for c in refit(task, found)]
     if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):

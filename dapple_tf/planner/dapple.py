@@ -14,7 +14,7 @@ from dapple_tf.planner.sizes import likely_sizes
 from dapple_tf.planner.task import Candidate, Decision, Task
 from dapple_tf.simulator.costs import stage_costs
 
-_TRANSITIONS = 3_000_000
+_TRANSITIONS = 2_000_000
 _KNOWN = 3
 
 
