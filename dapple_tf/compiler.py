@@ -20,18 +20,21 @@ from graph_passes.backward import prune_gradients, split_backward
 from graph_passes.base import Observer, Pass, run_passes
 from graph_passes.expose import Expose
 from graph_passes.instrument import Instrument
-from graph_passes.ir import Graph, Node, attributes
+from graph_passes.ir import DType, Graph, Node, Shape, TensorType, attributes
 from graph_passes.layers import Layers
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
 from graph_passes.partition import partition
 from graph_passes.place import Place
+from graph_passes.project import Project
 from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
+from graph_passes.spread import Spread
 from graph_passes.updates import Updates, cut_updates
 from graph_passes.variables import find_variables
 from graph_passes.verify_pipeline import VerifyPipeline
+from graph_passes.verify_ranks import verify_ranks
 
 
 @dataclass(frozen=True)
@@ -143,3 +146,28 @@ def pipeline_graph(
     ``extra`` asks for more outputs: "times" (of every call) or "gradients" (of every variable).
     """
     return run_passes(model.graph, passes(model, captured, plan, devices, home, extra), observers)
+
+
+def rank_graphs(
+    model: StagedModel, captured: Captured, plan: Plan, size: int, observers: Sequence[Observer] = ()
+) -> tuple[Graph, ...]:
+    """The graphs of all ranks of a job of ``size`` processes, proved to fit together; devices are yet to be given.
+
+    Raises PlanError where the plan is not for so many, and GraphError where an exchange does not pair up.
+    """
+    used = sorted(device for stage in plan.stages for device in stage.devices)
+    if used != list(range(size)):
+        raise PlanError(
+            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
+        )
+    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*")
+    types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
+    ranks = tuple(stage.devices for stage in plan.stages)
+    # Spread before projection, which then finds the values that travel; it needs the copies that Mirror made.
+    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank)], observers) for rank in range(size))
+    verify_ranks(graphs)
+    return graphs
+
+
+def _value_type(variable: tf.Variable) -> TensorType:
+    return TensorType(DType(variable.dtype.name), Shape(tuple(variable.shape.as_list())))

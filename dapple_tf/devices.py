@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from dapple_tf.errors import DeviceError, UsageError
+from dapple_tf.job import membership
 
 DEFAULT_DEVICES = 8
 
@@ -16,14 +17,21 @@ DEFAULT_DEVICES = 8
 def init(devices: int | None = None) -> None:
     """Make devices to pipeline over; call it before TensorFlow runs anything.
 
-    On a machine with GPUs they are the devices. Elsewhere the CPU is divided into ``devices`` logical ones
-    (default 8); where that is one for each core or more, ops are not split over cores. Calling it again with the
+    A process that mpirun or horovodrun started joins their job, with one device: its GPU, or the CPU. Else, on a
+    machine with GPUs, these are the devices; elsewhere the CPU is divided into ``devices`` logical ones (default 8);
+    where that is one for each core or more, ops are not split over cores. Calling it again with the
     same number is fine. Raises UsageError when TensorFlow has already started with another number, DeviceError
     for a number below 1 or above the GPUs.
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
+    job = membership.join()
     gpus = tf.config.list_physical_devices("GPU")
+    if job is not None:
+        devices = 1
+        if gpus:
+            tf.config.set_visible_devices(gpus[job.local_rank], "GPU")
+            return
     if gpus:
         if devices is not None and devices > len(gpus):
             raise DeviceError(f"devices={devices}, but this machine has {len(gpus)} GPUs")
@@ -35,7 +43,7 @@ def init(devices: int | None = None) -> None:
     count = DEFAULT_DEVICES if devices is None else devices
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        _one_core_an_op(count)
+        _one_core_an_op(count if job is None else job.local_size)
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
         if devices is None or have == count:

@@ -15,6 +15,7 @@ __all__ = [
     "DappleWarning",
     "DeviceError",
     "GraphError",
+    "JobError",
     "LossError",
     "ModelError",
     "PartitionError",
@@ -53,6 +54,10 @@ class ModelError(ValueError):
 
 class UsageError(RuntimeError):
     """Calls in an order that cannot work."""
+
+
+class JobError(RuntimeError):
+    """Ranks of a job that do not fit together, or one that failed."""
 
 
 class StepError(RuntimeError):

@@ -143,7 +143,8 @@ def _type(tensor: Any) -> TensorType:
 
 def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) -> list[Node]:
     """The nodes less NoOps, with the control edges that order true effects (also through a NoOp or Identity)."""
-    before = {op.name: [source.name for source in op.control_inputs] for op in graph.get_operations()}
+    # TensorFlow keeps them in sets: sorted, every process reads the same graph.
+    before = {op.name: sorted(source.name for source in op.control_inputs) for op in graph.get_operations()}
     by_name = {node.name: node for node in nodes}
 
     def sources(name: str) -> Iterable[str]:

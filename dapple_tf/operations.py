@@ -39,10 +39,29 @@ class Bindings(Protocol):
         """True on the device while weights are being written."""
 
 
+class Ranks(Protocol):
+    """Exchanges and sums with the other processes of a job; see ``dapple_tf.job.collectives``."""
+
+    zero: tf.Variable
+
+    def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Send inputs, receive outputs and a token."""
+
+    def sum(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Each input summed over the node's ranks."""
+
+    def average(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Each input averaged over the node's ranks."""
+
+    def meet(self, node: Node) -> Any:
+        """A token that is there when all of the node's ranks have come so far."""
+
+
 class Operations:
     """The handlers for one pipelined graph, with its stage functions built.
 
-    ``inline``: TensorFlow may inline stage functions that are called once (see ``build_function``).
+    ``inline``: TensorFlow may inline stage functions that are called once (see ``build_function``). ``ranks``: the way
+    to other processes, where the graph is one rank's.
     """
 
     def __init__(
@@ -52,9 +71,11 @@ class Operations:
         constants: Mapping[str, tf.Tensor],
         library: Mapping[str, bytes],
         inline: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.graph = graph
         self.bindings = bindings
+        self._ranks = ranks
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         self.functions = {
             f.name: build_function(f, constants, library, whole=not inline or calls[f.name] > 1)
@@ -70,6 +91,10 @@ class Operations:
         """The variables whose resources ``node`` takes."""
         if node.op in ("accumulate", "gradients"):
             return list(self.bindings.accumulators(node))
+        if self._ranks is not None and node.has("ranks"):
+            return [self._ranks.zero]
+        if node.op in ("read", "state"):
+            return [self.bindings.variable(node, name) for name in node.strings("variables")]
         if node.op == "mark":
             return [self.bindings.updating]
         if node.op == "refresh":
@@ -139,7 +164,28 @@ class Operations:
         variables = self.bindings.accumulators(node)
         return [tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables], []
 
+    def _exchange(self, node: Node, inputs: list[Any]) -> Outcome:
+        return self._others.exchange(node, inputs), []
+
+    def _average(self, node: Node, inputs: list[Any]) -> Outcome:
+        return self._others.average(node, inputs), []
+
+    def _sent(self, node: Node, inputs: list[Any]) -> Outcome:
+        return [tf.add_n(inputs)], []
+
+    def _read(self, node: Node, inputs: list[Any]) -> Outcome:
+        return [_read_variable(self.bindings.variable(node, name)) for name in node.strings("variables")], []
+
+    _state = _read
+
+    @property
+    def _others(self) -> Ranks:
+        assert self._ranks is not None, "only a rank's graph has exchanges"
+        return self._ranks
+
     def _allreduce(self, node: Node, inputs: list[Any]) -> Outcome:
+        if node.has("ranks"):
+            return self._others.sum(node, inputs), []
         count = len(node.outputs)
         return [tf.add_n(inputs[i::count]) for i in range(count)], []
 
@@ -162,16 +208,18 @@ class Operations:
         return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients], []
 
     def _refresh(self, node: Node, inputs: list[Any]) -> Outcome:
-        ops = []
-        for name in node.strings("variables"):
-            owner, copy = self.bindings.owner(name), self.bindings.variable(node, name)
-            ops.append(_assign(copy, _read(owner)))
-        return [], ops
+        names = node.strings("variables")
+        values = [*inputs, *(_read_variable(self.bindings.owner(name)) for name in names[len(inputs) :])]
+        copies = [self.bindings.variable(node, name) for name in names]
+        return [], [_assign(copy, value) for copy, value in zip(copies, values, strict=True)]
 
     def _commit(self, node: Node, inputs: list[Any]) -> Outcome:
         ops = []
+        if inputs:
+            owners = [self.bindings.owner(name) for name in node.strings("variables")]
+            return [], [_assign(owner, value) for owner, value in zip(owners, inputs, strict=True)]
         for name in node.strings("variables"):
-            values = [_read(copy) for copy in self.bindings.copies(name)]
+            values = [_read_variable(copy) for copy in self.bindings.copies(name)]
             mean = len(values) > 1 and values[0].dtype.is_floating
             merged = tf.add_n(values) / len(values) if mean else values[0]
             ops.append(_assign(self.bindings.owner(name), merged))
@@ -189,7 +237,7 @@ class Operations:
         return [tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights, strict=True)])], []
 
     def _barrier(self, node: Node, inputs: list[Any]) -> Outcome:
-        return [], [tf.no_op()]
+        return ([self._others.meet(node)], []) if node.has("ranks") else ([], [tf.no_op()])
 
     def _mark(self, node: Node, inputs: list[Any]) -> Outcome:
         value = tf.constant(bool(node.attr("updating")))
@@ -219,7 +267,7 @@ def call(function: Any, arguments: Sequence[Any]) -> Outcome:
     return list(outputs), [*ops, tf.identity_n(list(outputs))[0].op]
 
 
-def _read(variable: tf.Variable) -> Any:
+def _read_variable(variable: tf.Variable) -> Any:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 

@@ -24,6 +24,22 @@ class Place:
         return place_nodes(graph, self.devices, self.home)
 
 
+@dataclass(frozen=True)
+class PlaceRank:
+    """Put a rank's nodes on its ``device``, and what belongs to no stage ``home``."""
+
+    device: str
+    home: str
+    name: str = "place_rank"
+
+    def __call__(self, graph: Graph) -> Graph:
+        """See the class."""
+        nodes = [
+            dataclasses.replace(node, device=self.device if node.has("stage") else self.home) for node in graph.nodes
+        ]
+        return graph.replace(nodes=tuple(nodes))
+
+
 def place_nodes(graph: Graph, devices: Sequence[Sequence[str]], home: str) -> Graph:
     """The graph with a device on every node; GraphError when the devices do not match its replicas."""
     wanted, given = replica_counts(graph), tuple(len(names) for names in devices)

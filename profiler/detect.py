@@ -65,6 +65,11 @@ def detect(
     )
 
 
+def job_size(environment: Mapping[str, str]) -> int:
+    """How many processes a launcher started; 1 where none did. Raises ClusterError for a contradictory environment."""
+    return max(1, sum(_job(environment)))
+
+
 def _job(environment: Mapping[str, str]) -> tuple[int, ...]:
     """Processes on each server; empty where no launcher started this one."""
     for size_name, local_name in _LAUNCHERS:

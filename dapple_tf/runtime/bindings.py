@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from graph_passes.ir import Graph, Node
-from graph_passes.names import nodes_of, replica_counts
-from graph_passes.variables import Variables, find_variables
+from graph_passes.names import nodes_of
+from graph_passes.variables import find_variables
 
 
 class Buffers:
@@ -36,8 +36,6 @@ class StepVariables:
     def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], buffers: Buffers) -> None:
         self._variables = variables
         self._updating = buffers.updating
-        self._use: Variables = find_variables(graph)
-        self._counts = replica_counts(graph)
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
         self._buffers: dict[tuple[int, int], list[tf.Variable]] = {}
         for node in nodes_of(graph, "refresh"):
@@ -52,7 +50,7 @@ class StepVariables:
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """See ``operations.Bindings``."""
-        if node.op in ("forward", "backward", "refresh"):
+        if node.op in ("forward", "backward", "refresh", "state"):
             key = (node.integer("stage"), node.integer("replica"), name)
             return self._copies.get(key, self._variables[name])
         return self._variables[name]
@@ -63,8 +61,7 @@ class StepVariables:
 
     def copies(self, name: str) -> Sequence[tf.Variable]:
         """See ``operations.Bindings``."""
-        stage = self._use.owner(name)
-        return [self._copies[stage, replica, name] for replica in range(self._counts[stage])]
+        return [copy for (_, _, known), copy in sorted(self._copies.items(), key=lambda item: item[0]) if known == name]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         """See ``operations.Bindings``."""
@@ -74,6 +71,14 @@ class StepVariables:
     def updating(self) -> tf.Variable:
         """See ``operations.Bindings``."""
         return self._updating
+
+
+def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: str) -> None:
+    """Move the variables that a rank's stage and its update use to the rank's device."""
+    calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
+    ports = [graph.function(node.string("function")).input_ports("variable") for node in calls]
+    names = dict.fromkeys(port.name for found in ports for _, port in found)
+    internals.move_variables([(variables[n], device) for n in names if not _same(variables[n].device, device)])
 
 
 def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:

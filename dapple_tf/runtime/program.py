@@ -12,19 +12,20 @@ from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.emit import emit
 from dapple_tf.errors import StepError
-from dapple_tf.operations import Operations
-from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_stages
+from dapple_tf.operations import Operations, Ranks
+from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_device, move_to_stages
 from dapple_tf.runtime.replay import find_failure
 from graph_passes.ir import Graph
 
 
 @dataclass(frozen=True)
 class Program:
-    """A graph and the function that runs it."""
+    """A graph and the function that runs it; ``alone``: all of it runs in this process."""
 
     graph: Graph
     function: Any
     operations: Operations
+    alone: bool = True
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """Run one step on the batch's flattened tensors; the graph's outputs.
@@ -35,11 +36,12 @@ class Program:
             with internals.plain_execution():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
-            damage = self._damage()
-            with internals.plain_execution():
-                found = find_failure(self.graph, self.operations, batch)
+            damage, found = self._damage(), ""
+            if self.alone:
+                with internals.plain_execution():
+                    found = find_failure(self.graph, self.operations, batch)
             raise StepError(f"{damage} The step failed: {found or error.message}") from error
-        return list(outputs)
+        return list(outputs if self.alone else outputs[:-1])  # a rank's last output says what was sent
 
     def _damage(self) -> str:
         updating = self.operations.bindings.updating
@@ -60,3 +62,16 @@ def build_program(
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline)
     return Program(graph, emit(graph, signature, operations), operations)
+
+
+def build_rank_program(
+    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers, ranks: Ranks, device: str
+) -> Program:
+    """``build_program`` for one rank's graph, on its ``device``.
+
+    Stage functions are never inlined: an exchange of what TensorFlow could fold into a constant would run too early.
+    """
+    move_to_device(graph, model.variables, device)
+    bindings = StepVariables(graph, model.variables, buffers)
+    operations = Operations(graph, bindings, model.constants, model.library, inline=False, ranks=ranks)
+    return Program(graph, emit(graph, signature, operations), operations, alone=False)

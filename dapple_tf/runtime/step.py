@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,8 @@ from dapple_tf.capture import Captured, batch_signature, capture
 from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
+from dapple_tf.job import membership
+from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
@@ -86,6 +89,8 @@ class PipelinedStep:
         self._starts: tuple[str, ...] = ()  # names of the layers that start a stage
         self._lock = threading.RLock()
         self._timeline: Timeline | None = None
+        self._job = membership.current()
+        self._rank_programs = None if self._job is None else RankPrograms(self._job)
         if example_batch is not None:
             self.build(*example_batch)
 
@@ -172,12 +177,19 @@ class PipelinedStep:
         plan = fit_plan(self.plan, size)
         wanted = (plan.micro_batches, plan.replicas, extra)
         if wanted not in model.programs:
-            devices, home = list_devices(self._wanted_devices), home_device()
-            graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
-            self._buffers = self._buffers or Buffers(home)
-            model.programs[wanted] = build_program(graph, model.staged, model.captured.signature, self._buffers)
+            self._buffers = self._buffers or Buffers(home_device())
+            model.programs[wanted] = self._build(model, plan, extra, self._buffers)
         self._last = model.programs[wanted]
         return model, self._last
+
+    def _build(self, model: _Model, plan: Plan, extra: str, buffers: Buffers) -> Program:
+        if self._rank_programs is not None:
+            if extra:
+                raise UsageError("a step of several processes gives no times or gradients yet: leave them out")
+            return self._rank_programs.build(model.staged, model.captured, plan, buffers)
+        devices, home = list_devices(self._wanted_devices), home_device()
+        graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
+        return build_program(graph, model.staged, model.captured.signature, buffers)
 
     def _trace(self, batch: Sequence[Any], size: int) -> _Model:
         captured = capture(self._loss_fn, batch)
@@ -207,19 +219,8 @@ class PipelinedStep:
         self.layer_names = tuple(layer.name for layer in layers.layers)
         costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
         if self._plan is None:
-            devices = len(list_devices(self._wanted_devices))
-            if self._request.automatic:
-                self._plan = plan_automatically(
-                    self._loss_fn,
-                    batch,
-                    self._request,
-                    self._optimizer,
-                    devices=devices,
-                    cluster=self._cluster,
-                    replicable=not captured.stateful,
-                )
-            else:
-                self._plan = plan_request(self._request, layers, costs, size, devices)
+            choose = partial(self._choose, captured, layers, costs, batch)
+            self._plan = choose() if self._job is None else self._job.decide(choose)
         plan = self._plan
         if plan.stages[-1].last_layer != len(layers.layers) - 1:
             raise PlanError(
@@ -237,6 +238,22 @@ class PipelinedStep:
             )
         self._starts = tuple(self.layer_names[start] for start in plan.starts)
         return list(plan.starts)
+
+    def _choose(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> Plan:
+        """The plan that was asked for."""
+        devices = len(list_devices(self._wanted_devices)) if self._job is None else self._job.size
+        if not self._request.automatic:
+            size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
+            return plan_request(self._request, layers, costs, size, devices)
+        return plan_automatically(
+            self._loss_fn,
+            batch,
+            self._request,
+            self._optimizer,
+            devices=devices,
+            cluster=self._cluster,
+            replicable=not captured.stateful,
+        )
 
 
 def fit_plan(plan: Plan, size: int) -> Plan:
