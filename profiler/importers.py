@@ -42,7 +42,8 @@ def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, si
     """
     with locating(path, ProfileError):
         text = read_text(path, ProfileError)
-    if not text.lstrip().startswith(("{", "[")):
+    graph = " -- " in text or Path(path).suffix != ".json"
+    if graph and not text.lstrip().startswith(("{", "[")):
         return read_graph_file(path, batch_size, size_scale)
     if batch_size is not None or size_scale != 1:
         raise ProfileError(f"{path}: batch_size and size_scale are for graph.txt files; this profile says its own")

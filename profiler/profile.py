@@ -231,9 +231,14 @@ def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
     return line
 
 
+_LARGEST = 1e18  # sums and products of such figures are still finite
+
+
 def _check_figure(where: str, value: float) -> None:
     if not math.isfinite(value) or value < 0:
         raise ProfileError(f"{where} is {value}, not a finite number from 0")
+    if value > _LARGEST:
+        raise ProfileError(f"{where} is {value:g}, more than any device has or lasts ({_LARGEST:g})")
 
 
 def _check_layers(layers: Sequence[LayerCost]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.pricing import price_found
 from dapple_tf.planner.problem import Space, Tables
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import Result, search_by_bound
-from dapple_tf.planner.simple import fitted_candidates, refit, simple_candidates
+from dapple_tf.planner.simple import fitted_candidates, refit, simple_candidates, uneven_candidates
 from dapple_tf.planner.sizes import likely_sizes
+from dapple_tf.planner.spaces import shrink
 from dapple_tf.planner.task import Candidate, Decision, Task
 
 # How much work a search may do: labels x what may follow them, and simulated events.
@@ -19,6 +21,7 @@ _TRANSITIONS = 24_000_000
 _EVENTS = 4_000_000
 _RESULTS = 2048
 _REFINED, _TRIES = 3, 40
+_UNEVEN_SIZES = 2
 _TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
 
 
@@ -32,7 +35,7 @@ def plan_best(task: Task) -> Decision | None:
     candidates = simple_candidates(task)
     if by_formula := choose_by_formula(task, candidates):
         candidates.append(by_formula.chosen)
-    whole = len(task.spaces) == 1
+    whole = all(space.whole for space in task.spaces)
     if not whole:
         candidates += fitted_candidates(task)
     sizes = likely_sizes(task, candidates)
@@ -52,11 +55,24 @@ def plan_best(task: Task) -> Decision | None:
                     break  # nothing was left out, plans of two stages neither
     if not whole:
         candidates += [c for found in _fastest(candidates) for c in refit(task, found)]
+        candidates += uneven_candidates(task, sizes[:_UNEVEN_SIZES])
+    if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
+        candidates += _on_fewer(task)
     if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
         candidates += [c for found in _fastest(candidates) for c in task.price_all(found.stages, found.origin)]
         tries = _TRIES if whole else _TRIES_OF_A_PART // task.cluster.devices
         candidates += [refine(task, candidate, tries) for candidate in _fastest(candidates)]
     return decide(candidates, unseen)
+
+
+def _on_fewer(task: Task) -> list[Candidate]:
+    """The best on the first part of the devices, server by server: more devices shall never make a plan slower."""
+    fewer = shrink(task.cluster)
+    if fewer is None:
+        return []
+    decision = plan_best(replace(task, cluster=fewer))
+    found = decision and task.price(decision.chosen.stages, decision.chosen.micro_batch_size, decision.chosen.origin)
+    return [found] if found else []
 
 
 def _fastest(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -82,7 +98,7 @@ def _price(
 
 def decide(candidates: Iterable[Candidate], unseen: float) -> Decision | None:
     """The fastest, and the fastest of every other origin; ``unseen``: the least bound of what was not looked at."""
-    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages)))
+    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), sum(stage.replicas for stage in c.stages)))
     if not ranked:
         return None
     kinds: dict[str, Candidate] = {}

@@ -23,6 +23,13 @@ def _check_batch(plan: Plan) -> None:
             f"{plan.global_batch_size}: choose micro-batches that divide the batch"
         )
 
+    for index, stage in enumerate(plan.stages):
+        if stage.replicas > plan.micro_batch_size:
+            raise PlanError(
+                f"stage {index} has {stage.replicas} replicas, but a micro-batch has {plan.micro_batch_size} samples: "
+                "use larger micro-batches or fewer replicas"
+            )
+
 
 def _check_layers(plan: Plan, profile: Profile) -> None:
     count, end = len(profile.layers), plan.stages[-1].last_layer

@@ -67,9 +67,10 @@ def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) ->
     ours, theirs = _parts(*planned), _parts(*other)
     seconds, least = other[1].step_seconds, planned[1].step_seconds
     if seconds - least <= least * 1e-6:
-        return f"{_ms(seconds)}, as fast, with more memory, stages or devices"
+        return f"{_ms(seconds)}, as fast"
     part = max(theirs, key=lambda name: theirs[name] - ours[name])
-    return f"{_ms(seconds)}, {seconds / least - 1:.1%} slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
+    more = f"{seconds / least - 1:.1%} " if least else ""  # a model whose layers take no time can have a step of none
+    return f"{_ms(seconds)}, {more}slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
 
 
 def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
@@ -79,7 +80,7 @@ def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
     return {
         "computing in the busiest stage takes": max(compute),
         "AllReduce after the last backward takes": exposed,
-        "waiting for other stages and transfers takes": timeline.step_seconds - max(compute) - exposed,
+        "waiting for other stages and transfers takes": max(0.0, timeline.step_seconds - max(compute) - exposed),
     }
 
 

@@ -75,6 +75,15 @@ def make_task(
     optimizer_slots: int = 2,
 ) -> Task:
     """What the planners are asked; PlanError or ScheduleError for what cannot be asked."""
+    for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
+        if not isinstance(value, kind):
+            raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
+    for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+        if not (isinstance(number, int) and not isinstance(number, bool)) and (name, number) != (
+            "micro_batch_size",
+            None,
+        ):
+            raise PlanError(f"{name} is {number!r}, not a whole number")
     if schedule != "auto":
         named_warm_up(schedule, 1, 1)
     if optimizer_slots < 0:
@@ -112,6 +121,7 @@ def _explain_none(task: Task, planner: str) -> str:
         remedies = [name for name, other in others.items() if plan_best(other) is not None]
         if remedies:
             return f"no plan fits the devices' memory under schedule {task.schedule!r}: use {' or '.join(remedies)}"
+        return f"under schedule 'auto', which needs the least memory, {describe_shortage(task)}"
     return describe_shortage(task)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,11 +120,8 @@ def find_placements(
     return Placements(tuple(items), follow, complete)
 
 
-def device_numbers(cluster: Cluster, placement: Placement) -> tuple[int, ...]:
-    """The numbers of a placement's devices, server by server."""
-    first = 0
-    numbers: list[int] = []
-    for server, before, after in zip(cluster.servers, placement.before, placement.after, strict=True):
-        numbers += range(first + before, first + after)
-        first += server.devices
-    return tuple(numbers)
+def device_numbers(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of a placement's devices, server by server; ``order`` says which server each entry stands for."""
+    first = list(itertools.accumulate((server.devices for server in cluster.servers), initial=0))
+    taken = zip(order, placement.before, placement.after, strict=True)
+    return tuple(sorted(first[server] + k for server, before, after in taken for k in range(before, after)))

@@ -16,6 +16,7 @@ from dapple_tf.planner.problem import Tables
 from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, step_seconds
+from graph_passes.errors import ScheduleError
 from graph_passes.schedule import named_warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
@@ -58,7 +59,7 @@ def rows_of(costs: Sequence[StageCosts]) -> Floats:
 def price(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto") -> Price:
     """The best policy for these costs (or the price of ``schedule``), with D where memory asks for it.
 
-    Raises ScheduleError for a schedule of an unknown name.
+    A schedule's name is checked before (``make_task``).
     """
     if schedule not in (*POLICIES, "auto"):
         return _price_fixed(rows, micro_batches, memory, schedule)
@@ -72,7 +73,10 @@ def price(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto
 
 
 def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> Price:
-    k = np.array(named_warm_up(schedule, rows.shape[1], micro_batches), np.int64)
+    try:
+        k = np.array(named_warm_up(schedule, rows.shape[1], micro_batches), np.int64)
+    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches
+        return Price(np.inf, schedule)
     if (rows[4] + rows[6] + k * rows[5] > memory).any():
         return Price(np.inf, schedule)
     return Price(_run(rows, k, micro_batches), schedule)

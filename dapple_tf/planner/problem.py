@@ -52,11 +52,17 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """A chain, and where its stages can be: what does not depend on the micro-batch size."""
+    """A chain, and where its stages can be: what does not depend on the micro-batch size.
+
+    ``order``: the server that each entry of the placements stands for. ``whole``: every cut, replica count and
+    placement (in that order of servers) is here.
+    """
 
     chain: Chain
     cluster: Cluster
     placements: Placements
+    order: tuple[int, ...]
+    whole: bool = False
 
     @cached_property
     def links(self) -> LinkTables:
@@ -114,7 +120,7 @@ class Space:
 
     @cached_property
     def _servers(self) -> tuple[Integers, Integers]:
-        lists = [item.servers() for item in self.placements.items]
+        lists = [sorted(self.order[place] for place in item.servers()) for item in self.placements.items]
         offsets = np.concatenate([[0], np.cumsum([len(s) for s in lists])]).astype(np.int64)
         return offsets, np.array([server for s in lists for server in s], np.int64)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from dapple_tf.planner.even import even_starts
 from dapple_tf.planner.fit import fit_cuts
 from dapple_tf.planner.plan import StagePlan
 from dapple_tf.planner.task import Candidate, Task
+
+_MOST_DEVICES = 64  # beyond, there are too many of them
 
 
 def data_parallel(task: Task, devices: int | None = None) -> tuple[StagePlan, ...]:
@@ -44,6 +47,18 @@ def fitted_candidates(task: Task) -> list[Candidate]:
         for size in task.micro_batch_sizes:
             if replicas <= size and (fitted := fit_cuts(task, devices, size)) is not None:
                 found.append(task.price(fitted, size, "straight"))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def uneven_candidates(task: Task, sizes: Sequence[int]) -> list[Candidate]:
+    """Pipelines of any number of stages of equally many replicas, on all devices or fewer; on up to 64 devices."""
+    total, blocks, found = task.cluster.devices, len(task.chain.parameter_bytes), []
+    for replicas in range(1, total + 1) if total <= _MOST_DEVICES else ():
+        for stages in range(2, min(total // replicas, blocks) + 1):
+            devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+            for size in sizes:
+                if replicas <= size and (fitted := fit_cuts(task, devices, size)) is not None:
+                    found.append(task.price(fitted, size, "straight"))
     return [candidate for candidate in found if candidate is not None]
 
 

@@ -8,33 +8,54 @@ from dataclasses import replace
 from dapple_tf.planner.even import even_starts
 from dapple_tf.planner.placement import append_first, find_placements
 from dapple_tf.planner.problem import Space
-from profiler.cluster import Cluster
+from profiler.cluster import Cluster, Server
 from profiler.linearise import Chain, cut_chain
 
 # The work of one search that takes some ten milliseconds, in transitions.
 _MOST_TRANSITIONS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
+_MOST_OF_A_PART = 128
 
 
 def find_spaces(chain: Chain, cluster: Cluster) -> tuple[Space, ...]:
     """One space of all cuts, replica counts and placements; where that is too large, two that cover less.
 
     These are: all plans of two stages; and plans of any number of stages placed on one device after the other (Append
-    First), of round replica counts, cut between at least 32 blocks of about equal compute.
+    First), of round replica counts, cut between at least 32 blocks of about equal compute. The policies take servers as
+    they are numbered, and where these differ in size the largest first as well.
     """
-    sizes = [server.devices for server in cluster.servers]
+    given = tuple(range(len(cluster.servers)))
+    largest_first = tuple(sorted(given, key=lambda server: -cluster.servers[server].devices))
+    spaces = [space for order in dict.fromkeys((given, largest_first)) for space in _spaces_of(chain, cluster, order)]
+    return tuple(spaces)
+
+
+def _spaces_of(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[Space, ...]:
+    sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
     every = find_placements(sizes, range(1, total + 1), most=_MOST_PLACEMENTS)
-    whole = Space(chain, cluster, every)
+    whole = Space(chain, cluster, every, order, whole=True)
     if every.complete and whole.transitions <= 2 * _MOST_TRANSITIONS:
         return (whole,)
     unit = max(sizes) if total > 256 else 1
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
-    two = Space(chain, cluster, find_placements(sizes, splits, stages=2))
+    two = Space(chain, cluster, find_placements(sizes, splits, stages=2), order)
     in_line = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
-    deep = Space(chain, cluster, in_line)
-    return (_coarser(two), _coarser(deep))
+    return (_coarser(two), _coarser(Space(chain, cluster, in_line, order)))
+
+
+def shrink(cluster: Cluster) -> Cluster | None:
+    """The first servers that hold about half of the devices, 128 at most; None for one device."""
+    left = min(cluster.devices // 2, _MOST_OF_A_PART)
+    servers: list[Server] = []
+    for server in cluster.servers:
+        if left > 0:
+            servers.append(replace(server, devices=min(server.devices, left)))
+            left -= server.devices
+    names = {server.name for server in servers}
+    links = {pair: link for pair, link in cluster.links.items() if names.issuperset(pair)}
+    return replace(cluster, servers=tuple(servers), links=links) if servers else None
 
 
 def _round_counts(total: int, unit: int) -> list[int]:

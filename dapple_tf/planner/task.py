@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,8 @@ from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
+
+_MOST_MICRO_BATCHES = 16384
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Task:
         positions = space.chain.positions
         bounds = [positions[start] for start in found.starts] + [len(self.profile.layers)]
         return tuple(
-            StagePlan(first, end - 1, device_numbers(self.cluster, space.placements.items[place]))
+            StagePlan(first, end - 1, device_numbers(self.cluster, space.placements.items[place], space.order))
             for first, end, place in zip(bounds, bounds[1:], found.placements, strict=False)
         )
 
@@ -111,9 +114,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a planner chose, and the best of each other origin, by seconds; ``proven``: nothing it may do is better.
+    """What a planner chose, and the best of each other origin, by seconds.
 
-    ``latency``: formula 2's seconds, where the planner went by it.
+    ``proven``: no plan of the search space is faster. ``latency``: formula 2's seconds, where the planner went by it.
     """
 
     chosen: Candidate
@@ -123,15 +126,16 @@ class Decision:
 
 
 def micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:
-    """The sizes that divide the global batch, or the one wanted.
+    """The sizes that divide the global batch into at most 16384 micro-batches, or the one wanted.
 
     Raises PlanError for sizes below 1, or one that does not divide the batch.
     """
     if global_batch_size < 1:
         raise PlanError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-    divisors = tuple(size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0)
+    small = [size for size in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % size == 0]
+    divisors = tuple(sorted({*small, *(global_batch_size // size for size in small)}))
     if wanted is None:
-        return divisors
+        return tuple(size for size in divisors if global_batch_size // size <= _MOST_MICRO_BATCHES)
     if wanted not in divisors:
         near = sorted(sorted(divisors, key=lambda size: abs(size - wanted))[:3])
         raise PlanError(

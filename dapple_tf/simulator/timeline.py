@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dapple_tf.errors import PlanError
 from dapple_tf.planner.check import check_plan
 from dapple_tf.planner.plan import Plan
 from dapple_tf.simulator.costs import StageCosts, stage_costs
@@ -181,6 +182,8 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
     or the cluster cannot carry, and ScheduleError for a schedule that does not exist. A plan that needs more memory
     than the devices have is simulated all the same: ``Timeline.fits`` says so.
     """
+    if optimizer_slots < 0:
+        raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
     warm_up = named_warm_up(plan.schedule, len(plan.stages), plan.micro_batches)
     order = early_backward_order(np.array(warm_up, np.int64), plan.micro_batches)

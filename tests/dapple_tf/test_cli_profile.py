@@ -127,6 +127,7 @@ def test_an_analytic_profile(command: Callable[..., Any], tmp_path: Path) -> Non
         (("-o", "p.json", "--batch-sizes", "4,0"), "--batch-sizes 4,0: give numbers of samples"),
         (("-o", "p.json", "--batch-sizes", ""), "--batch-sizes : give numbers of samples"),
         (("-o", "p.json", "--repeats", 0), "0 is not in the range x>=1"),
+        (("-o", "p.json", "--batch-size", 0), "0 is not in the range x>=1"),
         (("-o", "p.json", "--device", "K80"), "'K80' is not one of 'v100', 'a100', 'h100'"),
         (("-o", "p.json", "--device", "V100", "--batch-sizes", 2), "leave one out"),
     ],

@@ -84,5 +84,17 @@ def test_small_slices_of_one_measured_batch_are_doubted() -> None:
 
 def test_a_tie_is_said_to_be_one() -> None:
     text = say(make_profile((0, 0), (0, 0)), make_cluster(2))
-    assert "runner-up one device" in text
-    assert "0.0 ms, as fast, with more memory, stages or devices" in text
+    assert "runner-up DP" in text, "of equals the one with the fewest devices is chosen"
+    assert "0.0 ms, as fast" in text
+
+
+def test_a_step_that_takes_no_time_is_beaten_by_no_percentage() -> None:
+    text = say(make_profile((0, 0, 0, 0, 10)), make_cluster(2), batch=4)
+    # DP reduces 2 (2 - 1)/2 x 10 bytes at 10 a second; one device has nothing to do.
+    assert "dapple-a: 1.000 s, slower: AllReduce after the last backward takes 1.000 s against 0.0 ms" in text
+
+
+def test_no_part_of_a_step_is_below_nothing() -> None:
+    # Six times 0.1 s and 0.1 s come to less when added one by one than when multiplied.
+    text = say(make_profile((0.4, 0.4), (0.4, 0.4)), make_cluster(2), batch=12, micro_batch_size=2)
+    assert "waiting for other stages and transfers takes 400.0 ms against 0.0 ms" in text
