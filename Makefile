@@ -13,10 +13,10 @@ train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --compare 10 --trace out/gpt-timeline.png
 
-test: lint
+test: lint .venv/installed-horovod
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -m "not slow"
 
-test-all: lint
+test-all: lint .venv/installed-horovod
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q
 
 lint: .venv/installed-test

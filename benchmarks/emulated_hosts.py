@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a bridge, each link shaped to a bandwidth. Needs root and iproute2."""
+"""Hosts on one machine: network namespaces joined by a bridge, their links shaped. Needs root and iproute2."""
 
 from __future__ import annotations
 

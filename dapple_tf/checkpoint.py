@@ -1,49 +1,196 @@
-"""Checkpoints that know nothing of stages: variables in the model's own order, the optimizer, the step."""
+"""Checkpoints that know nothing of stages or ranks: saved from any plan, loaded into any other.
+
+They hold the variables of the model and the optimizer by name (see ``variable_names``), random seeds among them, how
+many steps were done, and how many batches were taken from the data set. A learning rate is one of the optimizer's
+variables, so it comes back as it was saved.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.errors import UsageError
+from dapple_tf.checkpoint_file import CheckpointFile, DamagedError, can_hold, open_checkpoint, write_checkpoint
+from dapple_tf.errors import CheckpointError, DappleWarning
+from dapple_tf.job import membership
+from dapple_tf.job.gather import broadcast_values
 from dapple_tf.runtime.step import PipelinedStep
+
+_NAME = re.compile(r"checkpoint-\d+\.safetensors")
+_PART = re.compile(_NAME.pattern + r"\.\d+\.part")
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come: ``steps`` done, ``batches`` taken from the beginning of its data set."""
+
+    steps: int
+    batches: int
 
 
 class Checkpoints:
-    """Saves and restores a training run in a folder; the last three are kept.
+    """Saves and restores a training run in a folder, as ``checkpoint-<steps>.safetensors``; the last two are kept.
 
-    TensorFlow writes the data before it names it the latest, so a run killed at any moment leaves the last
-    good one.
+    In a job rank 0 reads and writes, so only it needs the folder; every rank must make the same calls.
+    A run killed at any moment leaves the last good checkpoint: files get their names when they are whole, and older
+    ones are removed after that.
+
+    Raises CheckpointError, on every rank, for a folder that cannot be written, one that holds other checkpoints, or a
+    variable of a dtype that no checkpoint holds; UsageError for a step that has not been built (give it an
+    ``example_batch``).
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: PipelinedStep, batch: Any, optimizer: Any) -> None:
-        self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-        names = step.model(batch).model_variables
-        variables = {f"v{i}": variable for i, variable in enumerate(names.values())}
-        tracked = tf.train.Checkpoint(step=self._count, optimizer=optimizer, **variables)
+    def __init__(self, folder: str | os.PathLike[str], step: PipelinedStep) -> None:
+        self._folder = Path(folder)
+        self._step = step
+        self._job = membership.current()
+        strange = [name for name, variable in step.variables.items() if not can_hold(variable)]
+        if strange:
+            found = step.variables[strange[0]]
+            raise CheckpointError(
+                f"variable {strange[0]!r} ({found.dtype.name}, shape {found.shape}) cannot be saved: a checkpoint "
+                "holds numbers and booleans of fixed shapes; keep it out of the loss"
+            )
+        self._on_rank_0(self._prepare)
+
+    def restore(self) -> Position:
+        """Load the last good checkpoint, if there is one; the position it was saved at, (0, 0) without any.
+
+        A damaged file is set aside with a DappleWarning, and the one before it loaded. Raises CheckpointError where
+        all are damaged, or the last good one is of another model; nothing has changed then.
+        """
+        position: Position | None = self._on_rank_0(self._load)
+        if position is None:
+            return Position(0, 0)
+        if self._job is not None:
+            broadcast_values(self._job, list(self._step.variables.values()), 0)
+        return position
+
+    def save(self, steps: int, batches: int | None = None) -> str:
+        """Save after ``steps`` steps and ``batches`` batches (as many, unless given); the path of the checkpoint.
+
+        In a job it gathers the variables of all stages on every rank. Raises CheckpointError, on every rank, where the
+        file cannot be written, or the folder has one of a later step; those before are left.
+        """
+        self._step.gather()
+        position = Position(steps, steps if batches is None else batches)
+        return str(self._on_rank_0(lambda: self._write(position)))
+
+    # --- on rank 0
+
+    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
+        return act() if self._job is None else self._job.decide(act)
+
+    def _prepare(self) -> None:
         try:
-            os.makedirs(folder, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):  # the only sure way to know that one can write
+                pass
+            names = os.listdir(self._folder)
+            for name in filter(_PART.fullmatch, names):  # left by a run that was killed
+                (self._folder / name).unlink()
         except OSError as error:
-            raise UsageError(f"{os.fspath(folder)} cannot hold checkpoints: {error.strerror}") from error
-        self._manager = tf.train.CheckpointManager(tracked, os.fspath(folder), max_to_keep=3)
+            raise CheckpointError(f"{self._folder} cannot hold checkpoints: {error.strerror}") from error
+        others = sorted(name for name in names if re.fullmatch(r"ckpt-\d+\.index", name))
+        if others and not any(map(_NAME.fullmatch, names)):
+            raise CheckpointError(
+                f"{self._folder} holds checkpoints of tf.train.Checkpoint ({others[-1]}), which name no variables: "
+                "give another folder"
+            )
 
-    def restore(self) -> int:
-        """Load the latest checkpoint, if there is one; the number of steps it had done."""
-        if self._manager.latest_checkpoint is None:
-            return 0
+    def _load(self) -> Position | None:
+        paths = self._files()
+        damaged: list[DamagedError] = []
+        for path in reversed(paths):
+            try:
+                found = open_checkpoint(path)
+                position = Position(int(found.texts["steps"]), int(found.texts["batches"]))
+            except DamagedError as error:
+                damaged.append(error)
+                continue
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            variables = self._step.variables
+            _check_fit(found, variables)
+            for damage in damaged:
+                warnings.warn(f"{damage}. It is set aside; going on from {path}", DappleWarning, stacklevel=4)
+            for later in paths[paths.index(path) + 1 :]:
+                os.replace(later, later.with_name(f"{later.name}.damaged"))
+            for name, value in found.read():
+                variables[name].assign(value)
+            return position
+        if damaged:
+            raise CheckpointError(
+                f"{'; '.join(map(str, damaged))}. No good checkpoint is left: give another folder to start anew"
+            )
+        return None
+
+    def _write(self, position: Position) -> Path:
+        path = self._folder / f"checkpoint-{position.steps}.safetensors"
+        texts = {"steps": str(position.steps), "batches": str(position.batches)}
         try:
-            status = self._manager.checkpoint.restore(self._manager.latest_checkpoint)
-            status.assert_existing_objects_matched()
-        except (AssertionError, ValueError, tf.errors.OpError) as error:
-            raise UsageError(
-                f"{self._manager.latest_checkpoint} cannot be loaded, being damaged or of another model or optimizer: "
-                f"{error}"
-            ) from error
-        return int(self._count.numpy())
+            known = sorted({*self._files(), path}, key=_steps_of)
+            if known[-1] != path:
+                raise CheckpointError(
+                    f"{self._folder} has {known[-1].name} already, of a later step than {position.steps}: restore it "
+                    "first, or give another folder"
+                )
+            write_checkpoint(path, self._step.variables, texts)
+            for old in known[:-_KEPT]:
+                old.unlink()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+        return path
 
-    def save(self, steps: int) -> str:
-        """Save after ``steps`` steps; the path of the checkpoint."""
-        self._count.assign(steps)
-        return str(self._manager.save(checkpoint_number=steps))
+    def _files(self) -> list[Path]:
+        """The checkpoints in the folder, by steps."""
+        return sorted(
+            (self._folder / name for name in os.listdir(self._folder) if _NAME.fullmatch(name)), key=_steps_of
+        )
+
+
+def _steps_of(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-").removesuffix(".safetensors"))
+
+
+def _check_fit(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> None:
+    """CheckpointError unless the file has exactly these variables, of their dtypes and shapes."""
+    missing = [name for name in variables if name not in found.entries]
+    unexpected = [name for name in found.entries if name not in variables]
+    if missing or unexpected:
+        told = []
+        if missing:
+            told.append(f"it lacks {_list_nearest(missing, unexpected or found.entries)}")
+        if unexpected:
+            told.append(f"it has {_list_nearest(unexpected, missing or variables)}, which this model lacks")
+        raise CheckpointError(
+            f"{found.path} is of another model or optimizer: {', and '.join(told)}. Give the model and optimizer that "
+            "it was saved from, or another folder"
+        )
+    for name, variable in variables.items():
+        entry = found.entries[name]
+        here, there = (variable.dtype.name, tuple(variable.shape)), (entry.dtype, entry.shape)
+        if here != there:
+            raise CheckpointError(
+                f"{found.path} has {name!r} as {there[0]} {list(there[1])}, but here it is {here[0]} {list(here[1])}: "
+                "give the model the options that it was saved with, or another folder"
+            )
+
+
+def _list_nearest(names: list[str], others: Any, most: int = 3) -> str:
+    """The first of ``names``, each with the nearest of ``others``."""
+    told = []
+    for name in names[:most]:
+        near = difflib.get_close_matches(name, list(others), n=1)
+        told.append(repr(name) + (f" (nearest: {near[0]!r})" if near else ""))
+    return ", ".join(told) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -16,6 +16,7 @@ from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.train import plain, train
 from dapple_tf.commands.verify import verify
 from dapple_tf.errors import ModelError
+from dapple_tf.job.guard import report_failure
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,16 +30,18 @@ for _command in (train, plain, verify, profile, plan, simulate):
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line on stderr, not a traceback."""
+    """Run the command line; errors of ours are one line on stderr, not a traceback. Other ranks of a job are told."""
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
         error.show()
+        report_failure(error)
         sys.exit(2 if isinstance(error, click.UsageError) else 1)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.Abort:
         click.echo("stopped", err=True)
+        report_failure(KeyboardInterrupt())
         sys.exit(1)
     except (ValueError, RuntimeError, OSError) as error:
         if not type(error).__module__.startswith(("dapple_tf", "graph_passes", "profiler")) and not isinstance(
@@ -46,4 +49,5 @@ def main() -> None:
         ):
             raise
         click.echo(f"error: {error}", err=True)
+        report_failure(error)
         sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage

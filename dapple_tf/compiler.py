@@ -18,6 +18,7 @@ from graph_passes.allreduce import AllReduce
 from graph_passes.apply import Apply
 from graph_passes.backward import prune_gradients, split_backward
 from graph_passes.base import Observer, Pass, run_passes
+from graph_passes.check_numerics import CheckNumerics
 from graph_passes.expose import Expose
 from graph_passes.instrument import Instrument
 from graph_passes.ir import DType, Graph, Node, Shape, TensorType, attributes
@@ -125,6 +126,8 @@ def passes(
         order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there
     if extra == "gradients":
         order.append(Expose())  # needs what AllReduce left
+    if extra == "check":
+        order.append(CheckNumerics())  # needs what AllReduce left, and the loss
     if extra == "times":
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
@@ -143,13 +146,20 @@ def pipeline_graph(
 ) -> Graph:
     """The pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan).
 
-    ``extra`` asks for more outputs: "times" (of every call) or "gradients" (of every variable).
+    ``extra`` asks for more outputs: "times" (of every call) or "gradients" (of every variable); or for a "check" that
+    loss and gradients are finite.
     """
     return run_passes(model.graph, passes(model, captured, plan, devices, home, extra), observers)
 
 
 def rank_graphs(
-    model: StagedModel, captured: Captured, plan: Plan, size: int, observers: Sequence[Observer] = ()
+    model: StagedModel,
+    captured: Captured,
+    plan: Plan,
+    size: int,
+    *,
+    extra: str = "",
+    observers: Sequence[Observer] = (),
 ) -> tuple[Graph, ...]:
     """The graphs of all ranks of a job of ``size`` processes, proved to fit together; devices are yet to be given.
 
@@ -160,7 +170,7 @@ def rank_graphs(
         raise PlanError(
             f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
         )
-    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*")
+    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*", extra=extra)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # Spread before projection, which then finds the values that travel; it needs the copies that Mirror made.

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import DeviceError, UsageError
 from dapple_tf.job import membership
+from dapple_tf.job.guard import guard
 
 DEFAULT_DEVICES = 8
 
@@ -22,10 +23,19 @@ def init(devices: int | None = None) -> None:
     where that is one for each core or more, ops are not split over cores. Calling it again with the
     same number is fine. Raises UsageError when TensorFlow has already started with another number, DeviceError
     for a number below 1 or above the GPUs.
+
+    The ranks of a job watch each other from here on (see ``dapple_tf.job.watch``), which starts TensorFlow: its own
+    settings (threads, memory growth) come before.
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
     job = membership.join()
+    _make_devices(devices, job)
+    if job is not None:
+        guard(job)
+
+
+def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     gpus = tf.config.list_physical_devices("GPU")
     if job is not None:
         devices = 1
@@ -38,15 +48,17 @@ def init(devices: int | None = None) -> None:
         return
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
-    if configured is not None and devices in (None, len(configured)):
-        return
     count = DEFAULT_DEVICES if devices is None else devices
+    # A rank's second one is for the op that tells whether a step has failed: see ``dapple_tf.job.canary``.
+    count = count if job is None else 2
+    if configured is not None and (devices is None or count == len(configured)):
+        return
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
         _one_core_an_op(count if job is None else job.local_size)
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
-        if devices is None or have == count:
+        if devices is None or have == count or job is not None:
             return
         raise UsageError(
             f"TensorFlow has already started with {have} devices: call dapple.init(devices={count}) before any tensor, "
@@ -71,6 +83,8 @@ def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
     """
     gpus = tf.config.list_logical_devices("GPU")
     found = tuple(device.name for device in gpus or tf.config.list_logical_devices("CPU"))
+    if membership.current() is not None:
+        found = found[:1]
     if wanted is None:
         return found
     if isinstance(wanted, str | int):

@@ -46,7 +46,12 @@ class _Emitter:
             if node.name not in self.done:
                 self._emit(node)
         with tf.control_dependencies(self._everything()):
-            return [tf.identity(self.tensors[value]) for value in self.graph.outputs]
+            return [self._output(self.tensors[value]) for value in self.graph.outputs]
+
+    def _output(self, tensor: Any) -> Any:
+        """The output, where it was made: a rank's token must not come to where a step fails (see ``job.canary``)."""
+        with tf.device(tensor.device):
+            return tf.identity(tensor)
 
     def _everything(self) -> list[Any]:
         """The ops that nothing else waits for: the end of the step."""

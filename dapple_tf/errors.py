@@ -11,6 +11,7 @@ from profiler.errors import ClusterError, ProfileError
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "ClusterError",
     "DappleWarning",
     "DeviceError",
@@ -50,6 +51,10 @@ class DeviceError(ValueError):
 
 class ModelError(ValueError):
     """A MODEL on the command line that cannot be loaded."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read, or loaded into this model."""
 
 
 class UsageError(RuntimeError):

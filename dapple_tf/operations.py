@@ -56,6 +56,9 @@ class Ranks(Protocol):
     def meet(self, node: Node) -> Any:
         """A token that is there when all of the node's ranks have come so far."""
 
+    def sent(self, total: Any) -> Any:
+        """The sum of all tokens, which says that everything has been exchanged, for the step to return."""
+
 
 class Operations:
     """The handlers for one pipelined graph, with its stage functions built.
@@ -171,7 +174,8 @@ class Operations:
         return self._others.average(node, inputs), []
 
     def _sent(self, node: Node, inputs: list[Any]) -> Outcome:
-        return [tf.add_n(inputs)], []
+        total = tf.add_n(inputs)
+        return [self._others.sent(total)], [total.op]
 
     def _read(self, node: Node, inputs: list[Any]) -> Outcome:
         return [_read_variable(self.bindings.variable(node, name)) for name in node.strings("variables")], []
@@ -193,13 +197,19 @@ class Operations:
         return [tf.add_n(inputs)], []
 
     def _reduced(self, node: Node, inputs: list[Any]) -> Outcome:
-        return [tf.identity(tensor) for tensor in inputs], []
+        if not node.has("check"):
+            return [tf.identity(tensor) for tensor in inputs], []
+        where = f"on stage {node.integer('stage')} the gradient of variable"
+        names = node.strings("variables")
+        return [_check(tensor, f"{where} {name!r}") for tensor, name in zip(inputs, names, strict=True)], []
 
     def _square_norm(self, node: Node, inputs: list[Any]) -> Outcome:
-        return [tf.add_n([tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in inputs])], []
+        # No additions, which TensorFlow joins into one where nothing else takes a sum: ranks of a stage would round
+        # otherwise, and drift apart.
+        return [tf.reduce_sum(tf.stack([tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in inputs]))], []
 
     def _global_norm(self, node: Node, inputs: list[Any]) -> Outcome:
-        return [tf.sqrt(tf.add_n(inputs))], []
+        return [tf.sqrt(tf.reduce_sum(tf.stack(inputs)))], []
 
     def _clip(self, node: Node, inputs: list[Any]) -> Outcome:
         norm, *gradients = inputs
@@ -226,6 +236,10 @@ class Operations:
         return [], ops
 
     def _merge(self, node: Node, inputs: list[Any]) -> Outcome:
+        outputs, ops = self._merged(node, inputs)
+        return ([_check(outputs[0], "the loss")], []) if node.has("check") else (outputs, ops)
+
+    def _merged(self, node: Node, inputs: list[Any]) -> Outcome:
         values, weights = inputs[::2], inputs[1::2]
         if len(values) == 1:
             return [tf.identity(values[0])], []
@@ -265,6 +279,14 @@ def call(function: Any, arguments: Sequence[Any]) -> Outcome:
     if not outputs:
         return [], ops
     return list(outputs), [*ops, tf.identity_n(list(outputs))[0].op]
+
+
+def _check(tensor: Any, what: str) -> Any:
+    """The tensor; an error where it is not finite."""
+    if tensor.dtype.is_complex:
+        with tf.control_dependencies([_check(tf.math.real(tensor), what), _check(tf.math.imag(tensor), what)]):
+            return tf.identity(tensor)
+    return tf.debugging.check_numerics(tensor, f"{what} is not finite") if tensor.dtype.is_floating else tensor
 
 
 def _read_variable(variable: tf.Variable) -> Any:

@@ -32,13 +32,13 @@ class Run:
         return self.samples / ordered[len(ordered) // 2] if ordered else 0.0
 
 
-def batches(dataset: Iterable[Any], steps: int, skip: int = 0) -> Iterator[tuple[Any, ...]]:
-    """``steps`` batches as tuples, from the beginning again where the data set ends.
+def batches(dataset: Iterable[Any], count: int | None = None) -> Iterator[tuple[Any, ...]]:
+    """``count`` batches as tuples (None: without end), from the beginning again where the data set ends.
 
     Raises ModelError for an empty data set.
     """
     endless = itertools.chain.from_iterable(_rounds(dataset))
-    for batch in itertools.islice(endless, skip, skip + steps):
+    for batch in itertools.islice(endless, count):
         yield batch if isinstance(batch, tuple) else (batch,)
 
 
@@ -54,15 +54,21 @@ def _rounds(dataset: Iterable[Any]) -> Iterator[Iterable[Any]]:
 
 def run_steps(
     step: Callable[..., Any],
-    workload: Workload,
+    stream: Iterable[tuple[Any, ...]],
     steps: int,
     label: str,
-    skip: int = 0,
+    *,
+    done: int = 0,
     after: Callable[[int], None] | None = None,
+    shown: bool = True,
 ) -> Run:
-    """Train for ``steps`` batches with a progress bar on stderr (loss, samples/s, time left)."""
+    """Train for ``steps`` batches of ``stream``, the first of which is step ``done + 1``.
+
+    Progress (loss, samples/s, time left) goes to stderr if ``shown``; ``after`` is called with the number of each step
+    that is done.
+    """
     losses, seconds, samples = [], [], 0
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, quiet=not shown)
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -70,9 +76,9 @@ def run_steps(
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(label, total=steps, status="tracing and building")
-        for number, batch in enumerate(batches(workload.dataset, steps, skip), 1):
+        for number, batch in enumerate(itertools.islice(stream, steps), 1):
             begin = time.perf_counter()
             result = step(*batch)
             loss = float(result[0] if isinstance(result, tuple) else result)
@@ -82,11 +88,11 @@ def run_steps(
             if number > 1:
                 seconds.append(took)
             if after is not None:
-                after(skip + number)
+                after(done + number)
             status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):
-                console.print(f"{label} {skip + number}: {status}", highlight=False)
+                console.print(f"{label} {done + number}: {status}", highlight=False)
     return Run(tuple(losses), tuple(seconds), samples)
 
 

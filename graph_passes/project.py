@@ -20,6 +20,8 @@ SENT = "sent"
 _ON_EVERY_REPLICA = frozenset(
     {"allreduce", "tied_sum", "reduced", "square_norm", "clip", "update", "commit", "average"}
 )
+# Have a token as their last output.
+TOKENS = frozenset({"exchange", "allreduce", "barrier"})
 # Sums over the ranks of a stage: each puts in what its own replica has.
 _COLLECTIVE = frozenset({"allreduce", "average"})
 
@@ -41,8 +43,9 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
     """The graph of ``rank``, out of one that ``spread_variables`` made.
 
     An ``exchange`` stands under one name on every rank that takes part in it: ``ranks``. Its inputs are what this rank
-    sends (``to`` says where), its outputs what it receives (``source`` says from where) and at last a token, which the
-    graph's outputs collect, so that TensorFlow never leaves an exchange out. Raises GraphError where ``ranks`` do not
+    sends (``to`` says where), its outputs what it receives (``source`` says from where) and at last a token. The
+    graph's outputs collect the tokens of exchanges, sums and barriers, so that TensorFlow never leaves one out whose
+    results this rank does not need but others wait for. Raises GraphError where ``ranks`` do not
     give each replica of each stage a rank of its own.
     """
     _check(graph, ranks)
@@ -59,7 +62,7 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
     own = [node for node in graph.nodes if rank in homes.of(node)]
     names = {node.name for node in own}
     nodes += [_localise(node, rank, homes, names, received) for node in own]
-    tokens = tuple(node.values()[-1] for node in nodes if node.op in ("exchange", "barrier"))
+    tokens = tuple(node.values()[-1] for node in nodes if node.op in TOKENS)
     if tokens:
         nodes.append(Node(SENT, "sent", tokens, (TOKEN,)))
     outputs = (*graph.outputs, Value(SENT)) if tokens else graph.outputs
@@ -141,12 +144,18 @@ class _Exchange:
         return Node(self.name, "exchange", tuple(need.value for need in sends), outputs, attributes(attrs))
 
     def _needs_header(self, graph: Graph) -> bool:
-        """Whether receivers cannot tell the shapes: more than one unknown length between two ranks in one dtype."""
+        """Whether receivers cannot tell the shapes: of more than one unknown length between two ranks in one dtype.
+
+        Nor does any number of elements tell the length of an empty tensor.
+        """
         unknown: dict[tuple[int, int, str], int] = {}
         for need in self.needs:
             kind = graph.type_of(need.value)
             key = (need.source, need.to, kind.dtype.name)
-            unknown[key] = unknown.get(key, 0) + _unknown_lengths(kind)
+            lengths = _unknown_lengths(kind)
+            if lengths and kind.shape.elements() == 0:
+                return True
+            unknown[key] = unknown.get(key, 0) + lengths
         return max(unknown.values()) > 1
 
 
@@ -196,8 +205,8 @@ def _localise(node: Node, rank: int, homes: _Homes, names: set[str], received: d
     inputs = tuple(value if value.node in names else received[value] for value in homes.inputs(node, rank))
     controls = tuple(control for control in node.controls if control.source in names)
     node = dataclasses.replace(node, inputs=inputs, controls=controls)
-    if node.op in _COLLECTIVE:
+    if node.op in TOKENS:
+        node = dataclasses.replace(node, outputs=(*node.outputs, TOKEN))
+    if node.op in _COLLECTIVE or node.op == "barrier":
         return node.with_attrs(ranks=tuple(sorted(homes.of(node))))
-    if node.op == "barrier":
-        return dataclasses.replace(node, outputs=(TOKEN,)).with_attrs(ranks=homes.of(node))
     return node

@@ -9,6 +9,7 @@ import networkx as nx
 
 from graph_passes.errors import GraphError
 from graph_passes.ir import Graph, Node, TensorType
+from graph_passes.project import TOKENS
 
 COLLECTIVES = frozenset({"exchange", "allreduce", "average", "barrier"})
 
@@ -17,14 +18,16 @@ def verify_ranks(graphs: Sequence[Graph]) -> None:
     """Check the projected graphs of ranks 0, 1, ... against each other.
 
     Raises GraphError naming the exchange and the ranks: one that some rank lacks, or sees with other ranks, shapes or
-    dtypes, or a cycle of waiting ranks.
+    dtypes, or that TensorFlow could leave out, or a cycle of waiting ranks.
     """
     collectives: dict[str, dict[int, Node]] = {}
     for rank, graph in enumerate(graphs):
+        _check_kept(rank, graph)
         for node in collectives_of(graph):
             collectives.setdefault(node.name, {})[rank] = node
     for name, nodes in collectives.items():
         _check_ranks(name, nodes)
+        _check_ops(name, nodes)
         if next(iter(nodes.values())).op == "exchange":
             _check_exchange(name, graphs, nodes)
         else:
@@ -37,11 +40,26 @@ def collectives_of(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op in COLLECTIVES and node.has("ranks"))
 
 
+def _check_kept(rank: int, graph: Graph) -> None:
+    """The graph's outputs take every token: TensorFlow drops ops whose results nobody takes, and others wait."""
+    taken = {value for output in graph.outputs for value in graph.node(output.node).inputs}
+    for node in collectives_of(graph):
+        if node.op in TOKENS and node.values()[-1] not in taken:
+            raise GraphError(f"{node.name!r} on rank {rank}: no output of the graph takes its token")
+
+
 def _check_ranks(name: str, nodes: dict[int, Node]) -> None:
     for rank, node in nodes.items():
         if node.integers("ranks") != tuple(sorted(nodes)):
             waits = list(node.integers("ranks"))
             raise GraphError(f"{name!r} on rank {rank} waits for ranks {waits}, but is on ranks {sorted(nodes)}")
+
+
+def _check_ops(name: str, nodes: dict[int, Node]) -> None:
+    first = min(nodes)
+    for rank, node in nodes.items():
+        if node.op != nodes[first].op:
+            raise GraphError(f"{name!r} is {nodes[first].op!r} on rank {first}, but {node.op!r} on rank {rank}")
 
 
 def _check_exchange(name: str, graphs: Sequence[Graph], nodes: dict[int, Node]) -> None:

@@ -47,12 +47,18 @@ class Rank:
 
 
 class RanksError(AssertionError):
-    """A rank failed, or hung; ``ranks`` is what each had written by then, ``exit_code`` None after a hang."""
+    """A rank failed, or hung; ``ranks`` is what each had written by then, ``exit_code`` None after a hang.
 
-    def __init__(self, message: str, ranks: tuple[Rank, ...], exit_code: int | None) -> None:
+    ``left``: processes that still ran when mpirun had ended.
+    """
+
+    def __init__(
+        self, message: str, ranks: tuple[Rank, ...], exit_code: int | None, left: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.ranks = ranks
         self.exit_code = exit_code
+        self.left = left
 
 
 def run_ranks(
@@ -93,13 +99,15 @@ def run_ranks(
                 start_new_session=True,  # mpirun gives every rank a process group, but they share its session
             )
             running: dict[int, int | None] = {}
+            left: tuple[int, ...] = ()
             try:
                 process.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
                 running = _find_session(process.pid)
             finally:
                 # Before mpirun is waited for, so that its number cannot have become another's.
-                for pid in _find_session(process.pid):
+                left = tuple(_find_session(process.pid))
+                for pid in left:
                     _kill(pid)
                 process.wait()
             log.seek(0)
@@ -109,7 +117,7 @@ def run_ranks(
         raise RanksError(_describe_hang(running, written, timeout_seconds), written, None)
     if process.returncode:
         told = "".join(_tail(rank, output) for rank, output in enumerate(written)) or launcher
-        raise RanksError(f"mpirun ended with code {process.returncode}{told}", written, process.returncode)
+        raise RanksError(f"mpirun ended with code {process.returncode}{told}", written, process.returncode, left)
     return written
 
 

@@ -17,7 +17,7 @@ from profiler.files import make_writable
 
 MODEL = [
     click.argument("model"),
-    click.option("--batch-size", default=None, type=int, help="Samples of a batch (the model's batch_size option)."),
+    click.option("--batch-size", type=click.IntRange(1), help="Samples of a batch (the model's batch_size option)."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
     click.option("--seed", default=None, type=int, help="Seed of the model and of the data (its seed option)."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout."),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +26,10 @@ from dapple_tf.commands.common import (
     say,
     start,
 )
+from profiler.detect import job_size
+
+if TYPE_CHECKING:
+    from dapple_tf.checkpoint import Checkpoints
 
 
 @click.command()
@@ -31,70 +37,110 @@ from dapple_tf.commands.common import (
 @click.option("--steps", default=100, show_default=True, help="Training steps.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png or .json.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
+@click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
 @click.option("--compare", default=0, help="First time this many steps of the model un-pipelined, for comparison.")
-def train(steps: int, trace: str | None, checkpoint_dir: str | None, compare: int, **options: Any) -> None:
-    """Train MODEL (path.py:callable or package.module:callable) over a pipeline."""
-    if steps < 1:
-        raise click.UsageError("--steps must be at least 1")
+def train(
+    steps: int,
+    trace: str | None,
+    checkpoint_dir: str | None,
+    checkpoint_every: int | None,
+    compare: int,
+    **options: Any,
+) -> None:
+    """Train MODEL (path.py:callable or package.module:callable) over a pipeline.
+
+    Under mpirun or horovodrun every process trains its part, and the first one prints and saves.
+    """
+    check_usage(steps, trace, checkpoint_every, compare)
     start(options["devices"])
+    from dapple_tf.job import membership
     from dapple_tf.runtime.picture import check_path, save_timeline
     from dapple_tf.runtime.step import PipelinedStep
     from dapple_tf.training import batches, run_steps
 
+    job = membership.current()
+    leads = job is None or job.rank == 0
+    tell = say if leads else _say_nothing
     if trace:
         check_path(trace)
     plan, request = load_plan(options["plan_path"]), make_request(**options)
     plain_speed = time_plain(compare, **options) if compare else None
     workload = load_model(**options)
     step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
-    first = next(iter(batches(workload.dataset, 1)))
+    stream = batches(workload.dataset)
+    first = next(stream)
+    stream = itertools.chain([first], stream)
     step.build(*first)
-    say(describe(step.plan, step.layer_names))
-    done, saved = 0, None
+    tell(describe(step.plan, step.layer_names))
+    done, after = 0, None
     if checkpoint_dir:
         from dapple_tf.checkpoint import Checkpoints
 
-        saved = Checkpoints(checkpoint_dir, step, first, workload.optimizer)
-        done = saved.restore()
+        saved = Checkpoints(checkpoint_dir, step)
+        position = saved.restore()
+        done = position.steps
+        if done >= steps:
+            raise click.ClickException(f"{checkpoint_dir} has {done} steps already: ask for more with --steps")
         if done:
-            say(f"resumed after step {done} from {checkpoint_dir}")
-    if done >= steps:
-        raise click.ClickException(f"{checkpoint_dir} has {done} steps already: ask for more with --steps")
-    every = max(1, steps // 10)
-    keep = saved
-
-    def after(number: int) -> None:
-        if keep is not None and (number % every == 0 or number == steps):
-            keep.save(number)
-
+            tell(f"resumed after step {done} from {checkpoint_dir}")
+            stream = itertools.islice(stream, position.batches, None)
+        after = partial(save_at, saved, checkpoint_every or max(1, steps // 10), steps)
     numbers = itertools.count(done + 1)
 
     def one(*batch: Any) -> Any:
         # The last two steps take times: the first of them also builds, the second is the one to look at.
         return (step.record if trace and next(numbers) > steps - 2 else step)(*batch)
 
-    run = run_steps(one, workload, steps - done, "training", done, after)
+    run = run_steps(one, stream, steps - done, "training", done=done, after=after, shown=leads)
+    if job is not None:
+        job.gather(None)  # Horovod ends for all when the first rank leaves
     result = {
         "steps": steps,
         "first_loss": run.losses[0],
         "last_loss": run.losses[-1],
+        "losses": run.losses,
         "samples_per_second": run.samples_per_second,
         "plan": dataclasses.asdict(step.plan),
     }
-    say(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps")
+    tell(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps")
     speed = f"{run.samples_per_second:.1f} samples/s"
     if plain_speed is not None:
         result["plain_samples_per_second"] = plain_speed
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    say(speed)
+    tell(speed)
     if trace:
         name = options["model"].rpartition(":")[2]
         save_timeline(step.timeline, trace, f"{name}: {step.plan.schedule}, M = {step.plan.micro_batches}")
         result["trace"] = trace
-        say(f"timeline of one step: {trace}")
+        tell(f"timeline of one step: {trace}")
     if options["as_json"]:
-        click.echo(json.dumps(result))
+        tell(json.dumps(result))
+
+
+def check_usage(steps: int, trace: str | None, checkpoint_every: int | None, compare: int) -> None:
+    """UsageError, before TensorFlow starts, for numbers below 1 and for what a job of several processes cannot do."""
+    if steps < 1:
+        raise click.UsageError("--steps must be at least 1")
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise click.UsageError("--checkpoint-every must be at least 1")
+    if job_size(os.environ) > 1:
+        if trace:
+            raise click.UsageError("--trace: a job of several processes takes no times yet; leave it out")
+        if compare:
+            raise click.UsageError(
+                "--compare: the waiting processes of a job would disturb the timing; compare in one process"
+            )
+
+
+def save_at(saved: Checkpoints, every: int, last: int, number: int) -> None:
+    """Save after step ``number`` if it is an ``every``-th one or the ``last``; each step takes one batch."""
+    if number % every == 0 or number == last:
+        saved.save(number)
+
+
+def _say_nothing(text: str) -> None:
+    """What all ranks but the first say."""
 
 
 @click.command(hidden=True)
@@ -106,10 +152,10 @@ def plain(steps: int, **options: Any) -> None:
         from dapple_tf.devices import home_device
 
         home_device()
-    from dapple_tf.training import plain_step, run_steps
+    from dapple_tf.training import batches, plain_step, run_steps
 
     workload = load_model(**options)
-    run = run_steps(plain_step(workload), workload, steps + 1, "un-pipelined")
+    run = run_steps(plain_step(workload), batches(workload.dataset), steps + 1, "un-pipelined")
     click.echo(json.dumps({"samples_per_second": run.samples_per_second}))
 
 

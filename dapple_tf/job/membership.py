@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from dapple_tf.errors import DeviceError
+from dapple_tf.errors import DeviceError, JobError
+from dapple_tf.job.progress import progress
 from profiler.detect import job_size
 
 # Horovod looks for work that all ranks have ready once in so many milliseconds (1 by default).
 _CYCLE_MILLISECONDS = "0.2"
+_KNOWN = "_dapple_known_to_all_ranks"
+_TOLD = 300  # characters of a fact that an error quotes
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,15 @@ class Job:
         """Rank 0's ``value`` (anything that pickles), on every rank."""
         import horovod.tensorflow as hvd
 
-        return hvd.broadcast_object(value, root_rank=0)
+        with progress().meeting():
+            return hvd.broadcast_object(value, root_rank=0)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank, on every rank."""
         import horovod.tensorflow as hvd
 
-        return list(hvd.allgather_object(value))
+        with progress().meeting():
+            return list(hvd.allgather_object(value))
 
     def decide(self, choose: Callable[[], Any]) -> Any:
         """What ``choose`` gives on rank 0, on every rank; an error of ours there is raised everywhere."""
@@ -43,28 +52,102 @@ class Job:
             try:
                 answer = choose(), None
             except Exception as raised:  # whatever it is: the other ranks wait for an answer
-                answer = None, raised
+                answer = None, _that_travels(raised)
         value, failure = self.broadcast(answer)
         if failure is not None:
-            raise failure
+            raise _known_to_all(failure)
         return value
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on this rank, when it has gone well on every rank; every rank must come here.
+
+        Raises what ``work`` raised here, or JobError naming the rank where it failed and how. ``work`` may call
+        ``compare``, ``decide`` and this method; a rank that fails first meets the others there.
+        """
+        failure: Exception | None = None
+        try:
+            value = work()
+        except Exception as raised:  # whatever it is: the other ranks wait
+            if getattr(raised, _KNOWN, False):
+                raise
+            failure = raised
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            self._meet(told, {})
+        except JobError as other:
+            raise other if failure is None else _known_to_all(failure) from None
+        return value
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Raise JobError on every rank where the ranks' ``facts`` (by what they say) differ, naming fact and ranks."""
+        self._meet(None, {what: str(fact) for what, fact in facts.items()})
+
+    def _meet(self, failure: str | None, facts: Mapping[str, str]) -> None:
+        """The one way in which ranks wait for each other: each tells its failure, or its facts."""
+        every = self.gather((failure, facts))
+        failures = [f"rank {rank} failed with {told}" for rank, (told, _) in enumerate(every) if told is not None]
+        if failures:
+            raise _known_to_all(JobError("; ".join(failures)))
+        for what in dict.fromkeys(what for _, known in every for what in known):
+            values = [known.get(what, "nothing") for _, known in every]
+            if len(set(values)) > 1:
+                raise _known_to_all(JobError(_describe_difference(what, values)))
 
     def make_process_sets(self, wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Any]:
         """A Horovod process set for each set of ranks; every rank must ask for the same, in any order."""
         import horovod.tensorflow as hvd
+        from horovod.common import process_sets
 
         sets: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
-        known = {tuple(ps.ranks): ps for ps in _known_process_sets() if ps.ranks is not None}
-        for ranks in sorted({tuple(sorted(ranks)) for ranks in wanted}):
-            if ranks not in sets:
-                sets[ranks] = known.get(ranks) or hvd.add_process_set(hvd.ProcessSet(list(ranks)))
+        numbers = process_sets._basics._get_process_set_ids_and_ranks()  # a set cannot be made twice
+        known = {tuple(ranks): number for number, ranks in numbers.items()}
+        for ranks in sorted({tuple(sorted(ranks)) for ranks in wanted} - sets.keys()):
+            made = hvd.ProcessSet(list(ranks))
+            if ranks in known:
+                made.process_set_id = known[ranks]
+            else:
+                hvd.add_process_set(made)
+            sets[ranks] = made
         return sets
 
 
-def _known_process_sets() -> list[Any]:
-    from horovod.common import process_sets
+def _known_to_all(error: E) -> E:
+    """The error, marked as one that every rank raises."""
+    setattr(error, _KNOWN, True)
+    return error
 
-    return list(getattr(process_sets, "_id_to_process_sets", {}).values())
+
+def _that_travels(error: Exception) -> Exception:
+    """The error, or where it cannot be sent to other processes, one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # pickling runs any code
+        return JobError(f"rank 0 failed with {type(error).__name__}: {error}")
+    return error
+
+
+def _describe_difference(what: str, values: Sequence[str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    letters = zip(*groups, strict=False)
+    same = next((i for i, found in enumerate(letters) if len(set(found)) > 1), min(map(len, groups)))
+    told = ", ".join(f"{_ranks(ranks)} {_shorten(value, same)}" for value, ranks in groups.items())
+    return (
+        f"the ranks differ in their {what}: {told}. Start the same script with the same packages and data shapes "
+        "everywhere."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+
+
+def _shorten(value: str, same: int) -> str:
+    """The value, or where it is long, what stands around the place up to which all are the ``same``."""
+    begin = max(0, min(same - _TOLD // 2, len(value) - _TOLD))
+    end = begin + _TOLD
+    return ("... " if begin else "") + value[begin:end] + (" ..." if end < len(value) else "")
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Job | None:

@@ -12,6 +12,7 @@ from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.emit import emit
 from dapple_tf.errors import StepError
+from dapple_tf.job.canary import find_cause
 from dapple_tf.operations import Operations, Ranks
 from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_device, move_to_stages
 from dapple_tf.runtime.replay import find_failure
@@ -36,7 +37,7 @@ class Program:
             with internals.plain_execution():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
-            damage, found = self._damage(), ""
+            damage, found = self._damage(), find_cause(error.message)
             if self.alone:
                 with internals.plain_execution():
                     found = find_failure(self.graph, self.operations, batch)

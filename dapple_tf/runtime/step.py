@@ -17,6 +17,7 @@ from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
 from dapple_tf.job import membership
+from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
@@ -27,6 +28,7 @@ from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
 from dapple_tf.shapes import infer_shapes, mark_batch
+from dapple_tf.variable_names import name_variables
 from graph_passes.expose import exposed
 from graph_passes.ir import Graph, Shape
 from graph_passes.layers import Layers, find_layers
@@ -54,6 +56,9 @@ class PipelinedStep:
     Everything is decided at the first batch, or at once where ``example_batch`` is given. Arguments of new
     dtypes or inner shapes are traced anew under the same plan; a batch smaller than the plan's is cut into
     fewer micro-batches where it must be.
+
+    With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
+    StepError naming them, and changes nothing.
     """
 
     def __init__(
@@ -70,7 +75,9 @@ class PipelinedStep:
             raise PlanError(
                 f"plan is a {type(plan).__name__}, not a dapple.Plan: read a file with dapple.Plan.load(path)"
             )
-        if (request if plan is None else plan).recompute:
+        if plan is not None and (request.stages != "auto" or request.replicas is not None):
+            raise PlanError("give a plan, or stages and replicas, not both")
+        if request.recompute or (plan is not None and plan.recompute):
             raise PlanError("recompute is not there yet: leave it False")
         if plan is not None and plan.overlap:
             raise PlanError("overlap of AllReduce with backward is not there yet: plan without it")
@@ -84,12 +91,14 @@ class PipelinedStep:
         self._cluster = cluster
         self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
         self._last: Program | None = None
+        self._variables: dict[str, tf.Variable] | None = None
         self.layer_names: tuple[str, ...] = ()
         self._buffers: Buffers | None = None
         self._starts: tuple[str, ...] = ()  # names of the layers that start a stage
         self._lock = threading.RLock()
         self._timeline: Timeline | None = None
         self._job = membership.current()
+        self.check_numerics = False
         self._rank_programs = None if self._job is None else RankPrograms(self._job)
         if example_batch is not None:
             self.build(*example_batch)
@@ -127,7 +136,7 @@ class PipelinedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
-        model, outputs = self._run(batch)
+        model, outputs = self._run(batch, "check" if self.check_numerics else "")
         return model.pack(outputs)
 
     def record(self, *batch: Any) -> Any:
@@ -151,6 +160,24 @@ class PipelinedStep:
         """What batches like this one are compiled to, before micro-batches."""
         return self._prepare(batch)[0].staged
 
+    @property
+    def variables(self) -> dict[str, tf.Variable]:
+        """The model's variables and the optimizer's, by names that are the same under every plan."""
+        self._program()
+        if self._variables is None:
+            self._variables = name_variables([model.staged for model in self._models.values()], self._optimizer)
+        return self._variables
+
+    def gather(self) -> None:
+        """Give this process the values that other ranks have trained; every rank must call it.
+
+        In one process all variables are as trained at any time.
+        """
+        if self._job is not None:
+            self._program()
+            with self._lock:
+                gather_variables(self._job, self.plan, [model.staged for model in self._models.values()])
+
     # --- how
 
     def _program(self) -> Program:
@@ -172,9 +199,15 @@ class PipelinedStep:
         if size == 0:
             raise BatchError("the batch is empty")
         if key not in self._models:
-            self._models[key] = self._trace(batch, size)
+            trace = partial(self._trace, batch, size)
+            self._models[key] = trace() if self._job is None else self._job.together(trace)
         model = self._models[key]
         plan = fit_plan(self.plan, size)
+        if self._job is not None and plan.replicas != self.plan.replicas:
+            raise BatchError(
+                f"the batch has {size} samples, too few for the {max(self.plan.replicas)} ranks of a stage: leave it "
+                "out, or join it to another"
+            )
         wanted = (plan.micro_batches, plan.replicas, extra)
         if wanted not in model.programs:
             self._buffers = self._buffers or Buffers(home_device())
@@ -184,9 +217,9 @@ class PipelinedStep:
 
     def _build(self, model: _Model, plan: Plan, extra: str, buffers: Buffers) -> Program:
         if self._rank_programs is not None:
-            if extra:
+            if extra not in ("", "check"):
                 raise UsageError("a step of several processes gives no times or gradients yet: leave them out")
-            return self._rank_programs.build(model.staged, model.captured, plan, buffers)
+            return self._rank_programs.build(model.staged, model.captured, plan, buffers, extra)
         devices, home = list_devices(self._wanted_devices), home_device()
         graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
         return build_program(graph, model.staged, model.captured.signature, buffers)
@@ -218,6 +251,9 @@ class PipelinedStep:
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         self.layer_names = tuple(layer.name for layer in layers.layers)
         costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
+        if self._job is not None:
+            asked = {"number of samples": size, "call of dapple.pipeline": self._request, "plan": self._plan}
+            self._job.compare({**asked, "layers of the model": self.layer_names})
         if self._plan is None:
             choose = partial(self._choose, captured, layers, costs, batch)
             self._plan = choose() if self._job is None else self._job.decide(choose)

@@ -217,10 +217,14 @@ def _name_of(problem: Problem, step: Any, batch: Any, name: str) -> str:
     return next(n for n, v in problem.variables.items() if as_tf(v) is variable)
 
 
-def _values(problem: Problem, optimizer: Any) -> dict[str, Any]:
-    values = {name: as_tf(variable).numpy() for name, variable in problem.variables.items()}
-    slots: dict[str, Any] = {}
+def named_variables(problem: Problem, optimizer: Any) -> dict[str, tf.Variable]:
+    """The problem's variables and the optimizer's, under names that do not depend on what was made before."""
+    slots: dict[str, tf.Variable] = {}
     for variable in optimizer.variables:  # those without a name are numbered, or share one
         name = "slot " + re.sub(r"_\d+$", "", variable.path.split("/", 1)[-1])
-        slots[name if name not in slots else f"{name} {len(slots)}"] = variable.numpy()
-    return values | slots
+        slots[name if name not in slots else f"{name} {len(slots)}"] = as_tf(variable)
+    return {name: as_tf(variable) for name, variable in problem.variables.items()} | slots
+
+
+def _values(problem: Problem, optimizer: Any) -> dict[str, Any]:
+    return {name: variable.numpy() for name, variable in named_variables(problem, optimizer).items()}

@@ -1,0 +1,119 @@
+"""Whole pipelined graphs, of any number of stages, replicas and micro-batches, to be projected to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from graph_passes.accumulate import Accumulate
+from graph_passes.allreduce import AllReduce
+from graph_passes.apply import Apply
+from graph_passes.base import run_passes
+from graph_passes.ir import Function, Graph
+from graph_passes.microbatch import Microbatch
+from graph_passes.mirror import Mirror
+from graph_passes.order import Order
+from graph_passes.project import project
+from graph_passes.schedule import make_schedule
+from graph_passes.split_concat import SplitConcat
+from graph_passes.spread import spread_variables
+from graph_passes.text import parse_type
+from graph_passes.updates import Updates
+from tests.graph_passes.builders import calls, function
+
+X = "inputs %x\n%x = input() -> (float32[?,4])\n"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``."""
+
+    replicas: tuple[int, ...]
+    micro_batches: int
+    schedule: str = "dapple-a"
+    tied: bool = False
+    skip: bool = False
+    state: bool = False
+    clip: bool = False
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Stage by stage, the ranks in order."""
+        ends = [sum(self.replicas[: s + 1]) for s in range(len(self.replicas))]
+        return tuple(tuple(range(end - r, end)) for end, r in zip(ends, self.replicas, strict=True))
+
+    @property
+    def size(self) -> int:
+        return sum(self.replicas)
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> Kind:
+    replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe"]))
+    flags = {name: draw(st.booleans()) for name in ("tied", "skip", "state", "clip")}
+    return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
+
+
+def whole_graph(kind: Kind) -> Graph:
+    """What the passes before ``spread`` make of such a pipeline."""
+    stages = len(kind.replicas)
+    functions = [f for s in range(stages) for f in stage_functions(s, stages, kind)]
+    updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
+    schedule = make_schedule(kind.schedule, stages, kind.micro_batches)
+    order = [
+        Microbatch(stages, kind.micro_batches),
+        SplitConcat(kind.replicas),
+        Mirror(),
+        Accumulate(),
+        AllReduce(),
+        Order(schedule),
+        Apply(updates, 0.5 if kind.clip else None),
+    ]
+    return run_passes(calls(X, *functions), order)
+
+
+def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, Function]:
+    first, last = stage == 0, stage == stages - 1
+    before = ["h"] + ["k"] * kind.skip
+    enters = [] if first else [f"boundary {name}{stage - 1 if name == 'h' else ''}" for name in before]
+    leaves = [] if last else [f"{name}{stage if name == 'h' else ''}" for name in before]
+    variables = _trained(stage, stages, kind) + [f"n{stage}"] * kind.state
+    takes = ["arg x"] * (first or last) + enters + [f"variable {name}" for name in variables]
+    gives = ["loss loss"] if last else [f"boundary {name}" for name in leaves]
+    forward = function(
+        f"stage{stage}/forward",
+        ", ".join(takes),
+        ", ".join([*gives, "stash a"]),
+        [f"n{stage}"] * kind.state,
+    )
+    seeds = ["seed loss"] if last else [f"gradient {name}" for name in leaves]
+    back = [name.replace("boundary", "gradient") for name in enters]
+    graded = [f"variable {name}" for name in _trained(stage, stages, kind)]
+    backward = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, *graded]))
+    return forward, backward
+
+
+def _trained(stage: int, stages: int, kind: Kind) -> list[str]:
+    return [f"w{stage}"] + ["tied"] * (kind.tied and stage in (0, stages - 1))
+
+
+def _update(stage: int, kind: Kind) -> Function:
+    names = [f"w{stage}"] + ["tied"] * (kind.tied and stage == 0)
+    ports = [f"gradient {name}" for name in names] + [f"variable {name}" for name in (*names, "t")]
+    return function(f"stage{stage}/update", ", ".join(ports))
+
+
+def spread(kind: Kind) -> Graph:
+    """The whole graph as it is cut into ranks."""
+    graph = whole_graph(kind)
+    names = {port.name for f in graph.functions for _, port in f.input_ports("variable")}
+    return spread_variables(graph, {name: parse_type("float32[4]") for name in names})
+
+
+def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:
+    """The graphs of all ranks."""
+    whole = spread(kind)
+    return tuple(project(whole, ranks or kind.ranks, rank) for rank in range(kind.size))

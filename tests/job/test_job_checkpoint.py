@@ -1,0 +1,150 @@
+"""Under mpirun: gathered variables, checkpoints, and runs that are killed and go on as other ranks, or as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapple_tf.checkpoint_file import open_checkpoint
+from tests.dapple_tf.builders import step_of
+from tests.job.gather_model import X, make_model
+from tests.processes import ROOT, Rank, RanksError, needs_horovod, run_ranks
+
+pytestmark = needs_horovod
+
+MODEL = "tests/job/checkpoint_model.py:chain"
+
+
+def arguments(folder: Path | None, steps: int, layout: str, *more: object) -> list[str]:
+    """Of python: ``dapple train`` in float64, saving every third step."""
+    stages = str(layout.count(",") + 1)
+    words = ["-m", "dapple_tf", "train", MODEL, "--stages", stages, "--replicas", layout, "--micro-batches", "2"]
+    words += ["--steps", str(steps), "--json", *map(str, more)]
+    return words if folder is None else [*words, "--checkpoint-dir", str(folder), "--checkpoint-every", "3"]
+
+
+def result(ranks: Sequence[Rank]) -> dict[str, Any]:
+    """The JSON object that rank 0 printed last; the others printed nothing."""
+    assert [rank.stdout for rank in ranks[1:]] == [""] * (len(ranks) - 1)
+    assert not any("training" in rank.stderr for rank in ranks[1:])
+    found = json.loads(ranks[0].stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def steps_in(folder: Path) -> list[int]:
+    names = [path.name for path in folder.glob("checkpoint-*.safetensors")]
+    return sorted(int(name.removeprefix("checkpoint-").removesuffix(".safetensors")) for name in names)
+
+
+def train_alone(folder: Path | None, steps: int, layout: str) -> list[float]:
+    """Losses of the same command in one process."""
+    command = [sys.executable, *arguments(folder, steps, layout)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    losses = json.loads(done.stdout.splitlines()[-1])["losses"]
+    assert isinstance(losses, list)
+    return losses
+
+
+def run_killed(folder: Path, steps: int, layout: str, ranks: int, *how: str) -> None:
+    """A run of which a rank is killed: it ends, with an error."""
+    settings = [word for setting in how for word in ("--set", setting)]
+    with pytest.raises(RanksError) as caught:
+        run_ranks(arguments(folder, steps, layout, *settings), ranks, timeout_seconds=90)
+    assert caught.value.exit_code  # and not a hang
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = train_alone(None, 12, "1,1,1")
+    run_killed(tmp_path, 12, "2,1", 3, "kill_rank=1", "at_batch=9")
+    assert steps_in(tmp_path) == [3, 6]
+    ranks = run_ranks(arguments(tmp_path, 12, "1,1"), 2)
+    np.testing.assert_allclose(result(ranks)["losses"], whole[6:], rtol=1e-12)
+    assert f"resumed after step 6 from {tmp_path}" in ranks[0].stdout
+    assert steps_in(tmp_path) == [9, 12]
+
+
+@pytest.mark.slow  # starts 13 processes
+def test_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """In mid-run, and in the middle of a save; restarted as the same ranks, as fewer, as more, and as one process."""
+    whole = result(run_ranks(arguments(None, 18, "2,1"), 3))["losses"]
+    assert len(whole) == 18
+
+    folder, other = tmp_path / "run", tmp_path / "other"
+    run_killed(folder, 18, "2,1", 3, "kill_rank=2", "at_batch=8")
+    assert steps_in(folder) == [3, 6]
+    shutil.copytree(folder, other)
+    again = result(run_ranks(arguments(other, 10, "2,1"), 3))["losses"]
+    assert again == whole[6:10]  # the same ranks: to the last bit
+
+    run_killed(folder, 12, "1,1", 2, "kill_rank=0", f"in_save={folder}")  # step 9's
+    assert steps_in(folder) in ([3, 6], [6, 9], [3, 6, 9])  # the file may just have got its name
+
+    more = result(run_ranks(arguments(folder, 15, "1,2,1"), 4))["losses"]
+    assert 15 - len(more) in (6, 9)
+    np.testing.assert_allclose(more, whole[15 - len(more) : 15], rtol=1e-12)
+    np.testing.assert_allclose(train_alone(folder, 18, "1,1,1"), whole[15:], rtol=1e-12)
+
+
+def test_every_rank_gets_what_the_others_trained(tmp_path: Path) -> None:
+    ranks = [json.loads(rank.stdout) for rank in run_ranks(["-m", "tests.job.gather_ranks", str(tmp_path)], 3)]
+    loss, optimizer, _ = make_model()
+    step = step_of(loss, optimizer=optimizer, stages=1, micro_batches=2)
+    for _ in range(3):
+        step(X)
+    wanted = {name: variable.numpy() for name, variable in step.variables.items()}
+    slots = [name for name in wanted if name.endswith("_velocity")]
+    assert len(slots) == 3
+    for seen in ranks:
+        assert seen["after"].keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_allclose(seen["after"][name], value, rtol=1e-12, atol=1e-15, err_msg=name)
+        assert seen["after"] == ranks[0]["after"]  # and to the last bit alike
+    # Rank 0 has stage 0, with w0 (which stage 1 also uses); the others w2 and what calls3 counts.
+    for seen, lacking, having in ((ranks[0], ["w2", "calls3"], ["w0", "calls0"]), (ranks[2], ["w0"], ["w2", "calls3"])):
+        for name in lacking:
+            assert not np.allclose(seen["before"][name], wanted[name], rtol=1e-6)
+        for name in having:
+            assert seen["before"][name] == seen["after"][name]
+
+    for seen in ranks:
+        refused, unreadable, late = seen["errors"]
+        assert refused.startswith("/proc/none cannot hold checkpoints: ")
+        assert unreadable == f"{tmp_path}/checkpoint-9.safetensors cannot be read: Is a directory"
+        assert "has checkpoint-9.safetensors already, of a later step than 4" in late
+        assert seen["position"] == 1
+        assert seen["restored"] == seen["after"]
+    assert [len(seen["warnings"]) for seen in ranks] == [1, 0, 0]
+    assert "checkpoint-3.safetensors is damaged: it is " in ranks[0]["warnings"][0]
+    saved = dict(open_checkpoint(tmp_path / "checkpoint-1.safetensors").read())
+    assert saved.keys() == wanted.keys()
+    np.testing.assert_allclose(saved["w2"], wanted["w2"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--trace", "t.png", "--trace: a job of several processes takes no times yet; leave it out"),
+        (
+            "--compare",
+            "2",
+            "--compare: the waiting processes of a job would disturb the timing; compare in one process",
+        ),
+    ],
+)
+def test_what_a_job_cannot_do_is_told_before_it_starts(option: str, value: str, message: str) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(arguments(None, 1, "1,1", option, value), 2)
+    assert caught.value.exit_code == 2
+    assert message in caught.value.ranks[0].stderr
+    assert not any("Traceback" in rank.stderr for rank in caught.value.ranks)
