@@ -34,8 +34,9 @@ def layers_of(loss: Any, *batch: Any) -> Layers:
 
 
 def step_of(loss: Any, **options: Any) -> Any:
-    """``dapple.pipeline`` with SGD, two stages and two micro-batches unless said otherwise."""
-    options = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 2, **options}
+    """``dapple.pipeline`` with SGD, two micro-batches and, without a plan, two stages unless said otherwise."""
+    stages = {} if options.get("plan") is not None else {"stages": 2}
+    options = {"optimizer": keras.optimizers.SGD(0.1), "micro_batches": 2, **stages, **options}
     return dapple.pipeline(loss, **options)
 
 

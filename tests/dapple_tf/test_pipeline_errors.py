@@ -80,6 +80,11 @@ def matrix(name: str = "w") -> tf.Variable:
             PlanError,
             "the cluster has 9 devices, but here are 8: make as many or use fewer",
         ),
+        (
+            {"plan": make_plan((0, 4, (0,))), "stages": 2},
+            PlanError,
+            "give a plan, or stages and replicas, not both",
+        ),
         ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
         (
             {"plan": "plan.json"},
@@ -95,7 +100,7 @@ def test_what_cannot_be_done(loss: Loss, options: dict[str, Any], error: type[Ex
 
 def test_errors_are_value_or_runtime_errors() -> None:
     kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
-    assert len(kinds) == 15
+    assert len(kinds) == 16
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 
 
