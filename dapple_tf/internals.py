@@ -112,8 +112,19 @@ def _holding(targets: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
     """The live objects of these kinds that hold one of ``targets``, directly or through containers.
 
     Found by ``gc.get_referrers``, and not among all objects (``gc.get_objects``): holding every object would
-    break other threads that are just building a tuple.
+    break other threads that are just building a tuple. It walks lists that a collection would change under it (a
+    crash), and some objects allocate when they are visited: collections wait.
     """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _referrers(targets, kinds)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _referrers(targets: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
     found: dict[int, Any] = {}
     seen: set[int] = set()
     frontier: list[Any] = list(targets)
