@@ -21,7 +21,7 @@ _TRANSITIONS = 24_000_000
 _EVENTS = 4_000_000
 _RESULTS = 2048
 _REFINED, _TRIES = 3, 40
-_UNEVEN_SIZES = 2
+_UNEVEN_SIZES, _FEW_SIZES = 2, 4
 _TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
 
 
@@ -56,7 +56,8 @@ def plan_best(task: Task) -> Decision | None:
     if not whole:
         candidates += [c for found in _fastest(candidates) for c in refit(task, found)]
         candidates += uneven_candidates(task, sizes[:_UNEVEN_SIZES])
-    if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
+    # Searching again takes about as long as searching did: where that was long, only what was searched in part is.
+    if (not whole or len(sizes) <= _FEW_SIZES) and unseen < min((c.seconds for c in candidates), default=math.inf):
         candidates += _on_fewer(task)
     if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
         candidates += [c for found in _fastest(candidates) for c in task.price_all(found.stages, found.origin)]
