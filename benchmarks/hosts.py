@@ -15,6 +15,7 @@ if __name__ == "__main__":  # a rank keeps to a core of its own, before any libr
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_cores[int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) % len(_cores)]})
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +72,7 @@ def measure(kind: str) -> float:
     else:
         stages: dict[str, Any] = {"stages": 2} if kind == "pipeline" else {"stages": 1, "replicas": [2]}
         pipelined = dapple.pipeline(loss_fn, optimizer=optimizer, micro_batches=MICRO_BATCHES, **stages)
-        step = lambda: pipelined(*timed.batch)  # noqa: E731
+        step = functools.partial(pipelined, *timed.batch)
     steps = {"step": lambda: float(tf.convert_to_tensor(step()))}
     seconds_in_turn(steps, 2)
     return median(seconds_in_turn(steps, 5)["step"])
@@ -123,13 +124,13 @@ def predict(bandwidth: str, saved: str) -> dict[str, float]:
     import dapple_tf as dapple
     from dapple_tf.planner.plan import Plan, StagePlan
     from profiler.cluster import Cluster, Link, Server
-    from profiler.units import parse_bandwidth
+    from profiler.units import BYTES_A_SECOND, parse_quantity
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         path.write_text(saved)
         found = dapple.Profile.load(path)
-    link = Link(parse_bandwidth(bandwidth), 0.6e-3)
+    link = Link(parse_quantity(bandwidth, BYTES_A_SECOND), 0.6e-3)
     cluster = Cluster((Server("one", 1), Server("two", 1)), 8e9, link, link)
     last = len(found.layers) - 1
     middle = (

@@ -79,7 +79,7 @@ def probe(
                     timed.setdefault(pair, {}).setdefault(size, []).append(seconds)
     cluster = _conclude(hosts, memory, sizes, _gather(hvd, timed))
     # Every rank has concluded by itself, so that all raise the same error or none; rank 0's figures are the ones used.
-    return hvd.broadcast_object(cluster, root_rank=0)  # type: ignore[no-any-return]
+    return hvd.broadcast_object(cluster, root_rank=0)  # type: ignore[no-any-return]  # Horovod is untyped
 
 
 def find_hosts(names: Sequence[str]) -> tuple[Host, ...]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from dapple_tf.commands.clusters import load_cluster
 from dapple_tf.commands.common import check_output, say
-from dapple_tf.commands.files import load_cluster, load_profile
+from profiler.importers import read_profile
 
 
 @click.command()
@@ -37,7 +38,7 @@ def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: 
     from dapple_tf.planner.make import decide, make_task, predicted
 
     check_output(output)
-    costs = load_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
+    costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     task = make_task(costs, load_cluster(cluster), **options)
     decision = decide(task, planner)
     chosen = predicted(task, decision.chosen, planner)

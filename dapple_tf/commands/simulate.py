@@ -6,8 +6,9 @@ import json
 
 import click
 
+from dapple_tf.commands.clusters import load_cluster
 from dapple_tf.commands.common import say
-from dapple_tf.commands.files import load_cluster, load_profile
+from profiler.importers import read_profile
 
 
 @click.command()
@@ -41,7 +42,7 @@ def simulate(
 
     if output:
         check_path(output)
-    planned, costs = Plan.load(plan), load_profile(profile, profile_batch_size, size_scale)
+    planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots)
     say(describe_plan(planned, costs, timeline))
     if output:

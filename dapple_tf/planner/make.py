@@ -78,11 +78,11 @@ def make_task(
     for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
         if not isinstance(value, kind):
             raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
-    for name, number in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
-        if not (isinstance(number, int) and not isinstance(number, bool)) and (name, number) != (
-            "micro_batch_size",
-            None,
-        ):
+    asked: dict[str, object] = {"global_batch_size": global_batch_size}
+    if micro_batch_size is not None:
+        asked["micro_batch_size"] = micro_batch_size
+    for name, number in asked.items():
+        if not isinstance(number, int) or isinstance(number, bool):
             raise PlanError(f"{name} is {number!r}, not a whole number")
     if schedule != "auto":
         named_warm_up(schedule, 1, 1)

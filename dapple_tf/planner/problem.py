@@ -76,19 +76,7 @@ class Space:
         first = np.concatenate([[0], np.cumsum([len(f) for f in follow])]).astype(np.int64)
         following = np.array([q for f in follow for q in f], np.int64)
         offsets, servers = self._servers
-        tables = self.links
-        latency, rate = _pair_costs(
-            first,
-            following,
-            offsets,
-            servers,
-            tables.inside,
-            tables.inside_latency,
-            tables.interface,
-            tables.interface_latency,
-            tables.own,
-            tables.own_latency,
-        )
+        latency, rate = _pair_costs(first, following, offsets, servers, self.links)
         return first, following, latency, rate
 
     @cached_property
@@ -110,13 +98,7 @@ class Space:
     def rings(self) -> Floats:
         """Seconds of AllReduce a byte on each placement."""
         offsets, servers = self._servers
-        tables = self.links
-        return np.array(
-            [
-                measure_allreduce(servers[a:b], tables.inside, tables.interface, tables.own)
-                for a, b in itertools.pairwise(offsets)
-            ]
-        )
+        return np.array([measure_allreduce(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
 
     @cached_property
     def _servers(self) -> tuple[Integers, Integers]:
@@ -127,16 +109,7 @@ class Space:
 
 @compiled
 def _pair_costs(
-    first: Integers,
-    following: Integers,
-    offsets: Integers,
-    servers: Integers,
-    inside: Floats,
-    inside_latency: Floats,
-    interface: float,
-    interface_latency: float,
-    own: Floats,
-    own_latency: Floats,
+    first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
 ) -> tuple[Floats, Floats]:
     latency, rate = np.zeros(len(following)), np.zeros(len(following))
     for p in range(len(first) - 2):  # the start sends nothing
@@ -144,9 +117,7 @@ def _pair_costs(
         for e in range(first[p], first[p + 1]):
             q = following[e]
             receivers = servers[offsets[q] : offsets[q + 1]]
-            latency[e], rate[e] = measure_transfer(
-                senders, receivers, inside, inside_latency, interface, interface_latency, own, own_latency
-            )
+            latency[e], rate[e] = measure_transfer(senders, receivers, links)
     return latency, rate
 
 

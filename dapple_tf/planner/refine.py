@@ -35,28 +35,19 @@ def _neighbours(task: Task, candidate: Candidate) -> Iterator[tuple[StagePlan, .
     place = {position: index for index, position in enumerate(positions)}
     unsplittable = set(task.profile.unsplittable)
     for index, (left, right) in enumerate(pairwise(stages)):
-        cut = place[right.first_layer]
-        for other in (cut - 1, cut + 1):
-            first = positions[other]
-            if not left.first_layer < first <= right.last_layer:
-                continue
-            if left.replicas != right.replicas and first in unsplittable:
-                continue
+        cut, joined, own = place[right.first_layer], left.devices + right.devices, left.replicas
+        firsts = [
+            first for first in (positions[cut - 1], positions[cut + 1]) if left.first_layer < first <= right.last_layer
+        ]
+        counts = [count for count in (own - 1, own + 1) if 0 < count < len(joined)]
+        for first, count in [(first, own) for first in firsts] + [(right.first_layer, count) for count in counts]:
             moved = (
-                StagePlan(left.first_layer, first - 1, left.devices),
-                StagePlan(first, right.last_layer, right.devices),
+                StagePlan(left.first_layer, first - 1, joined[:count]),
+                StagePlan(first, right.last_layer, joined[count:]),
             )
-            yield (*stages[:index], *moved, *stages[index + 2 :])
-        joined = left.devices + right.devices
-        for count in (left.replicas - 1, left.replicas + 1):
-            if 0 < count < len(joined):
-                moved = (
-                    StagePlan(left.first_layer, left.last_layer, joined[:count]),
-                    StagePlan(right.first_layer, right.last_layer, joined[count:]),
-                )
-                changed = (*stages[:index], *moved, *stages[index + 2 :])
-                if _splits(changed, unsplittable):
-                    yield changed
+            changed = (*stages[:index], *moved, *stages[index + 2 :])
+            if _splits(changed, unsplittable):
+                yield changed
 
 
 def _splits(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dapple_tf.planner.even import even_starts
 from dapple_tf.planner.fit import fit_cuts
@@ -41,24 +41,25 @@ def simple_candidates(task: Task) -> list[Candidate]:
 
 def fitted_candidates(task: Task) -> list[Candidate]:
     """The same, cut with an eye on AllReduce, transfers and memory, too."""
-    found = []
-    for stages, replicas in _even_shapes(task):
-        devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        for size in task.micro_batch_sizes:
-            if replicas <= size and (fitted := fit_cuts(task, devices, size)) is not None:
-                found.append(task.price(fitted, size, "straight"))
-    return [candidate for candidate in found if candidate is not None]
+    return _fit_shapes(task, _even_shapes(task), task.micro_batch_sizes)
 
 
 def uneven_candidates(task: Task, sizes: Sequence[int]) -> list[Candidate]:
     """Pipelines of any number of stages of equally many replicas, on all devices or fewer; on up to 64 devices."""
-    total, blocks, found = task.cluster.devices, len(task.chain.parameter_bytes), []
-    for replicas in range(1, total + 1) if total <= _MOST_DEVICES else ():
-        for stages in range(2, min(total // replicas, blocks) + 1):
-            devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-            for size in sizes:
-                if replicas <= size and (fitted := fit_cuts(task, devices, size)) is not None:
-                    found.append(task.price(fitted, size, "straight"))
+    total, blocks = task.cluster.devices, len(task.chain.parameter_bytes)
+    counts = range(1, total + 1) if total <= _MOST_DEVICES else ()
+    shapes = [(stages, r) for r in counts for stages in range(2, min(total // r, blocks) + 1)]
+    return _fit_shapes(task, shapes, sizes)
+
+
+def _fit_shapes(task: Task, shapes: Iterable[tuple[int, int]], sizes: Sequence[int]) -> list[Candidate]:
+    """Pipelines of so many stages of so many replicas, in the devices' order, cut by ``fit_cuts``."""
+    found = []
+    for stages, replicas in shapes:
+        devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+        for size in sizes:
+            if replicas <= size and (fitted := fit_cuts(task, devices, size)) is not None:
+                found.append(task.price(fitted, size, "straight"))
     return [candidate for candidate in found if candidate is not None]
 
 

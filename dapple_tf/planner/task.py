@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.errors import PlanError
@@ -20,7 +20,7 @@ from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
 
-_MOST_MICRO_BATCHES = 16384
+_MOST_MICRO_BATCHES = 16384  # more take long to simulate, and hide no bubble that fewer do not
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Decision:
     chosen: Candidate
     others: tuple[Candidate, ...] = ()
     proven: bool = False
-    latency: float | None = field(default=None)
+    latency: float | None = None
 
 
 def micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:

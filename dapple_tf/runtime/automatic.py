@@ -24,8 +24,8 @@ def plan_automatically(
     loss_fn: Callable[..., Any],
     batch: Sequence[Any],
     request: Request,
-    optimizer: Any,
     *,
+    slots: int,
     devices: int,
     cluster: Cluster | None,
     replicable: bool,
@@ -33,6 +33,7 @@ def plan_automatically(
     """Planner "best" on a profile taken now, for the request's number of micro-batches, on so many ``devices``.
 
     ``cluster``: the devices that the plan may use; by default those of this process that really run beside each other.
+    ``slots``: values that the optimizer keeps of each weight.
     Not ``replicable``: the result depends on how samples are shared out (dropout, batch norm), so stages get one
     device each. Raises PlanError where the cluster has more devices than there are, or nothing fits.
     """
@@ -52,7 +53,7 @@ def plan_automatically(
         global_batch_size=micro_batches * samples,
         micro_batch_size=samples,
         schedule=request.schedule,
-        optimizer_slots=count_slots(optimizer),
+        optimizer_slots=slots,
     )
     decision = decide(task, "best") if replicable else _straight(task)
     plan, _ = predicted(task, decision.chosen, "best")
@@ -66,13 +67,13 @@ def usable_devices(devices: int) -> int:
     return max(1, min(devices, len(os.sched_getaffinity(0))))
 
 
-def count_slots(optimizer: Any) -> int:
-    """Values that a built optimizer keeps of each weight; 2, as Adam does, before it is built."""
-    if optimizer is None or not getattr(optimizer, "built", False):
+def count_slots(optimizer: Any, trained: Sequence[tf.Variable]) -> int:
+    """Values that a built optimizer keeps of each of the ``trained`` weights; 2, as Adam does, before it is built."""
+    weights = sum(math.prod(variable.shape) for variable in trained)
+    if not weights or not getattr(optimizer, "built", False):
         return 2
-    trained = sum(math.prod(v.shape) for v in getattr(optimizer, "_trainable_variables", ()))
-    kept = sum(math.prod(v.shape) for v in optimizer.variables)
-    return round(kept / trained) if trained else 2
+    kept = sum(math.prod(variable.shape) for variable in optimizer.variables)  # and a few scalars, such as the rate
+    return round(float(kept) / float(weights))
 
 
 def _straight(task: Task) -> Decision:

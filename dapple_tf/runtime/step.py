@@ -23,7 +23,7 @@ from dapple_tf.loss import check_loss
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
-from dapple_tf.runtime.automatic import plan_automatically
+from dapple_tf.runtime.automatic import count_slots, plan_automatically
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, read_timeline
@@ -285,7 +285,7 @@ class PipelinedStep:
             self._loss_fn,
             batch,
             self._request,
-            self._optimizer,
+            slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
             devices=devices,
             cluster=self._cluster,
             replicable=not captured.stateful,

@@ -7,7 +7,7 @@ the plan's device list, and two replicas exchange what their intervals share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from dapple_tf.compiled import Floats, Integers, compiled
 from profiler.cluster import Cluster
 
 
-@dataclass(frozen=True)
-class LinkTables:
+class LinkTables(NamedTuple):
     """A cluster's links as arrays: seconds a byte and seconds of latency, by server.
 
     ``own`` [servers x servers] is 0 where a pair has no link of its own and so shares the servers' interfaces.
@@ -56,34 +55,16 @@ def transfer_cost(senders: Sequence[int], receivers: Sequence[int], tables: Link
     leave or enter a server through its interface, those of a pair's own link, or those that one device sends to or
     receives from others of its server. Links are symmetric, and so is the cost.
     """
-    return measure_transfer(
-        np.asarray(senders, np.int64),
-        np.asarray(receivers, np.int64),
-        tables.inside,
-        tables.inside_latency,
-        tables.interface,
-        tables.interface_latency,
-        tables.own,
-        tables.own_latency,
-    )
+    return measure_transfer(np.asarray(senders, np.int64), np.asarray(receivers, np.int64), tables)
 
 
 @compiled
-def measure_transfer(
-    senders: Integers,
-    receivers: Integers,
-    inside: Floats,
-    inside_latency: Floats,
-    interface: float,
-    interface_latency: float,
-    own: Floats,
-    own_latency: Floats,
-) -> tuple[float, float]:
+def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
     """``transfer_cost`` on arrays, for compiled callers."""
-    servers = inside.shape[0]
+    servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
-    pair = np.zeros((servers, servers)) if own.any() else np.zeros((0, 0))
+    pair = np.zeros((servers, servers)) if t.own.any() else np.zeros((0, 0))
     latency, slowest = 0.0, 0.0
     total = len(senders) * len(receivers)  # intervals in units of 1 / total, so that shares are exact
     i, j = 0, 0
@@ -95,17 +76,17 @@ def measure_transfer(
         if a == b:
             sent[i] += share
             received[j] += share
-            latency = max(latency, inside_latency[a])
-            slowest = max(slowest, max(sent[i], received[j]) * inside[a])
-        elif own[a, b] > 0:
+            latency = max(latency, t.inside_latency[a])
+            slowest = max(slowest, max(sent[i], received[j]) * t.inside[a])
+        elif t.own[a, b] > 0:
             pair[a, b] += share
-            latency = max(latency, own_latency[a, b])
-            slowest = max(slowest, pair[a, b] * own[a, b])
+            latency = max(latency, t.own_latency[a, b])
+            slowest = max(slowest, pair[a, b] * t.own[a, b])
         else:
             leaving[a] += share
             entering[b] += share
-            latency = max(latency, interface_latency)
-            slowest = max(slowest, max(leaving[a], entering[b]) * interface)
+            latency = max(latency, t.interface_latency)
+            slowest = max(slowest, max(leaving[a], entering[b]) * t.interface)
         ends = right == (i + 1) * len(receivers)
         if right == (j + 1) * len(senders):
             j += 1
@@ -116,11 +97,11 @@ def measure_transfer(
 
 def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> float:
     """Seconds a byte of parameters of a ring AllReduce over replicas on these servers: 2 (r-1)/r / slowest link."""
-    return measure_allreduce(np.asarray(homes, np.int64), tables.inside, tables.interface, tables.own)
+    return measure_allreduce(np.asarray(homes, np.int64), tables)
 
 
 @compiled
-def measure_allreduce(homes: Integers, inside: Floats, interface: float, own: Floats) -> float:
+def measure_allreduce(homes: Integers, t: LinkTables) -> float:
     """``allreduce_cost`` on arrays, for compiled callers."""
     r = len(homes)
     if r == 1:
@@ -129,10 +110,10 @@ def measure_allreduce(homes: Integers, inside: Floats, interface: float, own: Fl
     for i in range(r):
         a, b = homes[i], homes[(i + 1) % r]
         if a == b:
-            hop = inside[a]
-        elif own[a, b] > 0:
-            hop = own[a, b]
+            hop = t.inside[a]
+        elif t.own[a, b] > 0:
+            hop = t.own[a, b]
         else:
-            hop = interface
+            hop = t.interface
         slowest = max(slowest, hop)
     return 2 * (r - 1) / r * slowest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.ir import Graph
+from graph_passes.ir import Function, Graph
 from graph_passes.spread import Spread
 from graph_passes.text import parse_type
 from graph_passes.verify import verify
@@ -19,8 +19,8 @@ TIED = (  # the table of stage 0 is used again in stage 1, which counts in n
 PLAIN = (function("stage0/forward", "variable w"), function("stage0/backward"))
 
 
-def spread(text: str, *functions: object) -> Graph:
-    result = Spread(TYPES)(calls(text, *functions))  # type: ignore[arg-type]
+def spread(text: str, *functions: Function) -> Graph:
+    result = Spread(TYPES)(calls(text, *functions))
     verify(result)
     return result
 
