@@ -3,7 +3,7 @@
 When an op fails, TensorFlow cancels the others of the step and waits for them; Horovod's do not heed that, and wait for
 ranks that wait for this one. So every step holds an op that does: it takes elements from a queue until the step has
 exchanged everything. As long as it lives it takes what another thread puts into the queue; what stays there tells that
-the step has been cancelled.
+the step has been cancelled. Many that stay tell that everything has been exchanged.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Canary:
         device = tf.config.list_logical_devices("CPU")[-1].name
         if self._queue is None:
             with tf.init_scope(), tf.device(device):
-                self._queue = tf.queue.FIFOQueue(2 * _ELEMENTS, [tf.bool], [[]])
-                self._queue.enqueue(True)
+                self._queue = tf.queue.FIFOQueue(3 * _ELEMENTS, [tf.bool], [[]])
         with tf.device(device):
             taken = self._queue.dequeue_many(_ELEMENTS)
-            elements = tf.ones([_ELEMENTS], tf.bool)
+            elements = tf.ones([2 * _ELEMENTS], tf.bool)
             with tf.control_dependencies([done]):
                 release = self._queue.enqueue_many([elements])
             with tf.control_dependencies([release, taken]):
@@ -58,8 +57,11 @@ class Canary:
     def singing(self) -> Iterator[None]:
         """While open, a step runs. It finds one element, which tells that the op has started."""
         with self._lock:
-            if self._asked > 1:
-                self._queue.dequeue_many(self._asked - 1)  # the step before has left so many
+            left = int(self._queue.size())  # by the step before
+            if left > 1:
+                self._queue.dequeue_many(left - 1)
+            elif left == 0:
+                self._queue.enqueue(True)
             self._asked, self._seen, self._begun = 1, False, time.monotonic()
             self._next = self._begun + _FIRST_SECONDS
         try:
@@ -73,7 +75,10 @@ class Canary:
         with self._lock:
             if self._begun is None or now < self._next:
                 return False
-            if int(self._queue.size()) > 0:
+            left = int(self._queue.size())
+            if left >= _ELEMENTS:
+                return False  # everything has been exchanged; weights are being updated
+            if left > 0:
                 return self._seen or now - self._begun > _START_SECONDS
             self._seen = True
             if self._asked < _ELEMENTS - 1:

@@ -69,3 +69,28 @@ def test_what_was_asked_of_one_step_does_not_reach_the_next() -> None:
         with canary.singing():
             assert float(step(tf.constant(4.0))) == 2
     assert answers == [False] * 9
+
+
+def test_a_step_that_updates_weights_for_long_after_its_last_exchange_is_not_dead() -> None:
+    canary, answers = Canary(), []
+
+    def ask() -> np.float32:
+        answers.extend(canary.is_dead(time.monotonic() + 1000 * n) for n in range(1, 4))
+        return np.float32(0)
+
+    def during() -> None:
+        time.sleep(0.5)  # for the op to start
+        answers.append(canary.is_dead(time.monotonic() + 500))
+
+    def step() -> Any:
+        with tf.device("CPU:0"):
+            done = canary.watch_over(tf.numpy_function(lambda: [during(), np.float32(1)][1], [], tf.float32))
+            with tf.control_dependencies([done]):
+                return tf.numpy_function(ask, [], tf.float32)
+
+    attributes = {internals.NO_AUTOMATIC_CONTROL: True}
+    traced = tf.function(step, autograph=False, experimental_attributes=attributes).get_concrete_function()
+    for _ in range(2):
+        with canary.singing():
+            traced()
+    assert answers == [False] * 8
