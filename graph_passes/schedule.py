@@ -14,7 +14,8 @@ from typing import Literal
 from graph_passes.errors import ScheduleError
 
 _ACTION = re.compile(r"(\d+)([FB])(\d+)")
-_POLICY = re.compile(r"([a-z][a-z0-9-]*)(?::D=(\d+))?")
+_POLICY = re.compile(r"([a-z0-9][a-z0-9-]*)(?::D=(\d+))?")
+_EXPLICIT = re.compile(r"K=(\d+(?:,\d+)*)")
 
 
 @dataclass(frozen=True, order=True)
@@ -45,10 +46,11 @@ class Schedule:
 
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
-    """K_i of every stage (DAPPLE, section V.C).
+    """K_i of every stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
 
-    ``gpipe``: K_i = M. ``dapple-a``: K_i = min(S - i, D). ``dapple-b``: K_i = min(2 (S - i) - 1, D). All are
-    at most M. Raises ScheduleError for an unknown policy or a D below 1.
+    ``gpipe``: K_i = M. ``dapple-a``, which is BaPipe's ``1f1b-sno``: K_i = min(S - i, D). ``dapple-b``:
+    K_i = min(2 (S - i) - 1, D). BaPipe's ``1f1b-so`` holds one more: K_i = min(2 (S - i), D). All are at most M.
+    Raises ScheduleError for an unknown policy or a D below 1.
     """
     if limit is not None and limit < 1:
         raise ScheduleError(f"D={limit}: a stage must hold at least one micro-batch")
@@ -58,11 +60,15 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
             if bound < micro_batches:
                 raise ScheduleError(f"gpipe holds all M={micro_batches} micro-batches, but D={limit}: use dapple-a")
             return (micro_batches,) * stages
-        case "dapple-a":
+        case "dapple-a" | "1f1b-sno":
             return tuple(min(stages - i, bound) for i in range(stages))
         case "dapple-b":
             return tuple(min(2 * (stages - i) - 1, bound) for i in range(stages))
-    raise ScheduleError(f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b (and :D=n)")
+        case "1f1b-so":
+            return tuple(min(2 * (stages - i), bound) for i in range(stages))
+    raise ScheduleError(
+        f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b, 1f1b-sno, 1f1b-so (and :D=n), and K=3,2,1"
+    )
 
 
 def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
@@ -86,15 +92,40 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
 
 
 def named_warm_up(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """K_i of every stage in the schedule called ``name``: a policy, with D where memory limits it: ``dapple-a:D=3``.
+    """K_i of every stage in the schedule called ``name``.
 
-    Raises ScheduleError for a name that is none.
+    That is a policy (see ``warm_up``), with D where memory limits it: ``dapple-a:D=3``; or each K_i: ``K=3,2,1``.
+    Raises ScheduleError for a name that is none, and for K_i that are not of as many stages, out of range, or deadlock.
     """
+    if explicit := _EXPLICIT.fullmatch(name):
+        warm = tuple(map(int, explicit[1].split(",")))
+        if len(warm) != stages:
+            raise ScheduleError(f"{name} gives K of {len(warm)} stages, but there are {stages}")
+        return early_backward(warm, micro_batches).warm_up
+    policy, limit = read_policy(name)
+    return warm_up(policy, stages, micro_batches, limit)
+
+
+def check_name(name: str) -> None:
+    """Raise ScheduleError unless ``name`` is a schedule's, for some number of stages and micro-batches."""
+    if not _EXPLICIT.fullmatch(name):
+        policy, limit = read_policy(name)
+        warm_up(policy, 1, limit or 1, limit)
+
+
+def for_fewer(name: str, micro_batches: int) -> str:
+    """The schedule's name for a batch of fewer micro-batches: no K_i that it gives exceeds them."""
+    if explicit := _EXPLICIT.fullmatch(name):
+        return "K=" + ",".join(str(min(int(k), micro_batches)) for k in explicit[1].split(","))
+    return name
+
+
+def read_policy(name: str) -> tuple[str, int | None]:
+    """Policy and D of a name such as ``dapple-b:D=4``; ScheduleError for what cannot be one."""
     match = _POLICY.fullmatch(name)
     if not match:
-        raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a' or 'dapple-b:D=4'")
-    policy, limit = match.groups()
-    return warm_up(policy, stages, micro_batches, None if limit is None else int(limit))
+        raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
+    return match[1], None if match[2] is None else int(match[2])
 
 
 def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:

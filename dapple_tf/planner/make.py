@@ -17,7 +17,7 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.shortage import describe_shortage
 from dapple_tf.planner.task import Candidate, Decision, Task, micro_batch_sizes
 from dapple_tf.simulator.timeline import Timeline, simulate
-from graph_passes.schedule import named_warm_up
+from graph_passes.schedule import check_name
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -85,7 +85,7 @@ def make_task(
         if not isinstance(number, int) or isinstance(number, bool):
             raise PlanError(f"{name} is {number!r}, not a whole number")
     if schedule != "auto":
-        named_warm_up(schedule, 1, 1)
+        check_name(schedule)
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     sizes = micro_batch_sizes(global_batch_size, micro_batch_size)

@@ -52,10 +52,12 @@ class Costs:
     cuts: Sequence[float]
 
 
-def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int) -> Plan:
+def plan_request(
+    request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int, policy: str = "dapple-a"
+) -> Plan:
     """Carry out ``request`` for a model, a batch of so many samples, and so many devices.
 
-    Raises PlanError (counts that do not fit) or PartitionError (cuts
+    ``policy``: what the schedule "auto" stands for. Raises PlanError (counts that do not fit) or PartitionError (cuts
     that cannot be made).
     """
     starts = _starts(request, layers, costs)
@@ -76,7 +78,7 @@ def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_si
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
         stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
         used += r
-    schedule = "dapple-a" if request.schedule == "auto" else request.schedule
+    schedule = policy if request.schedule == "auto" else request.schedule
     return Plan(
         model=layers.graph.name,
         planner="requested",

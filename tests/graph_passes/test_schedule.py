@@ -13,6 +13,7 @@ from graph_passes.schedule import (
     check,
     dependencies,
     early_backward,
+    for_fewer,
     make_schedule,
     parse_schedule,
     warm_up,
@@ -158,12 +159,21 @@ def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: i
         ("dapple-b", 4, 16, 4, (4, 4, 3, 1)),
         ("dapple-b", 4, 6, None, (6, 5, 3, 1)),
         ("dapple-b", 1, 8, None, (1,)),
+        ("1f1b-sno", 3, 8, None, (3, 2, 1)),  # BaPipe, Fig. 6 (a)
+        ("1f1b-so", 3, 8, None, (6, 4, 2)),  # and (b): twice the warm-up
+        ("1f1b-so", 3, 8, 5, (5, 4, 2)),
     ],
 )
 def test_warm_up_forwards(policy: str, stages: int, micro_batches: int, limit: int | None, k: tuple[int, ...]) -> None:
     assert warm_up(policy, stages, micro_batches, limit) == k
     name = policy if limit is None else f"{policy}:D={limit}"
     assert make_schedule(name, stages, micro_batches).warm_up == k
+
+
+def test_warm_up_forwards_given_one_by_one() -> None:
+    assert make_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
+    assert for_fewer("K=3,3,1", 2) == "K=2,2,1"
+    assert for_fewer("dapple-a:D=3", 2) == "dapple-a:D=3"
 
 
 def test_two_micro_batches_on_two_stages_are_figure_11_b() -> None:
@@ -225,10 +235,21 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "said"),
     [
-        ("dapple-c", 2, 2, "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b (and :D=n)"),
+        (
+            "dapple-c",
+            2,
+            2,
+            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, 1f1b-sno, 1f1b-so (and :D=n), and "
+            "K=3,2,1",
+        ),
+        ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
+        ("K=0,1", 2, 4, "K_0 = 0 is not between 1 and M = 4"),
+        ("K=5,1", 2, 4, "K_0 = 5 is not between 1 and M = 4"),
+        ("K=1,2", 2, 3, "the schedule deadlocks; blocked actions are marked:\nstage 0: 0F0   0B0!"),
+        ("K=2,", 2, 4, "'K=2,' is not a schedule such as"),
         ("dapple-a:D=0", 2, 2, "D=0: a stage must hold at least one micro-batch"),
         ("gpipe:D=3", 2, 4, "gpipe holds all M=4 micro-batches, but D=3: use dapple-a"),
-        ("dapple-a:3", 2, 2, "'dapple-a:3' is not a schedule such as 'dapple-a' or 'dapple-b:D=4'"),
+        ("dapple-a:3", 2, 2, "'dapple-a:3' is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'"),
         ("Dapple A", 2, 2, "'Dapple A' is not a schedule"),
         ("dapple-a", 2, 0, "K_0 = 0 is not between 1 and M = 0"),
         ("dapple-a", 0, 2, "the stages of a schedule must have equally many actions, and some"),
