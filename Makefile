@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # TensorFlow's notes on the processor it found are not ours to repeat.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: train test test-all lint bench horovod clean
+.PHONY: train test test-all lint bench hosts horovod clean
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
@@ -27,6 +27,10 @@ lint: .venv/installed-test
 
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
+
+# Jobs on emulated hosts with slow links: needs root and iproute2.
+hosts: .venv/installed-test .venv/installed-horovod
+	@$(BIN)/python -m benchmarks hosts
 
 horovod: .venv/installed-horovod
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dapple_tf import errors
     from dapple_tf.analytic import analytic_profile
+    from dapple_tf.checkpoint import Checkpoints
     from dapple_tf.devices import init, scope
     from dapple_tf.pipeline import pipeline
     from dapple_tf.planner.make import plan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from profiler.profile import Profile
 
 __all__ = [
+    "Checkpoints",
     "Cluster",
     "PipelinedStep",
     "Plan",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "dapple_tf.checkpoint",
     "Cluster": "profiler.cluster",
     "PipelinedStep": "dapple_tf.runtime.step",
     "Plan": "dapple_tf.planner.plan",

@@ -12,17 +12,19 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.checkpoint_file import CheckpointFile, DamagedError, can_hold, open_checkpoint, write_checkpoint
+from dapple_tf.checkpoint_lock import FolderLock, lock_folder
 from dapple_tf.errors import CheckpointError, DappleWarning
 from dapple_tf.job import membership
-from dapple_tf.job.gather import broadcast_values
+from dapple_tf.job.gather import load_values, stream_values
 from dapple_tf.runtime.step import PipelinedStep
 
 _NAME = re.compile(r"checkpoint-\d+\.safetensors")
@@ -43,17 +45,18 @@ class Checkpoints:
 
     In a job rank 0 reads and writes, so only it needs the folder; every rank must make the same calls.
     A run killed at any moment leaves the last good checkpoint: files get their names when they are whole, and older
-    ones are removed after that.
+    ones are removed after that. The folder is this process's as long as there is such an object.
 
-    Raises CheckpointError, on every rank, for a folder that cannot be written, one that holds other checkpoints, or a
-    variable of a dtype that no checkpoint holds; UsageError for a step that has not been built (give it an
-    ``example_batch``).
+    Raises CheckpointError, on every rank, for a folder that cannot be written, one that another run is using (the
+    error names host and process), one that holds other checkpoints, or a variable of a dtype that no checkpoint holds;
+    UsageError for a step that has not been built (give it an ``example_batch``).
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: PipelinedStep) -> None:
         self._folder = Path(folder)
         self._step = step
         self._job = membership.current()
+        self._lock: FolderLock | None = None
         strange = [name for name, variable in step.variables.items() if not can_hold(variable)]
         if strange:
             found = step.variables[strange[0]]
@@ -61,6 +64,7 @@ class Checkpoints:
                 f"variable {strange[0]!r} ({found.dtype.name}, shape {found.shape}) cannot be saved: a checkpoint "
                 "holds numbers and booleans of fixed shapes; keep it out of the loss"
             )
+        self._begin("to open a folder for checkpoints")
         self._on_rank_0(self._prepare)
 
     def restore(self) -> Position:
@@ -69,22 +73,37 @@ class Checkpoints:
         A damaged file is set aside with a DappleWarning, and the one before it loaded. Raises CheckpointError where
         all are damaged, or the last good one is of another model; nothing has changed then.
         """
-        position: Position | None = self._on_rank_0(self._load)
-        if position is None:
+        self._begin("to restore a checkpoint")
+        good: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._find)
+        if good is None:
             return Position(0, 0)
+        found, position = good
+        variables = self._step.variables
         if self._job is not None:
-            broadcast_values(self._job, list(self._step.variables.values()), 0)
+            load_values(self._job, variables, partial(_read_value, found))
+        else:
+            for name, variable in variables.items():
+                variable.assign(_read_value(found, name))
         return position
 
     def save(self, steps: int, batches: int | None = None) -> str:
         """Save after ``steps`` steps and ``batches`` batches (as many, unless given); the path of the checkpoint.
 
-        In a job it gathers the variables of all stages on every rank. Raises CheckpointError, on every rank, where the
-        file cannot be written, or the folder has one of a later step; those before are left.
+        In a job rank 0 gets the variables of other stages one after the other, and keeps none. Raises CheckpointError,
+        on every rank, where the file cannot be written, or the folder has one of a later step; those before are left.
         """
-        self._step.gather()
+        self._begin(f"to save a checkpoint after step {steps}")
+        if self._job is not None:
+            self._job.check_history()  # what was trained on batches that differ is not kept
         position = Position(steps, steps if batches is None else batches)
-        return str(self._on_rank_0(lambda: self._write(position)))
+        values = stream_values(self._job, list(self._step.variables.values()))
+        if self._job is not None and self._job.rank != 0:
+            _exhaust(values)
+        return str(self._on_rank_0(lambda: self._write(position, values)))
+
+    def _begin(self, what: str) -> None:
+        if self._job is not None:
+            self._job.begin(what)
 
     # --- on rank 0
 
@@ -97,10 +116,14 @@ class Checkpoints:
             with tempfile.TemporaryFile(dir=self._folder):  # the only sure way to know that one can write
                 pass
             names = os.listdir(self._folder)
+            self._refuse_others(names)
+            self._lock = lock_folder(self._folder)
             for name in filter(_PART.fullmatch, names):  # left by a run that was killed
                 (self._folder / name).unlink()
         except OSError as error:
             raise CheckpointError(f"{self._folder} cannot hold checkpoints: {error.strerror}") from error
+
+    def _refuse_others(self, names: list[str]) -> None:
         others = sorted(name for name in names if re.fullmatch(r"ckpt-\d+\.index", name))
         if others and not any(map(_NAME.fullmatch, names)):
             raise CheckpointError(
@@ -108,7 +131,8 @@ class Checkpoints:
                 "give another folder"
             )
 
-    def _load(self) -> Position | None:
+    def _find(self) -> tuple[CheckpointFile, Position] | None:
+        """The last good checkpoint, if there is one; later ones, which are damaged, are set aside."""
         paths = self._files()
         damaged: list[DamagedError] = []
         for path in reversed(paths):
@@ -120,22 +144,19 @@ class Checkpoints:
                 continue
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-            variables = self._step.variables
-            _check_fit(found, variables)
+            _check_fit(found, self._step.variables)
             for damage in damaged:
                 warnings.warn(f"{damage}. It is set aside; going on from {path}", DappleWarning, stacklevel=4)
             for later in paths[paths.index(path) + 1 :]:
                 os.replace(later, later.with_name(f"{later.name}.damaged"))
-            for name, value in found.read():
-                variables[name].assign(value)
-            return position
+            return found, position
         if damaged:
             raise CheckpointError(
                 f"{'; '.join(map(str, damaged))}. No good checkpoint is left: give another folder to start anew"
             )
         return None
 
-    def _write(self, position: Position) -> Path:
+    def _write(self, position: Position, values: Iterator[Any]) -> Path:
         path = self._folder / f"checkpoint-{position.steps}.safetensors"
         texts = {"steps": str(position.steps), "batches": str(position.batches)}
         try:
@@ -145,11 +166,13 @@ class Checkpoints:
                     f"{self._folder} has {known[-1].name} already, of a later step than {position.steps}: restore it "
                     "first, or give another folder"
                 )
-            write_checkpoint(path, self._step.variables, texts)
+            write_checkpoint(path, self._step.variables, values, texts)
             for old in known[:-_KEPT]:
                 old.unlink()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+        finally:
+            _exhaust(values)  # other ranks send all of them
         return path
 
     def _files(self) -> list[Path]:
@@ -157,6 +180,21 @@ class Checkpoints:
         return sorted(
             (self._folder / name for name in os.listdir(self._folder) if _NAME.fullmatch(name)), key=_steps_of
         )
+
+
+def _exhaust(values: Iterator[Any]) -> None:
+    for _ in values:
+        pass
+
+
+def _read_value(found: CheckpointFile, name: str) -> Any:
+    try:
+        return found.read_value(name)
+    except (OSError, ValueError) as error:  # the file was whole a moment ago
+        raise CheckpointError(
+            f"{name!r} cannot be read from {found.path} any more ({error}). SOME VARIABLES HAVE CHANGED, others have "
+            "not: restore again, or start anew"
+        ) from error
 
 
 def _steps_of(path: Path) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,11 +74,16 @@ class CheckpointFile:
 
     def read(self) -> Iterator[tuple[str, Any]]:
         """Name and value (a NumPy array) of one tensor after the other."""
+        for name in self.entries:
+            yield name, self.read_value(name)
+
+    def read_value(self, name: str) -> Any:
+        """The value (a NumPy array) of one tensor."""
+        entry = self.entries[name]
         with self.path.open("rb") as stream:
-            for name, entry in self.entries.items():
-                stream.seek(entry.begin)
-                data = np.frombuffer(stream.read(entry.end - entry.begin), np.uint8)
-                yield name, data.view(tf.as_dtype(entry.dtype).as_numpy_dtype).reshape(entry.shape)
+            stream.seek(entry.begin)
+            data = np.frombuffer(stream.read(entry.end - entry.begin), np.uint8)
+        return data.view(tf.as_dtype(entry.dtype).as_numpy_dtype).reshape(entry.shape)
 
 
 def can_hold(variable: tf.Variable) -> bool:
@@ -86,8 +91,10 @@ def can_hold(variable: tf.Variable) -> bool:
     return variable.dtype.name in _DTYPES and variable.shape.is_fully_defined()
 
 
-def write_checkpoint(path: Path, variables: Mapping[str, tf.Variable], texts: Mapping[str, str]) -> None:
-    """Write the values of ``variables``, one at a time, so that a crash at any moment leaves all of the file or none.
+def write_checkpoint(
+    path: Path, variables: Mapping[str, tf.Variable], values: Iterable[Any], texts: Mapping[str, str]
+) -> None:
+    """Write the ``values`` (NumPy) of ``variables``, one at a time, so that a crash leaves all of the file or none.
 
     Raises OSError where the file cannot be written; nothing of it is left then.
     """
@@ -95,8 +102,8 @@ def write_checkpoint(path: Path, variables: Mapping[str, tf.Variable], texts: Ma
     with replacing(path) as part, part.open("wb") as stream:
         checksum = hashlib.sha256(header)
         stream.write(header)
-        for variable in variables.values():
-            data = np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8).data
+        for _, value in zip(variables, values, strict=True):
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             checksum.update(data)
             stream.write(data)
         stream.seek(header.index(_NO_CHECKSUM.encode()))

@@ -6,6 +6,7 @@ Progress and logs go to stderr, results to stdout; with ``--json`` the last line
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -16,7 +17,8 @@ from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.train import plain, train
 from dapple_tf.commands.verify import verify
 from dapple_tf.errors import ModelError
-from dapple_tf.job.guard import report_failure
+from dapple_tf.job.guard import is_told_here, report_failure
+from profiler.detect import job_rank
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,11 +32,17 @@ for _command in (train, plain, verify, profile, plan, simulate):
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line on stderr, not a traceback. Other ranks of a job are told."""
+    """Run the command line; errors of ours are one line on stderr, not a traceback.
+
+    The other ranks of a job are told; what all ranks know one of them tells, and only rank 0 explains the usage.
+    """
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if job_rank(os.environ):
+            _tell(error, error.format_message())
+        else:
+            error.show()
         report_failure(error)
         sys.exit(2 if isinstance(error, click.UsageError) else 1)
     except click.exceptions.Exit as error:
@@ -48,6 +56,11 @@ def main() -> None:
             error, OSError | ValueError
         ):
             raise
-        click.echo(f"error: {error}", err=True)
+        _tell(error, str(error))
         report_failure(error)
         sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage
+
+
+def _tell(error: Exception, text: str) -> None:
+    if is_told_here(error):
+        click.echo(f"error: {text}", err=True)

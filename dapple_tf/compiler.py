@@ -26,6 +26,7 @@ from graph_passes.layers import Layers
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
+from graph_passes.overlap import Overlap
 from graph_passes.partition import partition
 from graph_passes.place import Place
 from graph_passes.project import Project
@@ -44,7 +45,7 @@ class StagedModel:
 
     ``graph`` holds the input nodes and the stage functions. ``variables`` (the model's and the optimizer's) and
     ``constants`` are by name. ``gradients`` names the variables that are trained (``trained`` are the objects the
-    optimizer knows), ``ungraded`` those no gradient reaches.
+    optimizer knows), ``ungraded`` those no gradient reaches. ``shared`` names boundary tensors: see ``SplitConcat``.
     ``stateful``: see ``Captured``.
     """
 
@@ -60,6 +61,7 @@ class StagedModel:
     stateful: bool
     gradients: tuple[str, ...]
     ungraded: tuple[str, ...]
+    shared: frozenset[str]
 
 
 def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optimizer: Any | None) -> StagedModel:
@@ -100,6 +102,7 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
         stateful=captured.stateful,
         gradients=trained,
         ungraded=tuple(name for name in captured.trainable if name not in reached),
+        shared=frozenset(map(str, stages.shared)),
     )
 
 
@@ -116,9 +119,10 @@ def passes(
         raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
     order: list[Pass] = [
         Microbatch(model.stages, plan.micro_batches, aux),  # calls of stages exist from here on
-        SplitConcat(plan.replicas),  # before anything that has one node a replica
+        SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
         Mirror(),  # needs the replicas
         Accumulate(),  # needs every replica's backward
+        *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
@@ -170,11 +174,13 @@ def rank_graphs(
         raise PlanError(
             f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
         )
-    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*", extra=extra)
+    shared = "" if extra == "times" else extra  # times are taken of what a rank runs, exchanges included
+    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*", extra=shared)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # Spread before projection, which then finds the values that travel; it needs the copies that Mirror made.
-    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank)], observers) for rank in range(size))
+    timed: list[Pass] = [Instrument()] if extra == "times" else []
+    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank), *timed], observers) for rank in range(size))
     verify_ranks(graphs)
     return graphs
 

@@ -56,6 +56,8 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
         _one_core_an_op(count if job is None else job.local_size)
+        if job is not None:
+            _free_thread_for_exchanges()
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
         if devices is None or have == count or job is not None:
@@ -74,6 +76,16 @@ def _one_core_an_op(devices: int) -> None:
     """
     if devices >= len(os.sched_getaffinity(0)) and not tf.config.threading.get_intra_op_parallelism_threads():
         tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
+def _free_thread_for_exchanges() -> None:
+    """Have a thread start exchanges while another computes, where the user has not chosen.
+
+    A rank of one core has one thread by default: what a micro-batch sends then waits until the next one is computed,
+    and two ranks may take turns (1.00 s a step in place of 0.61 s).
+    """
+    if not tf.config.threading.get_inter_op_parallelism_threads() and len(os.sched_getaffinity(0)) < 2:
+        tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +21,6 @@ from tensorflow.python.framework import func_graph, op_def_registry
 from tensorflow.python.ops import gradients_util
 
 NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
-_CAPTURES = "tensorflow.core.function.capture"  # the module of what holds a FuncGraph's captures
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 NO_AUTOMATIC_CONTROL = "_disable_acd"  # only the edges we make order a function's ops
 
@@ -65,31 +66,73 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
 def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     """Move variables to other devices in place; whoever holds the tf.Variable, or traced it, sees the new home.
 
-    ``moves`` pairs each variable with its new device. The variable's ``_handle`` is replaced
-    by that of a new variable on the device, and every live ConcreteFunction and FuncGraph that captured the old
-    handle is given the new one (``set_external_captures``, ``reset_captures``), so nothing keeps the old memory alive.
+    ``moves`` pairs each variable with its new device.
     """
-    if not moves:
-        return
-    replaced: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+    handles = []
     for variable, device in moves:
         with tf.init_scope(), tf.device(device):
             new = tf.Variable(variable.read_value(), trainable=variable.trainable, name=variable.name.split(":")[0])
+        handles.append((variable, new._handle))
+    _replace_handles(handles)
+
+
+def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
+    """Free the variables' memory; to read one is an error (FailedPreconditionError), which quotes the ``advice``.
+
+    Functions traced before see the same. A value assigned to a variable makes it again, until it is released again.
+
+    The resource behind an eager variable lives as long as its handle, and cannot be destroyed. So each handle is
+    replaced by one to a resource that has a name, the advice among its words, and that is not there (``VarHandleOp``
+    with a ``shared_name``). That one can be destroyed (``DestroyResourceOp``), and is when its handle dies.
+    """
+    with tf.init_scope():
+        for variable in variables:
+            tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
+        there = [variable for variable in variables if bool(variable.is_initialized())]
+        _replace_handles([(variable, _make_named_handle(variable, advice)) for variable in there])
+
+
+def _make_named_handle(variable: tf.Variable, advice: str) -> Any:
+    old = variable._handle
+    name = f"{variable.name.split(':')[0]} ({advice}) {uuid.uuid4().hex}"  # known to the whole process
+    options = {"dtype": variable.dtype, "shape": variable.shape, "shared_name": name}
+    with tf.device(old.device):
+        handle, other = (tf.raw_ops.VarHandleOp(**options) for _ in range(2))
+    for name in ("_handle_data", "_parent_trackable", "_name", "_unique_id"):  # of what tf.Variable gives its handle
+        setattr(handle, name, getattr(old, name))
+    weakref.finalize(handle, _destroy, other).atexit = False
+    return handle
+
+
+def _destroy(handle: Any) -> None:
+    with context.eager_mode():  # a collection may come while a graph is made
+        tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+
+def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
+    """Give each variable (its ``_handle``) another handle, and all that captured the old one.
+
+    Every live ConcreteFunction and FuncGraph that captured the old handle is given the new one
+    (``set_external_captures``, ``reset_captures``), so nothing keeps the old memory alive.
+    """
+    if not handles:
+        return
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for variable, new in handles:
         old = variable._handle
-        replaced[id(old)] = (old, new._handle)
-        variable._handle = new._handle
+        replaced[id(old)] = (old, new)
+        variable._handle = new
 
     def rebind(captured: Sequence[Any]) -> list[Any] | None:
         if not any(id(handle) in replaced for handle in captured):
             return None
         return [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
 
-    holders = (concrete_function.ConcreteFunction, func_graph.FuncGraph)
-    for item in _holding([old for old, _ in replaced.values()], holders):
+    for item in _instances(concrete_function.ConcreteFunction, func_graph.FuncGraph):
         if issubclass(type(item), concrete_function.ConcreteFunction):
-            if rebound := rebind(item.captured_inputs):
+            if rebound := rebind(getattr(item, "_captured_inputs", ())):
                 item.set_external_captures(rebound)
-        elif rebound := rebind(item.external_captures):
+        elif getattr(item, "_function_captures", None) and (rebound := rebind(item.external_captures)):
             item.function_captures.reset_captures(rebound, item.internal_captures)
             len(item.captures)  # reading them drops a cache that holds the old handles
 
@@ -101,45 +144,31 @@ def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     """
     wanted = {id(variable): i for i, variable in enumerate(variables)}
     found: list[Any] = list(variables)
-    for item in _holding(variables, (keras.Variable,)):
+    for item in _instances(keras.Variable):
         value = getattr(item, "_value", None)
         if id(value) in wanted:
             found[wanted[id(value)]] = item
     return found
 
 
-def _holding(targets: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
-    """The live objects of these kinds that hold one of ``targets``, directly or through containers.
+def _instances(*kinds: type[Any]) -> list[Any]:
+    """The live objects of these kinds, which may be half made in another thread.
 
-    Found by ``gc.get_referrers``, and not among all objects (``gc.get_objects``): holding every object would
-    break other threads that are just building a tuple. It walks lists that a collection would change under it (a
-    crash), and some objects allocate when they are visited: collections wait.
+    Found by ``gc.get_referrers`` of the kinds, in one walk over the process's objects, and not among all objects
+    (``gc.get_objects``): holding every object would break other threads that are just building a tuple. It walks
+    lists that a collection would change under it (a crash), and some objects allocate when they are visited:
+    collections wait.
     """
+    classes: list[type[Any]] = list(kinds)
+    for kind in classes:  # which grows
+        classes += [derived for derived in kind.__subclasses__() if derived not in classes]
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return _referrers(targets, kinds)
+        return [item for item in gc.get_referrers(*classes) if issubclass(type(item), kinds)]
     finally:
         if enabled:
             gc.enable()
-
-
-def _referrers(targets: Sequence[Any], kinds: tuple[type, ...]) -> list[Any]:
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    frontier: list[Any] = list(targets)
-    while frontier:
-        following = []
-        for item in gc.get_referrers(*frontier):
-            if id(item) in seen or item is frontier or item is targets:
-                continue
-            seen.add(id(item))
-            if issubclass(type(item), kinds):
-                found[id(item)] = item
-            elif isinstance(item, dict | list | tuple) or type(item).__module__.startswith(_CAPTURES):
-                following.append(item)
-        frontier = following
-    return list(found.values())
 
 
 @contextlib.contextmanager

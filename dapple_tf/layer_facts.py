@@ -17,7 +17,7 @@ from dapple_tf.planner.roofline import VIEW_OPS, op_seconds, value_bytes
 from dapple_tf.shapes import infer_shapes, mark_batch
 from graph_passes.backward import StageGradients, prune_gradients, split_backward
 from graph_passes.ir import Effect, Function, Graph, Node, Shape, Value
-from graph_passes.layers import SHAPE_OPS, Layers, find_floating, find_layers, variables_of, written_variables
+from graph_passes.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
 from graph_passes.partition import partition
 from profiler.measure import Floats
 from profiler.peaks import Peak
@@ -209,7 +209,7 @@ def _buffer(joint: Graph, value: Value) -> Value:
 
 def _parameters(captured: Captured, layers: Layers, trained: Sequence[str]) -> tuple[float, ...]:
     """Bytes of the variables ``trained``, each at the first layer that reads it, directly or through what floats."""
-    graph, floating = layers.graph, find_floating(layers.graph)
+    graph, floating = layers.graph, layers.floating
     reads: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         own = {node.name} if node.op == "variable" else set()

@@ -32,7 +32,7 @@ class Bindings(Protocol):
         """The replicas' copies of a variable that forward writes."""
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
-        """The buffers in which the replica of ``node`` sums gradients."""
+        """The buffers in which the replica of ``node`` sums the gradients of the node's variables."""
 
     @property
     def updating(self) -> tf.Variable:
@@ -63,8 +63,8 @@ class Ranks(Protocol):
 class Operations:
     """The handlers for one pipelined graph, with its stage functions built.
 
-    ``inline``: TensorFlow may inline stage functions that are called once (see ``build_function``). ``ranks``: the way
-    to other processes, where the graph is one rank's.
+    ``inline``: TensorFlow may inline stage functions that are called once (see ``build_function``), and it may always
+    inline those whose calls say so. ``ranks``: the way to other processes, where the graph is one rank's.
     """
 
     def __init__(
@@ -80,8 +80,11 @@ class Operations:
         self.bindings = bindings
         self._ranks = ranks
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
+        parted = {node.string("function") for node in graph.nodes if node.has("inline")}
         self.functions = {
-            f.name: build_function(f, constants, library, whole=not inline or calls[f.name] > 1)
+            f.name: build_function(
+                f, constants, library, whole=f.name not in parted and (not inline or calls[f.name] > 1)
+            )
             for f in graph.functions
         }
 
@@ -92,7 +95,7 @@ class Operations:
 
     def resources(self, node: Node) -> list[tf.Variable]:
         """The variables whose resources ``node`` takes."""
-        if node.op in ("accumulate", "gradients"):
+        if node.op == "accumulate" or (node.op == "gradients" and not node.inputs):
             return list(self.bindings.accumulators(node))
         if self._ranks is not None and node.has("ranks"):
             return [self._ranks.zero]
@@ -102,7 +105,8 @@ class Operations:
             return [self.bindings.updating]
         if node.op == "refresh":
             names = node.strings("variables")
-            return [v for n in names for v in (self.bindings.owner(n), self.bindings.variable(node, n))]
+            owners = [self.bindings.owner(name) for name in names[len(node.inputs) :]]
+            return [*owners, *(self.bindings.variable(node, name) for name in names)]
         if node.op == "commit":
             return [v for n in node.strings("variables") for v in (self.bindings.owner(n), *self.bindings.copies(n))]
         if node.has("function"):
@@ -152,9 +156,16 @@ class Operations:
         groups = [inputs[i : i + pieces] for i in range(0, len(inputs), pieces)]
         return [tf.concat(group, axis) for group, axis in zip(groups, node.integers("axes"), strict=True)], []
 
+    def _add(self, node: Node, inputs: list[Any]) -> Outcome:
+        pieces = node.integer("pieces")
+        if not pieces:
+            return [tf.zeros(kind.shape.dims, kind.dtype.name) for kind in node.outputs], []
+        return [tf.add_n(inputs[i : i + pieces]) for i in range(0, len(inputs), pieces)], []
+
     def _accumulate(self, node: Node, inputs: list[Any]) -> Outcome:
         first = bool(node.attr("first"))
-        key = f"accumulate/{node.integer('stage')}/{first}"
+        bucket = node.integer("bucket") if node.has("bucket") else "all"
+        key = f"accumulate/{node.integer('stage')}/{bucket}/{first}"
         if key not in self.functions:
             with tf.init_scope():
                 self.functions[key] = _accumulator([value.dtype for value in inputs], first)
@@ -163,7 +174,7 @@ class Operations:
 
     def _gradients(self, node: Node, inputs: list[Any]) -> Outcome:
         if inputs:
-            return inputs, []
+            return [tf.identity(tensor) for tensor in inputs], []  # done when these are there, not the whole backward
         variables = self.bindings.accumulators(node)
         return [tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for v in variables], []
 

@@ -6,6 +6,7 @@ V.A.3, Fig. 10). The sum is wanted where the update runs: on the owner's first d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_passes.ir import Attr, Graph, Node, TensorType, Value, attributes
@@ -25,37 +26,48 @@ class AllReduce:
 
 
 def reduce_gradients(graph: Graph) -> Graph:
-    """The graph with one ``reduced`` node a stage: the complete gradients of the variables it owns."""
+    """The graph with one ``reduced`` node a stage: the complete gradients of the variables it owns.
+
+    Gradients that come in buckets are reduced bucket by bucket.
+    """
     replicas = replica_counts(graph)
-    sources = {(n.integer("stage"), n.integer("replica")): n for n in nodes_of(graph, "gradients")}
+    sources: dict[tuple[int, int], list[Node]] = {}
+    for node in nodes_of(graph, "gradients"):
+        sources.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
     added: list[Node] = []
     # (stage, variable) -> that stage's share of the gradient, summed over its replicas
     shares: dict[tuple[int, str], Value] = {}
     types: dict[str, TensorType] = {}
     for stage, count in enumerate(replicas):
-        if (stage, 0) not in sources:
-            continue
-        first = sources[stage, 0]
-        node = first
-        if count > 1:
-            inputs = tuple(value for r in range(count) for value in sources[stage, r].values())
-            attrs: dict[str, Attr] = {
-                "replica": 0,
-                "replicas": count,
-                "stage": stage,
-                "variables": first.strings("variables"),
-            }
-            node = Node(at(stage, what="allreduce"), "allreduce", inputs, first.outputs, attributes(attrs))
-            added.append(node)
-        for name, value, kind in zip(first.strings("variables"), node.values(), first.outputs, strict=True):
-            shares[stage, name] = value
-            types[name] = kind
+        for same in zip(*(sources.get((stage, r), []) for r in range(count)), strict=True):
+            node = same[0] if count == 1 else _reduce(stage, same)
+            added += [node] if count > 1 else []
+            for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
+                shares[stage, name] = value
+                types[name] = kind
     variables = find_variables(graph)
     for stage in range(len(replicas)):
         names = tuple(name for name in variables.owned(stage) if name in types)
         if names:
             added += _collect(stage, names, shares, types)
     return graph.replace(nodes=(*graph.nodes, *added))
+
+
+def _reduce(stage: int, same: Sequence[Node]) -> Node:
+    """The sum of what each replica of the stage has of the same gradients."""
+    first = same[0]
+    attrs: dict[str, Attr] = {
+        "replica": 0,
+        "replicas": len(same),
+        "stage": stage,
+        "variables": first.strings("variables"),
+    }
+    name = at(stage, what="allreduce")
+    if first.has("bucket"):
+        attrs["bucket"] = first.integer("bucket")
+        name += f"/bucket{first.integer('bucket')}"
+    inputs = tuple(value for node in same for value in node.values())
+    return Node(name, "allreduce", inputs, first.outputs, attributes(attrs))
 
 
 def _collect(

@@ -6,17 +6,18 @@ a layer of its own, named by its path and its op's name.
 
 *Floating* nodes belong to no layer: constants, reads of variables that forward leaves alone, shapes of the
 batch arguments, and what is computed from those. They are repeated in every stage that uses them, so
-neither a weight nor a shape ever crosses a stage boundary.
+neither a weight nor a shape ever crosses a stage boundary. Terms of the weights alone do not float: see ``terms``.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from graph_passes.errors import PartitionError
 from graph_passes.ir import Effect, Graph, Node, TensorType, Value, ancestors
+from graph_passes.terms import find_terms
 
 INPUT_OPS = frozenset({"arg", "variable", "capture"})
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
@@ -34,7 +35,7 @@ class Layer:
 class Cut:
     """The place before layer ``position``: what crosses, and why it cannot be cut there (else "").
 
-    ``splittable``: each tensor has one batch axis, so stages of different replica counts can meet here.
+    ``splittable``: each tensor has one batch axis or is a term, so stages of different replica counts can meet here.
     """
 
     position: int
@@ -45,11 +46,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of ``graph`` in a topological order, and the cut before each but the first."""
+    """The layers of ``graph`` in a topological order, and the cut before each but the first.
+
+    ``floating``: the nodes of no layer. ``terms``: those that every replica of a stage computes alike.
+    """
 
     graph: Graph
     layers: tuple[Layer, ...]
     cuts: tuple[Cut, ...]
+    floating: frozenset[str]
+    terms: frozenset[str]
 
     def cut(self, position: int) -> Cut:
         """The cut before layer ``position`` (from 1)."""
@@ -106,7 +112,7 @@ def variables_of(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def find_floating(graph: Graph) -> frozenset[str]:
-    """Names of the nodes that every stage may repeat for itself (inputs included)."""
+    """Names of the nodes that every stage may repeat for itself (inputs included), terms among them."""
     written = written_variables(graph)
     floating = {node.name for node in graph.nodes if node.op in INPUT_OPS}
     args = {node.name for node in graph.nodes if node.op == "arg"}
@@ -134,7 +140,20 @@ def find_layers(graph: Graph) -> Layers:
     if not anchored:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
     layers = _group(anchored)
-    return Layers(graph, layers, _examine(graph, layers))
+    terms = find_terms(graph, floating, live, _homes(layers))
+    layers = _add_terms(layers, terms)
+    return Layers(graph, layers, _examine(graph, layers, terms.keys()), floating - terms.keys(), frozenset(terms))
+
+
+def _homes(layers: Sequence[Layer]) -> dict[str, int]:
+    return {name: index for index, layer in enumerate(layers) for name in layer.nodes}
+
+
+def _add_terms(layers: Sequence[Layer], terms: Mapping[str, int]) -> tuple[Layer, ...]:
+    added: dict[int, list[str]] = {}
+    for name, index in terms.items():
+        added.setdefault(index, []).append(name)
+    return tuple(Layer(layer.name, (*layer.nodes, *added.get(i, ()))) for i, layer in enumerate(layers))
 
 
 def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
@@ -160,8 +179,8 @@ def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _examine(graph: Graph, layers: Sequence[Layer]) -> tuple[Cut, ...]:
-    home = {name: index for index, layer in enumerate(layers) for name in layer.nodes}
+def _examine(graph: Graph, layers: Sequence[Layer], terms: Set[str]) -> tuple[Cut, ...]:
+    home = _homes(layers)
     last_use: dict[Value, int] = {}
     for node in graph.nodes:
         if node.name in home:
@@ -172,8 +191,9 @@ def _examine(graph: Graph, layers: Sequence[Layer]) -> tuple[Cut, ...]:
     cuts = []
     for position in range(1, len(layers)):
         crossing = tuple(v for v, last in last_use.items() if home[v.node] < position <= last)
-        splittable = all(batch_axis(graph.type_of(value)) is not None for value in crossing)
-        cuts.append(Cut(position, crossing, splittable, _problem(graph, position, crossing, spans)))
+        batched = tuple(value for value in crossing if value.node not in terms)
+        splittable = all(batch_axis(graph.type_of(value)) is not None for value in batched)
+        cuts.append(Cut(position, crossing, splittable, _problem(graph, position, batched, spans)))
     return tuple(cuts)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from graph_passes.errors import PartitionError
 from graph_passes.ir import Graph, Value
-from graph_passes.layers import Layers, find_floating
+from graph_passes.layers import Layers
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A captured graph and its cut into stages; the graph's first output is the loss, the rest are aux."""
+    """A captured graph and its cut into stages; the graph's first output is the loss, the rest are aux.
+
+    ``floating``: the nodes of no stage. ``shared``: boundary tensors that every replica of a stage has alike.
+    """
 
     graph: Graph
     stages: tuple[Stage, ...]
     floating: frozenset[str]
+    shared: frozenset[Value]
 
     def stage_of(self, node: str) -> int | None:
         """The stage that holds ``node``, or None for a floating node."""
@@ -66,7 +70,8 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else ()
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
-    return StageGraph(layers.graph, tuple(stages), find_floating(layers.graph))
+    shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.terms)
+    return StageGraph(layers.graph, tuple(stages), layers.floating, shared)
 
 
 def _nearest(layers: Layers, position: int) -> str:

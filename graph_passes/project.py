@@ -7,6 +7,7 @@ on every rank; a stage's reduction and update run on each of its ranks, from equ
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -198,6 +199,12 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     if node.op == "merge":
         return "exchange/outputs"
     return f"exchange/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
+
+
+def crossing(exchange: str) -> tuple[int, int, int] | None:
+    """The stages that an exchange leads from and to, and its micro-batch, by its name; None where it has none."""
+    match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)/(?:forward|backward)", exchange)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 def _localise(node: Node, rank: int, homes: _Homes, names: set[str], received: dict[Value, Value]) -> Node:

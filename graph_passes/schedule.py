@@ -67,7 +67,8 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
         case "1f1b-so":
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
-        f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b, 1f1b-sno, 1f1b-so (and :D=n), and K=3,2,1"
+        f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b, 1f1b-sno, 1f1b-so (and :D=n), and "
+        "K=3,2,1"
     )
 
 

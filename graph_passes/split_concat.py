@@ -2,12 +2,16 @@
 
 Replica i of r holds samples [n i / r, n (i+1) / r) of a micro-batch of n. Two replicas exchange the rows that
 their intervals share: neighbours with equal counts are wired one to one and get no extra nodes.
+
+What does not depend on the batch is *shared*: every replica has it alike, so a receiver takes it whole from the first
+that overlaps. Its gradient goes back to that one alone, which adds what comes from several; where none comes, it is
+zeros. The producers' gradients are summed by AllReduce in any case, so each part counts once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,14 +23,15 @@ from graph_passes.names import at, micro_batch_count, replica_counts
 
 @dataclass(frozen=True)
 class SplitConcat:
-    """Give stage s ``replicas[s]`` replicas."""
+    """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that all replicas have alike."""
 
     replicas: tuple[int, ...]
+    shared: frozenset[str] = frozenset()
     name: str = "split_concat"
 
     def __call__(self, graph: Graph) -> Graph:
         """See the class."""
-        return replicate(graph, self.replicas)
+        return replicate(graph, self.replicas, self.shared)
 
 
 def overlaps(i: int, r: int, q: int) -> tuple[int, ...]:
@@ -38,8 +43,8 @@ def overlaps(i: int, r: int, q: int) -> tuple[int, ...]:
     return tuple(j for j in range(q) if Fraction(j, q) < high and low < Fraction(j + 1, q))
 
 
-def replicate(graph: Graph, replicas: Sequence[int]) -> Graph:
-    """The graph with every stage's nodes once per replica, and exchanges where counts differ.
+def replicate(graph: Graph, replicas: Sequence[int], shared: Set[str] = frozenset()) -> Graph:
+    """The graph with every stage's nodes once per replica, and exchanges where counts differ; see ``SplitConcat``.
 
     Raises PartitionError where a tensor without a batch axis would have to be split.
     """
@@ -47,7 +52,7 @@ def replicate(graph: Graph, replicas: Sequence[int]) -> Graph:
     if len(replicas) != stages or min(replicas) < 1:
         raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
     micro_batches = micro_batch_count(graph)
-    exchanges = _Exchanges(graph, tuple(replicas), micro_batches)
+    exchanges = _Exchanges(graph, tuple(replicas), shared, micro_batches)
     nodes: list[Node] = []
     for node in graph.nodes:
         if not node.has("stage"):
@@ -78,13 +83,15 @@ def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
 
 
 class _Exchanges:
-    """Makes split and concat nodes on demand, one pair of nodes for all tensors of a boundary."""
+    """Makes split, concat and add nodes on demand, one of each for all tensors of a boundary."""
 
-    def __init__(self, graph: Graph, replicas: tuple[int, ...], micro_batches: int) -> None:
+    def __init__(self, graph: Graph, replicas: tuple[int, ...], shared: Set[str], micro_batches: int) -> None:
         self.graph = graph
         self.replicas = replicas
+        self.shared = shared
         self.micro_batches = micro_batches
         self.nodes: dict[str, Node] = {}
+        self._crosses: dict[tuple[str, int, bool], list[Value]] = {}
 
     def source(self, node: Node, value: Value, replica: int) -> Value:
         """Where replica ``replica`` of ``node`` takes ``value`` from."""
@@ -94,10 +101,30 @@ class _Exchanges:
         here, there = node.integer("stage"), producer.integer("stage")
         if here == there or self.replicas[here] == self.replicas[there]:
             return Value(_rename(value.node, replica), value.index)
-        return self._exchange(producer, value, here, replica)
+        if not self._is_shared(value):
+            return self._exchange(producer, value, here, replica)
+        if producer.op == "backward":
+            return self._add(producer, value, here, replica)
+        first = overlaps(replica, self.replicas[here], self.replicas[there])[0]
+        return Value(_rename(value.node, first), value.index)
+
+    def _add(self, producer: Node, value: Value, here: int, replica: int) -> Value:
+        """The gradient of a shared ``value``: that of the replicas whose first is ``replica`` of stage ``here``."""
+        there, m = producer.integer("stage"), producer.integer("micro_batch")
+        r, q = self.replicas[there], self.replicas[here]
+        senders = [j for j in range(r) if overlaps(j, r, q)[0] == replica]
+        if len(senders) == 1:
+            return Value(_rename(value.node, senders[0]), value.index)
+        tensors = self._crossing(producer, here, shared=True)
+        name = at(here, replica, m, f"add_{producer.op}")
+        inputs = tuple(Value(_rename(v.node, j), v.index) for v in tensors for j in senders)
+        kinds = tuple(self.graph.type_of(v) for v in tensors)
+        attrs: dict[str, Attr] = {"micro_batch": m, "pieces": len(senders), "replica": replica, "stage": here}
+        self.nodes[name] = Node(name, "add", inputs, kinds, attributes(attrs))
+        return Value(name, tensors.index(value))
 
     def _exchange(self, producer: Node, value: Value, here: int, replica: int) -> Value:
-        tensors = self._crossing(producer, here)
+        tensors = self._crossing(producer, here, shared=False)
         place = tensors.index(value)
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         counts = self.replicas[there], self.replicas[here]
@@ -143,16 +170,26 @@ class _Exchanges:
         position = receivers.index(replica)
         return tuple(Value(name, k * len(receivers) + position) for k in range(len(tensors)))
 
-    def _crossing(self, producer: Node, here: int) -> list[Value]:
-        """The outputs of ``producer`` that stage ``here`` takes, in order."""
-        found = {
-            value
-            for node in self.graph.nodes
-            if node.has("stage") and node.integer("stage") == here
-            for value in node.inputs
-            if value.node == producer.name
-        }
-        return sorted(found)
+    def _crossing(self, producer: Node, here: int, *, shared: bool) -> list[Value]:
+        """The outputs of ``producer`` that stage ``here`` takes, in order: those that are shared, or the others."""
+        key = producer.name, here, shared
+        if key not in self._crosses:
+            found = {
+                value
+                for node in self.graph.nodes
+                if node.has("stage") and node.integer("stage") == here
+                for value in node.inputs
+                if value.node == producer.name
+            }
+            self._crosses[key] = sorted(value for value in found if self._is_shared(value) == shared)
+        return self._crosses[key]
+
+    def _is_shared(self, value: Value) -> bool:
+        producer = self.graph.node(value.node)
+        if not producer.has("function"):
+            return False
+        port = self.graph.function(producer.string("function")).outputs[value.index]
+        return port.role in ("boundary", "gradient") and port.name in self.shared
 
     def _axis(self, value: Value) -> int:
         axis = batch_axis(self.graph.type_of(value))

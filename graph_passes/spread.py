@@ -41,6 +41,8 @@ def spread_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
             dropped |= {node.name} if refreshed is None else set()
         elif node.op == "commit" and node.integer("replicas") > 1:
             nodes += _average(graph, node, types)
+        elif node.op == "barrier":
+            nodes.append(_after_averages(graph, node))
         else:
             nodes.append(node)
     kept = [
@@ -81,6 +83,15 @@ def _average(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> lis
     average = Node(at(stage, what="average"), "average", inputs, kinds, attrs)
     controls = tuple(c for c in commit.controls if not _is_forward(graph, c))
     return [*states, average, dataclasses.replace(commit, inputs=average.values(), controls=controls)]
+
+
+def _after_averages(graph: Graph, barrier: Node) -> Node:
+    """The barrier, which opens when all that ``_average`` adds has been averaged: that too may fail."""
+    for commit in nodes_of(graph, "commit"):
+        if commit.integer("replicas") > 1:
+            average = at(commit.integer("stage"), what="average")
+            barrier = barrier.after(average, "barrier: no variable changes before all state is averaged")
+    return barrier
 
 
 def _is_forward(graph: Graph, control: Control) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import networkx as nx
 
 from graph_passes.errors import GraphError
-from graph_passes.ir import Graph
-from graph_passes.names import nodes_of, replica_counts
+from graph_passes.ir import Graph, Node
+from graph_passes.names import at, nodes_of, replica_counts
 from graph_passes.order import call_name
 from graph_passes.schedule import Schedule
 
@@ -37,6 +37,8 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
         raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
     verify_order(graph, schedule)
     verify_gradients(graph, edges)
+    verify_sums(graph)
+    verify_inlined(graph)
     verify_writers(graph, edges)
     for node in graph.nodes:
         if not node.device:
@@ -94,3 +96,27 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         for name in (n.name for n in nodes_of(graph, "gradients") if n.integer("stage") == stage):
             if count > 1 and not any(user.op == "allreduce" for user in consumers[name]):
                 raise GraphError(f"{name!r} is not all-reduced over the {count} replicas of its stage")
+
+
+def verify_sums(graph: Graph) -> None:
+    """What is summed over micro-batches is added in their order, and read when all of them are in it."""
+    uses: dict[tuple[int, int, str], list[Node]] = {}
+    for node in (*nodes_of(graph, "accumulate"), *(n for n in nodes_of(graph, "gradients") if not n.inputs)):
+        for name in node.strings("variables"):
+            uses.setdefault((node.integer("stage"), node.integer("replica"), name), []).append(node)
+    for (_, _, variable), nodes in uses.items():
+        nodes.sort(key=lambda node: (node.op == "gradients", node.integer("micro_batch") if node.inputs else 0))
+        for first, second in itertools.pairwise(nodes):
+            if first.name not in set(second.predecessors()):
+                raise GraphError(
+                    f"nothing makes {second.name!r} run after {first.name!r}, and both use the sum of the gradients of "
+                    f"{variable!r}"
+                )
+
+
+def verify_inlined(graph: Graph) -> None:
+    """An inlined backward waits for its whole forward: its reads come after what forward, or a refresh, wrote."""
+    for node in nodes_of(graph, "backward"):
+        forward = at(node.integer("stage"), node.integer("replica"), node.integer("micro_batch"), "forward")
+        if node.has("inline") and forward not in {control.source for control in node.controls}:
+            raise GraphError(f"{node.name!r} is inlined, and no control edge makes it wait for {forward!r}")

@@ -23,6 +23,7 @@ def verify_ranks(graphs: Sequence[Graph]) -> None:
     collectives: dict[str, dict[int, Node]] = {}
     for rank, graph in enumerate(graphs):
         _check_kept(rank, graph)
+        _check_averages(rank, graph)
         for node in collectives_of(graph):
             collectives.setdefault(node.name, {})[rank] = node
     for name, nodes in collectives.items():
@@ -46,6 +47,19 @@ def _check_kept(rank: int, graph: Graph) -> None:
     for node in collectives_of(graph):
         if node.op in TOKENS and node.values()[-1] not in taken:
             raise GraphError(f"{node.name!r} on rank {rank}: no output of the graph takes its token")
+
+
+def _check_averages(rank: int, graph: Graph) -> None:
+    """State is averaged before the barrier and written after it: where an average fails, no variable has changed."""
+    averages = [node.name for node in graph.nodes if node.op == "average"]
+    barriers = [node.name for node in graph.nodes if node.op == "barrier"]
+    if not averages or not barriers:
+        return
+    edges = nx.DiGraph((source, node.name) for node in graph.nodes for source in node.predecessors())
+    commits = [node.name for node in graph.nodes if node.op == "commit"]
+    for first, then in (*itertools.product(averages, barriers), *itertools.product(barriers, commits)):
+        if not (edges.has_node(first) and edges.has_node(then) and nx.has_path(edges, first, then)):
+            raise GraphError(f"nothing orders {then!r} after {first!r} on rank {rank}: a failure may leave half a step")
 
 
 def _check_ranks(name: str, nodes: dict[int, Node]) -> None:

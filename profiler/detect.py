@@ -15,6 +15,7 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
 )
+_RANKS = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
 # Set by srun for the processes it starts (an allocation alone sets SLURM_NTASKS): 2(x3),1 is 2, 2, 2 and 1.
 _SLURM = "SLURM_STEP_TASKS_PER_NODE"
 _SLURM_COUNT = re.compile(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?")
@@ -68,6 +69,11 @@ def detect(
 def job_size(environment: Mapping[str, str]) -> int:
     """How many processes a launcher started; 1 where none did. Raises ClusterError for a contradictory environment."""
     return max(1, sum(_job(environment)))
+
+
+def job_rank(environment: Mapping[str, str]) -> int:
+    """Which of the processes that a launcher started this is; 0 where none did, or it does not say."""
+    return next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdigit()), 0)
 
 
 def _job(environment: Mapping[str, str]) -> tuple[int, ...]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import RanksError, needs_horovod, run_ranks
+from tests.processes import HOROVODRUN, MPIRUN, Launcher, RanksError, needs_horovod, run_ranks
 
-RANK = "import os, sys; rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+RANK = "import os, sys; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['HOROVOD_RANK'])\n"
 
 pytestmark = needs_horovod
 
+both_launchers = pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(MPIRUN, id="mpirun"), pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow)],
+)
 
-def test_every_rank_has_its_own_output() -> None:
-    ranks = run_ranks(["-c", RANK + "print('out', rank); print('err', rank, file=sys.stderr)"], 3)
+
+@both_launchers
+def test_every_rank_has_its_own_output(launcher: Launcher) -> None:
+    program = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
+    ranks = run_ranks(["-c", program], 3, launcher=launcher)
     assert [(rank.stdout, rank.stderr) for rank in ranks] == [(f"out {n}\n", f"err {n}\n") for n in range(3)]
 
 
@@ -26,18 +34,27 @@ def test_a_failing_rank_is_quoted() -> None:
     assert caught.value.ranks[1].stdout == "no luck\n"
 
 
-def test_a_hang_outside_of_horovod_ends_with_all_that_was_started(tmp_path: Path) -> None:
-    """Rank 1 has a child of its own; both get new process groups, as a shell would give them."""
+@both_launchers
+def test_a_hang_outside_of_horovod_ends_with_all_that_was_started(launcher: Launcher, tmp_path: Path) -> None:
+    """Rank 1 has a child of its own, in a session of its own; horovodrun starts each rank in one, too."""
     program = (
         RANK + "import subprocess, time; from pathlib import Path\n"
-        "child = subprocess.Popen(['sleep', '600'], process_group=0) if rank else None\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True) if rank else None\n"
         "child and Path(sys.argv[1]).write_text(f'{os.getpid()} {child.pid}')\n"
         "print('waiting')\n"
         "time.sleep(600 if rank else 0)\n"
     )
+    pids = tmp_path / "pids"
+
+    def wait_for_children(_: Path) -> None:
+        end = time.monotonic() + 60
+        while not pids.exists():
+            assert time.monotonic() < end, "the ranks do not start"
+            time.sleep(0.1)
+
     with pytest.raises(RanksError, match=r"(?s)rank\(s\) 1 still ran: Horovod reports no tensor.*rank 1:\nwaiting"):
-        run_ranks(["-c", program, str(tmp_path / "pids")], 2, timeout_seconds=5)
-    for pid in (tmp_path / "pids").read_text().split():
+        run_ranks(["-c", program, str(pids)], 2, timeout_seconds=2, launcher=launcher, during=wait_for_children)
+    for pid in pids.read_text().split():
         status = Path(f"/proc/{pid}/stat")
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 @click.command()
 @add_options(MODEL, PLAN)
 @click.option("--steps", default=100, show_default=True, help="Training steps.")
-@click.option("--trace", default=None, help="Save the timeline of the last step as .png or .json.")
+@click.option("--trace", default=None, help="Save the timeline of the last step as .png, .html or .json.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
 @click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
+@click.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite.")
 @click.option("--compare", default=0, help="First time this many steps of the model un-pipelined, for comparison.")
 def train(
     steps: int,
     trace: str | None,
     checkpoint_dir: str | None,
     checkpoint_every: int | None,
+    check_numerics: bool,
     compare: int,
     **options: Any,
 ) -> None:
@@ -51,25 +53,23 @@ def train(
 
     Under mpirun or horovodrun every process trains its part, and the first one prints and saves.
     """
-    check_usage(steps, trace, checkpoint_every, compare)
+    check_usage(steps, trace, checkpoint_every, check_numerics, compare)
     start(options["devices"])
     from dapple_tf.job import membership
     from dapple_tf.runtime.picture import check_path, save_timeline
-    from dapple_tf.runtime.step import PipelinedStep
-    from dapple_tf.training import batches, run_steps
+    from dapple_tf.training import run_steps
 
     job = membership.current()
     leads = job is None or job.rank == 0
     tell = say if leads else _say_nothing
+    # What is wrong on all ranks is told once, and on all what is wrong on one.
+    everywhere = _call if job is None else job.together
     if trace:
-        check_path(trace)
-    plan, request = load_plan(options["plan_path"]), make_request(**options)
+        everywhere(lambda: check_path(trace) if leads else None)
+    plan, request = everywhere(lambda: (load_plan(options["plan_path"]), make_request(**options)))
     plain_speed = time_plain(compare, **options) if compare else None
-    workload = load_model(**options)
-    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
-    stream = batches(workload.dataset)
-    first = next(stream)
-    stream = itertools.chain([first], stream)
+    step, first, stream = everywhere(lambda: make_step(plan, request, options))
+    step.check_numerics = check_numerics
     step.build(*first)
     tell(describe(step.plan, step.layer_names))
     done, after = 0, None
@@ -79,8 +79,7 @@ def train(
         saved = Checkpoints(checkpoint_dir, step)
         position = saved.restore()
         done = position.steps
-        if done >= steps:
-            raise click.ClickException(f"{checkpoint_dir} has {done} steps already: ask for more with --steps")
+        everywhere(partial(check_unfinished, checkpoint_dir, done, steps))
         if done:
             tell(f"resumed after step {done} from {checkpoint_dir}")
             stream = itertools.islice(stream, position.batches, None)
@@ -109,7 +108,7 @@ def train(
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
     tell(speed)
-    if trace:
+    if trace and leads:
         name = options["model"].rpartition(":")[2]
         save_timeline(step.timeline, trace, f"{name}: {step.plan.schedule}, M = {step.plan.micro_batches}")
         result["trace"] = trace
@@ -118,25 +117,50 @@ def train(
         tell(json.dumps(result))
 
 
-def check_usage(steps: int, trace: str | None, checkpoint_every: int | None, compare: int) -> None:
+def make_step(plan: Any, request: Any, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Iterator[Any]]:
+    """The step of the MODEL that ``options`` name, its first batch, and all batches without end."""
+    from dapple_tf.runtime.step import PipelinedStep
+    from dapple_tf.training import batches
+
+    workload = load_model(**options)
+    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
+    stream = batches(workload.dataset)
+    first = next(stream)
+    return step, first, itertools.chain([first], stream)
+
+
+def check_unfinished(folder: str, done: int, steps: int) -> None:
+    """ClickException where nothing is left to do."""
+    if done >= steps:
+        raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")
+
+
+def check_usage(
+    steps: int, trace: str | None, checkpoint_every: int | None, check_numerics: bool, compare: int
+) -> None:
     """UsageError, before TensorFlow starts, for numbers below 1 and for what a job of several processes cannot do."""
     if steps < 1:
         raise click.UsageError("--steps must be at least 1")
     if checkpoint_every is not None and checkpoint_every < 1:
         raise click.UsageError("--checkpoint-every must be at least 1")
-    if job_size(os.environ) > 1:
-        if trace:
-            raise click.UsageError("--trace: a job of several processes takes no times yet; leave it out")
-        if compare:
-            raise click.UsageError(
-                "--compare: the waiting processes of a job would disturb the timing; compare in one process"
-            )
+    if trace and check_numerics:
+        raise click.UsageError(
+            "--trace and --check-numerics: a step that takes times checks nothing; give one or the other"
+        )
+    if compare and job_size(os.environ) > 1:
+        raise click.UsageError(
+            "--compare: the waiting processes of a job would disturb the timing; compare in one process"
+        )
 
 
 def save_at(saved: Checkpoints, every: int, last: int, number: int) -> None:
     """Save after step ``number`` if it is an ``every``-th one or the ``last``; each step takes one batch."""
     if number % every == 0 or number == last:
         saved.save(number)
+
+
+def _call(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 def _say_nothing(text: str) -> None:

@@ -80,8 +80,10 @@ class Collectives:
         results: list[Any] = [None] * len(inputs)
         tokens = []
         for key, members in _in_groups(tensors).items():
-            summed = mpi_ops._grouped_allreduce(
-                [tensors[i] for i in members],
+            # Where backward is inlined a gradient may be a constant; a group of constants alone would be folded.
+            nothing = tf.cast(self._read_zero(), key)
+            *summed, _ = mpi_ops._grouped_allreduce(
+                [*(tensors[i] for i in members), nothing],
                 name=f"sum_{key}",
                 op=mpi_ops.Sum,
                 process_set=self._sets[node.integers("ranks")],

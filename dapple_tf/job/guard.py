@@ -11,6 +11,7 @@ import threading
 from types import TracebackType
 
 from dapple_tf.errors import StepError
+from dapple_tf.job import membership
 from dapple_tf.job.membership import Job
 from dapple_tf.job.watch import Watch, start_watch
 
@@ -57,13 +58,23 @@ def report_failure(error: BaseException) -> None:
         watch.report(what)
 
 
+def is_told_here(error: BaseException) -> bool:
+    """Whether this rank is to tell ``error`` in full; where another is, it says so here in a line."""
+    teller, job = membership.told_by(error), membership.current()
+    if teller is None or job is None or teller == job.rank:
+        return True
+    reason = f"for the reason that rank {teller} tells ({type(error).__name__})"
+    print(f"dapple: rank {job.rank} ends, {reason}", file=sys.stderr, flush=True)
+    return False
+
+
 def _report_exceptions(watch: Watch) -> None:
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and current_watch() is watch:
             print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback from every rank helps nobody
-        else:
+        elif is_told_here(error):
             before(kind, error, traceback)
         report_failure(error)
 

@@ -6,10 +6,12 @@ Messages are JSON objects, one a line. Who connects must know the job's secret, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ Message = dict[str, Any]
 _ONE_TRY = 3.0
 _EVERYBODY = 30.0
 _LONGEST = 65536  # bytes of a message: nobody sends more
+# What the system says of a connection when the network has failed, and not the process at its other end.
+_CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 @dataclass(frozen=True)
@@ -37,29 +41,42 @@ class _Invitation:
 
 @dataclass
 class Link:
-    """The connection to ``rank``."""
+    """The connection to ``rank``; any thread may send, one may receive.
+
+    ``cut_off``: what the system says of the network, where that has failed.
+    """
 
     rank: int
     connection: socket.socket
     open: bool = True
+    cut_off: str = ""
     _rest: bytes = field(default=b"", repr=False)
+    _sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def send(self, message: Message) -> None:
         """Send a message; one that cannot be sent is lost: reading will tell that the other side has gone."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        try:
+            with self._sending:
+                self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:  # the system tells it once, here or to ``receive``
+            self._look_at(error)
 
     def receive(self) -> list[Message]:
         """The messages that have come; ``open`` is False afterwards where the other side has gone."""
         try:
             data = self.connection.recv(_LONGEST)
-        except TimeoutError:
-            return []
-        except OSError:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # our own: nothing has come yet
+                return []
+            self._look_at(error)
             data = b""
         self.open = bool(data) and len(self._rest) < _LONGEST
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def _look_at(self, error: OSError) -> None:
+        if error.errno in _CUT_OFF:
+            self.cut_off = str(error.strerror)
 
 
 def link_ranks(job: Job) -> list[Link]:

@@ -14,10 +14,11 @@ from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import StepError
 from dapple_tf.job.collectives import Collectives
 from dapple_tf.job.digest import digest_constants, digest_graphs
-from dapple_tf.job.gather import broadcast_values
 from dapple_tf.job.guard import report_failure
+from dapple_tf.job.holdings import Needs
 from dapple_tf.job.membership import Job
 from dapple_tf.job.progress import Progress, progress
+from dapple_tf.job.release import find_needs, settle
 from dapple_tf.planner.plan import Plan
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_rank_program
@@ -25,15 +26,29 @@ from graph_passes.base import run_passes
 from graph_passes.place import PlaceRank
 from graph_passes.verify_ranks import collectives_of
 
+_LONGEST_TYPES = 300  # characters of what an error says of a batch
+
 
 @dataclass(frozen=True)
 class RankProgram(Program):
-    """A rank's program, which keeps count of its steps and tells the other ranks when one fails."""
+    """A rank's program, which keeps count of its steps and tells the other ranks when one fails.
 
+    ``needs`` says which variables it wants on which ranks of ``job``; each step begins with that.
+    """
+
+    job: Job = field(kw_only=True)
+    needs: Needs = field(kw_only=True)
     progress: Progress = field(kw_only=True)
+    number: int = field(kw_only=True)
+    batch_types: str = field(kw_only=True)
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """See ``Program.run``."""
+        samples = int(batch[0].shape[0])
+        self.progress.begin(
+            f"step {self.progress.step + 1} with {samples} samples (program {self.number})", f" of {self.batch_types}"
+        )
+        settle(self.job, self.needs)
         with self.progress.running():
             try:
                 return super().run(batch)
@@ -48,6 +63,10 @@ class RankPrograms:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._equal = False
+
+    def begin(self, what: str, samples: int, signature: Sequence[tf.TensorSpec]) -> None:
+        """Tell the other ranks that this one begins ``what`` for a batch of so many samples; they must do the same."""
+        progress().begin(what, f" for {samples} samples of {_describe_types(signature)}")
 
     def build(self, model: StagedModel, captured: Captured, plan: Plan, buffers: Buffers, extra: str = "") -> Program:
         """The program of this rank for ``plan``; every rank must build the same, in the same order.
@@ -69,9 +88,10 @@ class RankPrograms:
                 "tensors that the model closes over": digest_constants(model.constants),
             }
         )
-        if not self._equal:
-            self._make_equal(model)
-            self._equal = True
+        needs = find_needs(model, graphs)
+        # At first rank 0's values go to all: processes draw their own when a model is made.
+        settle(self._job, needs, anew=not self._equal)
+        self._equal = True
         sets = self._job.make_process_sets(node.integers("ranks") for g in graphs for node in collectives_of(g))
         device = list_devices()[0]
         graph = run_passes(graphs[self._job.rank], [PlaceRank(device, home_device())], ())
@@ -79,8 +99,21 @@ class RankPrograms:
         own.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         collectives = Collectives(self._job.rank, sets, own)
         program = build_rank_program(graph, model, captured.signature, buffers, collectives, device)
-        return RankProgram(program.graph, program.function, program.operations, alone=False, progress=own)
+        own.programs += 1
+        return RankProgram(
+            program.graph,
+            program.function,
+            program.operations,
+            alone=False,
+            job=self._job,
+            needs=needs,
+            progress=own,
+            number=own.programs,
+            batch_types=_describe_types(captured.signature),
+        )
 
-    def _make_equal(self, model: StagedModel) -> None:
-        """Rank 0's values in all ranks' variables: processes draw their own when a model is made."""
-        broadcast_values(self._job, list(model.variables.values()), 0)
+
+def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
+    """A sample of a batch in a few words: float32[96], int32[]."""
+    types = ", ".join(f"{spec.dtype.name}{list(spec.shape[1:])}" for spec in signature)
+    return types if len(types) <= _LONGEST_TYPES else types[:_LONGEST_TYPES] + " ..."

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from dapple_tf.job.beginnings import Beginning
 from dapple_tf.job.canary import Canary
 
 
@@ -40,12 +42,20 @@ class Standing:
 
 @dataclass
 class Progress:
-    """The standing of this process; steps are counted over all pipelined steps of the process."""
+    """The standing of this process; steps are counted over all pipelined steps of the process.
+
+    ``begun`` counts what this rank has begun that all must begin, ``history`` is a checksum of it, and ``listener`` is
+    told of each. ``programs``: how many this process has built.
+    """
 
     stage: int | None = None
     step: int = 0
     meetings: int = 0
     met: int = 0
+    programs: int = 0
+    begun: int = 0
+    history: int = 0
+    listener: Callable[[Beginning], None] | None = None
     canary: Canary = field(default_factory=Canary)
     _running: bool = False
     _names: list[str] = field(default_factory=lambda: [""])
@@ -76,6 +86,13 @@ class Progress:
     def waiting(self) -> bool:
         """Whether it is where all ranks must meet."""
         return self.meetings > self.met
+
+    def begin(self, what: str, detail: str = "") -> None:
+        """Tell that this rank now begins what all ranks must begin; see ``Beginning``."""
+        self.begun += 1
+        self.history = zlib.crc32(what.encode(), self.history)
+        if self.listener is not None:
+            self.listener(Beginning(self.begun, what, detail))
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dapple_tf.errors import JobError
+from dapple_tf.job.beginnings import Beginning, Beginnings
 from dapple_tf.job.links import Link, Message, link_ranks
 from dapple_tf.job.membership import Job
 from dapple_tf.job.progress import Progress, Standing, progress
@@ -41,9 +42,12 @@ _LONGEST_REASON = 2000  # characters
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Rank ``rank`` has failed: ``what`` happened to it; this process ends at ``deadline`` with ``exit_code``."""
+    """Rank ``rank`` has failed: ``what`` happened to it; this process ends at ``deadline`` with ``exit_code``.
 
-    rank: int
+    Without a rank: the ranks differ in what they begin, as ``what`` says.
+    """
+
+    rank: int | None
     what: str
     standing: Standing
     deadline: float
@@ -87,7 +91,10 @@ class Watch:
         self._reported = False
         self._over = False
         self._broken_off = False
+        self._told_difference = False
         self._interrupts = 0
+        self._own_beginnings: queue.SimpleQueue[Beginning] = queue.SimpleQueue()
+        self._beginnings = Beginnings(job.size)  # of all ranks, on rank 0
         self._orders: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue()
         self._alone = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -103,10 +110,18 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="dapple-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, and to compare what the ranks begin."""
+        self._own.listener = self.tell_beginning
         self._thread.start()
 
     # --- what the main thread tells
+
+    def tell_beginning(self, beginning: Beginning) -> None:
+        """Have rank 0 compare what this rank begins; in some microseconds, without waiting for anything."""
+        if self._job.rank == 0:
+            self._own_beginnings.put(beginning)  # looked at with those of the others, or at the next beat
+        else:
+            self._send({"kind": "beginning", "rank": self._job.rank, **asdict(beginning)})
 
     def report(self, what: str, exit_code: int = 1) -> None:
         """Tell all ranks that this one fails, before it ends by itself; only the first report counts."""
@@ -161,15 +176,16 @@ class Watch:
                 self._heard = {rank: heard + now - last for rank, heard in self._heard.items()}
             last = now
             for key, _ in ready:
-                if key.data is None:
-                    self._obey()
-                else:
+                if key.data is not None:
                     self._read(key.data)
+            if any(key.data is None for key, _ in ready):
+                self._obey()  # last: what the others have told may be the cause of what this rank is to report
             if now >= next_beat:
                 next_beat = now + self._beat
                 self._send({"kind": "standing", **self._own_facts()})
                 if self._own.canary.is_dead(now):
                     self._break_off()
+            self._compare_own()
             self._judge(time.monotonic())
         self._alone.set()
 
@@ -213,11 +229,20 @@ class Watch:
             self._selector.unregister(link.connection)
             told = self._verdict is not None and self._verdict.rank == link.rank
             if self._others[link.rank].left is None and not told:
-                self._suspect(link.rank, "was killed or has crashed (its connection closed)")
+                what = "was killed or has crashed (its connection closed)"
+                if link.cut_off:
+                    what = f"cannot be reached ({link.cut_off}): its host is cut off"
+                self._suspect(link.rank, what)
             self._look_around()
 
     def _hear(self, link: Link, message: Message) -> None:
         rank, kind = message["rank"], message["kind"]
+        if kind == "beginning":
+            self._compare(rank, Beginning(message["number"], message["what"], message["detail"]))
+            return
+        if kind == "difference":
+            self._differ(message["what"])
+            return
         if rank == self._job.rank:
             # The others hold this rank for lost, which was cut off or has stood still until now.
             self._suspect(rank, f"was given up by the others: it {message['what']}")
@@ -257,6 +282,43 @@ class Watch:
             return
         self._stop(verdict)
 
+    def _compare_own(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._compare(self._job.rank, self._own_beginnings.get_nowait())
+
+    def _compare(self, rank: int, beginning: Beginning) -> None:
+        difference = self._beginnings.hear(rank, beginning)
+        if difference:
+            self._send({"kind": "difference", "rank": self._job.rank, "what": difference})
+            self._differ(difference)
+
+    def _differ(self, what: str) -> None:
+        """End because the ranks differ, after some time in which more of them may tell what they begin.
+
+        That is the cause of what else goes wrong in them, so nothing takes its place; but it does not end a process
+        later than it would end anyway.
+        """
+        if self._reported:
+            self._tell_difference(what)
+            return
+        deadline = time.monotonic() + _BETTER_REASON
+        if self._verdict is not None:
+            deadline = min(deadline, self._verdict.deadline)
+        self._verdict = _Verdict(None, what, self._own.standing(), deadline)
+
+    def _tell_difference(self, what: str) -> None:
+        if self._told_difference:
+            return
+        self._told_difference = True
+        own = self._own.standing()
+        told = (
+            f"{_name(self._job.rank, own)} stops {own.when}, because the ranks differ: {what}. Every rank must be "
+            "called with the same batches, and make the same calls in the same order. The last exchange it completed: "
+            f"{own.completed}. All processes end; restart from the last checkpoint."
+        )
+        os.write(2, f"dapple: {told}\n".encode())
+
     def _suspect(self, rank: int, what: str, wait: float = 0.0, exit_code: int = 1) -> None:
         """Hold ``rank`` for failed, and end after ``wait`` seconds; a reason to end sooner takes its place."""
         if self._reported:
@@ -264,11 +326,16 @@ class Watch:
         deadline = time.monotonic() + wait
         mine = rank == self._job.rank
         standing = self._own.standing() if mine else self._others[rank].standing
-        if self._verdict is None or deadline < self._verdict.deadline:
+        verdict = self._verdict
+        if verdict is None or (verdict.rank is not None and deadline < verdict.deadline):
             self._verdict = _Verdict(rank, what, standing, deadline, exit_code)
 
     def _stop(self, verdict: _Verdict) -> None:
         """Tell the others, say why, and end the process: its main thread may wait in a step for ever."""
+        if verdict.rank is None:
+            self._tell_difference(verdict.what)
+            self._finish(verdict.exit_code)
+            return
         facts = {"rank": verdict.rank, "standing": asdict(verdict.standing)}
         self._send({"kind": "failure", "what": verdict.what, "wait": 0.0, "exit_code": verdict.exit_code, **facts})
         own = self._own.standing()
@@ -297,7 +364,10 @@ class Watch:
     def _tell_own(self, what: str, exit_code: int) -> None:
         if self._reported:
             return
+        self._compare_own()
         self._reported = True
+        if self._verdict is not None and self._verdict.rank is None:  # the cause of what is reported
+            self._tell_difference(self._verdict.what)
         self._verdict = None
         what = what if len(what) <= _LONGEST_REASON else what[:_LONGEST_REASON] + " ..."
         # The others wait a little: they may be about to raise the same error, and to say more of it.

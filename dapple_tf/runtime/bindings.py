@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dapple_tf import internals
+from graph_passes.held import held_variables
 from graph_passes.ir import Graph, Node
 from graph_passes.names import nodes_of
 from graph_passes.variables import find_variables
@@ -37,16 +38,17 @@ class StepVariables:
         self._variables = variables
         self._updating = buffers.updating
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
-        self._buffers: dict[tuple[int, int], list[tf.Variable]] = {}
+        self._buffers: dict[tuple[int, int, str], tf.Variable] = {}
         for node in nodes_of(graph, "refresh"):
             for name in node.strings("variables"):
                 key = (node.integer("stage"), node.integer("replica"), name)
                 self._copies[key] = buffers.like(variables[name], node.device, f"copy of stage {key[0]}")
         for node in nodes_of(graph, "gradients"):
             if not node.inputs:
-                place = (node.integer("stage"), node.integer("replica"))
-                names, use = node.strings("variables"), f"sum of stage {place[0]}"
-                self._buffers[place] = [buffers.like(variables[n], node.device, use) for n in names]
+                stage, replica = node.integer("stage"), node.integer("replica")
+                for name in node.strings("variables"):
+                    buffer = buffers.like(variables[name], node.device, f"sum of stage {stage}")
+                    self._buffers[stage, replica, name] = buffer
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """See ``operations.Bindings``."""
@@ -65,7 +67,8 @@ class StepVariables:
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         """See ``operations.Bindings``."""
-        return self._buffers.get((node.integer("stage"), node.integer("replica")), [])
+        stage, replica = node.integer("stage"), node.integer("replica")
+        return [self._buffers[stage, replica, name] for name in node.strings("variables")]
 
     @property
     def updating(self) -> tf.Variable:
@@ -77,7 +80,8 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
     """Move the variables that a rank's stage and its update use to the rank's device."""
     calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
     ports = [graph.function(node.string("function")).input_ports("variable") for node in calls]
-    names = dict.fromkeys(port.name for found in ports for _, port in found)
+    held = held_variables(graph)  # the others are not here
+    names = [name for name in dict.fromkeys(port.name for found in ports for _, port in found) if name in held]
     internals.move_variables([(variables[n], device) for n in names if not _same(variables[n].device, device)])
 
 

@@ -17,6 +17,7 @@ from dapple_tf.operations import Operations, Ranks
 from dapple_tf.runtime.bindings import Buffers, StepVariables, move_to_device, move_to_stages
 from dapple_tf.runtime.replay import find_failure
 from graph_passes.ir import Graph
+from graph_passes.project import SENT
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Program:
                 with internals.plain_execution():
                     found = find_failure(self.graph, self.operations, batch)
             raise StepError(f"{damage} The step failed: {found or error.message}") from error
-        return list(outputs if self.alone else outputs[:-1])  # a rank's last output says what was sent
+        # What a rank has sent is nothing to the user.
+        return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != SENT]
 
     def _damage(self) -> str:
         updating = self.operations.bindings.updating
@@ -70,7 +72,8 @@ def build_rank_program(
 ) -> Program:
     """``build_program`` for one rank's graph, on its ``device``.
 
-    Stage functions are never inlined: an exchange of what TensorFlow could fold into a constant would run too early.
+    Stage functions are not inlined, but where their calls ask for it: an exchange of what TensorFlow could fold into a
+    constant would run too early.
     """
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)

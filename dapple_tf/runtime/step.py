@@ -17,6 +17,7 @@ from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
 from dapple_tf.job import membership
+from dapple_tf.job.clocks import gather_stamps
 from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
@@ -26,12 +27,13 @@ from dapple_tf.planner.requested import Costs, Request, check_batch, plan_reques
 from dapple_tf.runtime.automatic import count_slots, plan_automatically
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
-from dapple_tf.runtime.timeline import Timeline, read_timeline
+from dapple_tf.runtime.timeline import Timeline, make_timeline, read_stamps
 from dapple_tf.shapes import infer_shapes, mark_batch
 from dapple_tf.variable_names import name_variables
 from graph_passes.expose import exposed
 from graph_passes.ir import Graph, Shape
 from graph_passes.layers import Layers, find_layers
+from graph_passes.schedule import for_fewer
 from graph_passes.text import print_graph
 from profiler.cluster import Cluster
 
@@ -79,8 +81,6 @@ class PipelinedStep:
             raise PlanError("give a plan, or stages and replicas, not both")
         if request.recompute or (plan is not None and plan.recompute):
             raise PlanError("recompute is not there yet: leave it False")
-        if plan is not None and plan.overlap:
-            raise PlanError("overlap of AllReduce with backward is not there yet: plan without it")
         if cluster is not None and (plan is not None or not request.automatic):
             raise PlanError('a cluster is for planning: leave it out, or give stages="auto" without plan and replicas')
         self._loss_fn = loss_fn
@@ -136,18 +136,26 @@ class PipelinedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
-        model, outputs = self._run(batch, "check" if self.check_numerics else "")
+        model, outputs = self._run(batch, self._extra)
         return model.pack(outputs)
 
     def record(self, *batch: Any) -> Any:
-        """Like a call, and takes the times of all actions, found in ``timeline`` afterwards."""
+        """Like a call, and takes the times of all actions, found in ``timeline`` afterwards.
+
+        In a job every rank must call it, and each finds the times of all.
+        """
         model, (*outputs, stamps) = self._run(batch, "times")
-        self._timeline = read_timeline(self.graph, stamps.numpy())
+        if self._job is None:
+            found = read_stamps(self.graph, stamps.numpy())
+        else:
+            own = read_stamps(self.graph, stamps.numpy(), f"rank:{self._job.rank}")
+            found = gather_stamps(self._job, own)
+        self._timeline = make_timeline(found)
         return model.pack(outputs)
 
     def build(self, *batch: Any) -> None:
         """Decide and build everything for batches like this one, without running it."""
-        self._prepare(batch)
+        self._prepare(batch, self._extra)
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Like a call, but returns the loss and the gradient of every trained variable by name (numpy)."""
@@ -169,14 +177,15 @@ class PipelinedStep:
         return self._variables
 
     def gather(self) -> None:
-        """Give this process the values that other ranks have trained; every rank must call it.
+        """Give this process the values that other ranks have trained, until the next step; every rank must call it.
 
         In one process all variables are as trained at any time.
         """
         if self._job is not None:
             self._program()
+            self._job.begin("to gather the variables")
             with self._lock:
-                gather_variables(self._job, self.plan, [model.staged for model in self._models.values()])
+                gather_variables(self._job, [model.staged for model in self._models.values()])
 
     # --- how
 
@@ -184,6 +193,10 @@ class PipelinedStep:
         if self._last is None:
             raise UsageError("nothing has been built: call the step with a batch first")
         return self._last
+
+    @property
+    def _extra(self) -> str:
+        return "check" if self.check_numerics else ""
 
     def _run(self, batch: Sequence[Any], extra: str = "") -> tuple[_Model, list[Any]]:
         with self._lock:  # steps share buffers, and a step is a whole training step
@@ -199,6 +212,7 @@ class PipelinedStep:
         if size == 0:
             raise BatchError("the batch is empty")
         if key not in self._models:
+            self._begin("to trace the model", size, key[1])
             trace = partial(self._trace, batch, size)
             self._models[key] = trace() if self._job is None else self._job.together(trace)
         model = self._models[key]
@@ -210,15 +224,20 @@ class PipelinedStep:
             )
         wanted = (plan.micro_batches, plan.replicas, extra)
         if wanted not in model.programs:
+            self._begin(f"to build another program{f' ({extra})' if extra else ''}", size, key[1])
             self._buffers = self._buffers or Buffers(home_device())
             model.programs[wanted] = self._build(model, plan, extra, self._buffers)
         self._last = model.programs[wanted]
         return model, self._last
 
+    def _begin(self, what: str, size: int, signature: Sequence[tf.TensorSpec]) -> None:
+        if self._rank_programs is not None:
+            self._rank_programs.begin(what, size, signature)
+
     def _build(self, model: _Model, plan: Plan, extra: str, buffers: Buffers) -> Program:
         if self._rank_programs is not None:
-            if extra not in ("", "check"):
-                raise UsageError("a step of several processes gives no times or gradients yet: leave them out")
+            if extra == "gradients":
+                raise UsageError("a step of several processes gives no gradients yet: leave them out")
             return self._rank_programs.build(model.staged, model.captured, plan, buffers, extra)
         devices, home = list_devices(self._wanted_devices), home_device()
         graph = pipeline_graph(model.staged, model.captured, plan, devices, home, extra=extra)
@@ -280,7 +299,9 @@ class PipelinedStep:
         devices = len(list_devices(self._wanted_devices)) if self._job is None else self._job.size
         if not self._request.automatic:
             size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-            return plan_request(self._request, layers, costs, size, devices)
+            # Between processes an exchange takes its time while both compute: more forwards first hide it.
+            policy = "dapple-a" if self._job is None else "dapple-b"
+            return plan_request(self._request, layers, costs, size, devices, policy)
         return plan_automatically(
             self._loss_fn,
             batch,
@@ -289,6 +310,7 @@ class PipelinedStep:
             devices=devices,
             cluster=self._cluster,
             replicable=not captured.stateful,
+            ranks=self._job is not None,
         )
 
 
@@ -299,4 +321,5 @@ def fit_plan(plan: Plan, size: int) -> Plan:
     if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
         return plan
     stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
-    return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages)
+    schedule = for_fewer(plan.schedule, micro_batches)
+    return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)

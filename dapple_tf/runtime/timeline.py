@@ -1,13 +1,31 @@
-"""When each action ran, measured inside the step."""
+"""When each action, transfer, AllReduce and update ran, measured inside the step."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from graph_passes.instrument import timed_calls
+from graph_passes.instrument import timed_nodes
 from graph_passes.ir import Graph
+from graph_passes.project import crossing
 from graph_passes.schedule import Action
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a node ran, seconds by the clock of its process; ``device`` says where."""
+
+    op: str
+    name: str
+    stage: int | None
+    replica: int | None
+    micro_batch: int | None
+    device: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -22,35 +40,120 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """One exchange between the ranks of two stages; it starts when the last of them has come to it.
+
+    Within one process TensorFlow sends between devices by itself, and no transfer is seen.
+    """
+
+    source: int
+    target: int
+    micro_batch: int
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target} {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class StageEvent:
+    """The AllReduce of a stage's gradients (a part of them, where it overlaps backward), or the update of its weights.
+
+    A stage of None: the update of what belongs to no stage.
+    """
+
+    kind: Literal["allreduce", "update"]
+    stage: int | None
+    replica: int
+    device: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """All events of one step, by start."""
 
     events: tuple[Event, ...]
+    transfers: tuple[Transfer, ...] = ()
+    stage_events: tuple[StageEvent, ...] = ()
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """From the first start to the last end."""
-        return max(event.end for event in self.events)
+        """From the first start of an action to the last end of anything."""
+        ends = [e.end for e in self.events] + [t.end for t in self.transfers] + [s.end for s in self.stage_events]
+        return max(ends)
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Those that run actions."""
+        return tuple(dict.fromkeys(event.device for event in self.events))
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of device time."""
-        busy = sum(event.end - event.start for event in self.events)
-        return 1 - busy / (self.seconds * len({event.device for event in self.events}))
+        """The fraction of device time in which no action runs."""
+        return 1 - sum(self.utilisation(device) for device in self.devices) / len(self.devices)
+
+    def utilisation(self, device: str) -> float:
+        """The fraction of the step in which ``device`` runs an action."""
+        return sum(event.end - event.start for event in self.events if event.device == device) / self.seconds
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """The actions of one replica in the order in which they ran."""
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
 
 
+def read_stamps(graph: Graph, stamps: Any, device: str | None = None) -> tuple[Stamp, ...]:
+    """The time stamps [2 x nodes] of an instrumented graph with its nodes; ``device``: say that it is there."""
+    found = []
+    for i, node in enumerate(timed_nodes(graph)):
+        stage, replica, m = (node.integer(k) if node.has(k) else None for k in ("stage", "replica", "micro_batch"))
+        where = node.device if device is None else device
+        start, end = float(stamps[2 * i]), float(stamps[2 * i + 1])
+        found.append(Stamp(node.op, node.name, stage, replica, m, where, start, end))
+    return tuple(found)
+
+
+def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
+    """The timeline of all processes' stamps, whose clocks agree; times count from the first action's start."""
+    first = min(stamp.start for stamp in stamps if stamp.op in ("forward", "backward"))
+    since = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
+    since.sort(key=lambda stamp: (stamp.start, stamp.end))
+    events = tuple(_event(stamp) for stamp in since if stamp.op in ("forward", "backward"))
+    return Timeline(events, tuple(_transfers(since)), tuple(_stage_events(since)))
+
+
 def read_timeline(graph: Graph, stamps: Any) -> Timeline:
-    """Pair the time stamps [2 x calls] of an instrumented graph with its calls."""
-    first = float(min(stamps))
-    events = []
-    for i, name in enumerate(timed_calls(graph)):
-        node = graph.node(name)
-        kind: Literal["F", "B"] = "F" if node.op == "forward" else "B"
-        action = Action(node.integer("stage"), kind, node.integer("micro_batch"))
-        start, end = float(stamps[2 * i]) - first, float(stamps[2 * i + 1]) - first
-        events.append(Event(action, node.integer("replica"), node.device, start, end))
-    return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.end))))
+    """The timeline of an instrumented graph that ran in one process."""
+    return make_timeline(read_stamps(graph, stamps))
+
+
+def _event(stamp: Stamp) -> Event:
+    kind: Literal["F", "B"] = "F" if stamp.op == "forward" else "B"
+    assert stamp.stage is not None
+    assert stamp.replica is not None
+    assert stamp.micro_batch is not None
+    return Event(Action(stamp.stage, kind, stamp.micro_batch), stamp.replica, stamp.device, stamp.start, stamp.end)
+
+
+def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
+    """Each exchange once: nothing moves before all its ranks have come, and it is over when all have gone on."""
+    found: dict[str, Transfer] = {}
+    for stamp in stamps:
+        way = crossing(stamp.name) if stamp.op == "exchange" else None
+        if way is None:
+            continue
+        known = found.get(stamp.name, Transfer(*way, stamp.start, stamp.end))
+        start, end = max(known.start, stamp.start), max(known.end, stamp.end)
+        found[stamp.name] = dataclasses.replace(known, start=start, end=end)
+    return sorted(found.values(), key=lambda transfer: transfer.start)
+
+
+def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
+    found = []
+    for stamp in stamps:
+        if stamp.op == "allreduce" or stamp.op == "update":
+            kind: Literal["allreduce", "update"] = "allreduce" if stamp.op == "allreduce" else "update"
+            found.append(StageEvent(kind, stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end))
+    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-SpanKind = Literal["forward", "backward", "send-forward", "send-backward", "allreduce"]
+SpanKind = Literal["forward", "backward", "send-forward", "send-backward", "allreduce", "update"]
 
 # Forward blue, backward green, as in the DAPPLE paper's figures.
 COLOURS: Mapping[SpanKind, str] = MappingProxyType(
@@ -17,6 +17,7 @@ COLOURS: Mapping[SpanKind, str] = MappingProxyType(
         "send-forward": "#93b5dd",
         "send-backward": "#a9cf99",
         "allreduce": "#d98b2b",
+        "update": "#8e7cc3",
     }
 )
 LABELS: Mapping[SpanKind, str] = MappingProxyType(
@@ -26,6 +27,7 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
         "send-forward": "send forward",
         "send-backward": "send backward",
         "allreduce": "AllReduce",
+        "update": "weight update",
     }
 )
 CRITICAL = "#c00000"

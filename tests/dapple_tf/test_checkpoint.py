@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.checkpoint import Checkpoints, Position
+from dapple_tf.checkpoint import Checkpoints, Position, _read_value
+from dapple_tf.checkpoint_file import open_checkpoint, write_checkpoint
 from dapple_tf.errors import CheckpointError, DappleWarning, UsageError
 from tests.dapple_tf.builders import X, step_of
 
@@ -34,6 +35,11 @@ def job(width: int = 3, *, name: str = "first", dtype: Any = tf.float32, **optio
     step = step_of(loss, **{"optimizer": keras.optimizers.Adam(0.1), **options})
     step.build(X)
     return step, first
+
+
+def checkpoints_in(folder: Path) -> list[str]:
+    """Names of all files but the lock."""
+    return sorted(name for name in os.listdir(folder) if name != "lock")
 
 
 def train(step: Any, count: int) -> list[float]:
@@ -235,7 +241,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     saving = Checkpoints(tmp_path, job()[0])
     paths = [saving.save(n) for n in (1, 9, 10, 11)]
     assert paths[0] == str(tmp_path / "checkpoint-1.safetensors")
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10.safetensors", "checkpoint-11.safetensors"]
+    assert checkpoints_in(tmp_path) == ["checkpoint-10.safetensors", "checkpoint-11.safetensors"]
     assert saving.restore().steps == 11
 
 
@@ -245,7 +251,7 @@ def test_a_run_that_does_not_go_on_from_the_checkpoints_does_not_mix_with_them(t
         CheckpointError, match=r"has checkpoint-5\.safetensors already, of a later step than 2: restore"
     ):
         Checkpoints(tmp_path, job()[0]).save(2)
-    assert os.listdir(tmp_path) == ["checkpoint-5.safetensors"]
+    assert checkpoints_in(tmp_path) == ["checkpoint-5.safetensors"]
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/here"])
@@ -360,7 +366,7 @@ def test_a_damaged_file_is_set_aside_and_the_one_before_it_loaded(
     with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* going on from .*checkpoint-1\."):
         assert saving.restore() == Position(1, 1)
     np.testing.assert_array_equal(weight, np.full((4, 3), 7))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
     saving.save(2)
     assert saving.restore() == Position(2, 2)
 
@@ -390,7 +396,7 @@ def test_where_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made
         CheckpointError, match=r"checkpoint-2.* is damaged.*checkpoint-1.* is damaged.*No good checkpoint"
     ):
         saving.restore()
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors"]
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors"]
 
 
 def test_a_file_of_a_later_version_is_left_alone(
@@ -412,6 +418,24 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, mad
     (tmp_path / "checkpoint-2.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"checkpoint-2\.safetensors cannot be read: Is a directory"):
         saving.restore()
+
+
+def test_a_file_that_changes_while_it_is_loaded(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    found = open_checkpoint(Path(Checkpoints(tmp_path, made[0]).save(1)))
+    name = next(iter(found.entries))
+    found.path.write_bytes(found.path.read_bytes()[: found.entries[name].begin + 1])
+    with pytest.raises(CheckpointError, match=rf"{name}.* cannot be read .* SOME VARIABLES HAVE CHANGED"):
+        _read_value(found, name)
+    found.path.unlink()
+    with pytest.raises(CheckpointError, match=r"No such file.* SOME VARIABLES HAVE CHANGED"):
+        _read_value(found, name)
+
+
+def test_a_value_too_few_leaves_no_file(tmp_path: Path) -> None:
+    variables = {name: tf.Variable(1.0) for name in ("a", "b")}
+    with pytest.raises(ValueError, match="shorter"):
+        write_checkpoint(tmp_path / "c", variables, [np.float32(1)], {})
+    assert not os.listdir(tmp_path)
 
 
 FULL_DISK = """
@@ -458,7 +482,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     with python(FULL_DISK, tmp_path) as process:
         out, _ = process.communicate(timeout=60)
     assert out == f"{tmp_path / 'checkpoint-2.safetensors'} cannot be written: File too large\n"
-    assert os.listdir(tmp_path) == ["checkpoint-1.safetensors"]
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors"]
 
 
 def test_killed_while_saving_leaves_the_last_good_one(tmp_path: Path) -> None:

@@ -23,13 +23,15 @@ import tensorflow as tf
 import dapple_tf as dapple
 
 
-def tiny(width=4, batch_size=8, seed=1, mask=False, empty=False):
+def tiny(width=4, batch_size=8, seed=1, mask=False, empty=False, bad=False):
     """Two dense layers on four batches of random numbers."""
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
     model = keras.Sequential([keras.Input((3,)), *layers], name="net")
     numbers = np.random.RandomState(seed)
     data = [(numbers.randn(batch_size, 3).astype("float32"), numbers.rand(batch_size, 1) > 0.4) for _ in range(4)]
+    if bad:
+        data[2] = (data[2][0] * np.inf, data[2][1])
 
     def loss(x, y):
         keep = tf.cast(y, tf.float32)
@@ -102,8 +104,10 @@ def test_train_prints_results_to_stdout_and_progress_to_stderr(
 
 def test_train_saves_a_timeline_of_every_action(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     rows = json.loads(trained[1].read_text())["traceEvents"]
-    names = sorted(row["name"] for row in rows if row["ph"] == "X")
-    assert names == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
+    names = [row["name"] for row in rows if row["ph"] == "X"]
+    actions = [name for name in names if name != "update"]
+    assert sorted(actions) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
+    assert len(names) == len(actions) + 2  # a weight update of each stage
 
 
 def test_a_run_resumed_from_a_checkpoint_has_the_same_losses(
@@ -204,6 +208,19 @@ def test_compare_times_the_plain_model_first(command: Callable[..., Any]) -> Non
     assert err.index("un-pipelined 1: loss") < err.index("training 1: loss")
 
 
+def test_a_step_that_is_not_finite_fails_where_that_is_asked_for(command: Callable[..., Any]) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--steps", 4, "--set", "bad=True")
+    code, _, err = command("train", MODEL, *options)
+    assert code == 0
+    assert "training 4: loss nan" in err
+    code, _, err = command("train", MODEL, *options, "--check-numerics")
+    assert code == 1
+    assert "training 2: loss" in err
+    assert "training 3: loss" not in err
+    assert "error: All variables are as they were before the step. The step failed: " in err
+    assert " is not finite" in err
+
+
 def test_without_json_the_last_line_is_for_people(command: Callable[..., Any]) -> None:
     code, out, _ = command("train", MODEL, "--stages", 2, "--micro-batches", 2, "--steps", 1)
     assert code == 0
@@ -227,6 +244,7 @@ def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -
         (("train", MODEL, "--micro-batches", "many"), "'many' is not a valid integer"),
         (("train", MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
+        (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that takes"),
         (("train", MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number a stage, such as 2,1"),
         (("verify", MODEL, "--replicas", "two"), "--replicas two: give one whole number a stage"),
     ],

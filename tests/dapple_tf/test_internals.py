@@ -210,6 +210,93 @@ def test_moving_nothing_does_nothing() -> None:
     internals.move_variables([])
 
 
+# --- releasing variables
+
+ADVICE = "ask for it"
+
+
+def test_a_released_variable_cannot_be_read_until_it_is_assigned() -> None:
+    variable, other = tf.Variable([1.0, 2.0], name="w"), tf.Variable(1.0)
+
+    @tf.function
+    def double() -> tf.Tensor:
+        return 2 * variable + other
+
+    outer = tf.function(lambda: tf.reduce_sum(double()))
+    outer()
+    wrapped = tf.compat.v1.wrap_function(lambda: 2 * variable, [])  # of a class of its own
+    for value in ([3.0, 4.0], [5.0, 6.0]):
+        internals.release_variables([variable], ADVICE)
+        for read in (variable.numpy, variable.read_value, double, outer, wrapped):
+            with pytest.raises(tf.errors.FailedPreconditionError, match=r"w \(ask for it\)"):
+                read()
+        assert other.numpy() == 1
+        variable.assign(value)
+        assert variable.numpy().tolist() == value
+        assert outer().numpy() == 2 * sum(value) + 2
+        assert wrapped().numpy().tolist() == [2 * x for x in value]
+        late = tf.function(lambda: variable.read_value()).get_concrete_function()
+        assert late.outputs[0].shape == (2,)  # known to a trace that is made now
+    assert double.experimental_get_tracing_count() == 1
+
+
+def test_released_again_a_variable_needs_no_other_handle() -> None:
+    """Which spares the search for functions that know the old one."""
+    variable = tf.Variable([1.0, 2.0])
+    internals.release_variables([variable], ADVICE)
+    variable.assign([3.0, 4.0])
+    handle = variable.handle
+    internals.release_variables([variable], ADVICE)
+    assert variable.handle is handle
+    assert not variable.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own, of any variable
+def test_a_released_variable_of_keras_is_trained_saved_and_restored_again(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    kernel, x = model.layers[0].kernel, np.ones((2, 2), np.float32)
+    model.predict(x, verbose=0)
+    internals.release_variables([kernel.value], ADVICE)
+    for read in (kernel.numpy, lambda: model.predict(x, verbose=0), lambda: model.save(tmp_path / "model.keras")):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="ask for it"):
+            read()
+    kernel.assign([[1.0], [2.0]])
+    assert model.predict(x, verbose=0).tolist() == [[3], [3]]
+    saved = tf.train.Checkpoint(kernel=kernel.value).save(tmp_path / "c")
+    internals.release_variables([kernel.value], ADVICE)
+    tf.train.Checkpoint(kernel=kernel.value).restore(saved).assert_consumed()
+    assert kernel.numpy().tolist() == [[1], [2]]
+    model.export(tmp_path / "saved", verbose=False)
+    assert tf.saved_model.load(tmp_path / "saved").serve(x).numpy().tolist() == [[3], [3]]
+
+
+def test_nothing_keeps_the_memory_of_a_released_variable() -> None:
+    variable = tf.Variable(tf.ones(4))
+    traced = tf.function(lambda: variable + 1.0)
+    traced()
+    old = weakref.ref(variable.handle)
+    internals.release_variables([variable], ADVICE)
+    gc.collect()
+    assert old() is None
+
+
+def test_a_variable_that_was_released_dies_with_its_value() -> None:
+    variable = tf.Variable(tf.ones(4))
+    internals.release_variables([variable], ADVICE)
+    variable.assign(tf.zeros(4))
+    same = tf.identity(variable.handle)  # keeps nothing alive
+    assert tf.raw_ops.VarIsInitializedOp(resource=same)
+    with tf.Graph().as_default():  # where a collection may come
+        del variable
+        gc.collect()
+        assert not tf.compat.v1.get_default_graph().get_operations()
+    assert not tf.raw_ops.VarIsInitializedOp(resource=same)
+
+
+def test_releasing_nothing_does_nothing() -> None:
+    internals.release_variables([], ADVICE)
+
+
 # --- other lookups
 
 

@@ -44,6 +44,19 @@ def test_a_dense_model() -> None:
     assert found.lists == ()
 
 
+def test_a_regularizer_sends_a_number() -> None:
+    a, b = matrix(3, 5), matrix(5, 2)
+    found = facts(lambda x: tf.reduce_mean(tf.square(tf.tanh(x @ a) @ b)) + tf.nn.l2_loss(a) + tf.nn.l2_loss(b))
+    assert ops(found) == ["MatMul", "Tanh", "MatMul", "Square", "Mean", "AddV2", "AddV2"]
+    # Beside what it sends anyway: one number from the first product on, another from the second one on.
+    sent = (N * 5 * 4 + 4, N * 5 * 4 + 4, N * 2 * 4 + 8, N * 2 * 4 + 8, 4 + 8, 4 + 4, 0)
+    assert found.activation_bytes == sent
+    assert found.stash_bytes == (N * 3 * 4, N * 5 * 4, 0, N * 2 * 4, 0, 0, 0)
+    assert found.parameter_bytes == (3 * 5 * 4, 0, 5 * 2 * 4, 0, 0, 0, 0)
+    assert found.uncuttable == ()
+    assert found.unsplittable == (5, 6)
+
+
 def test_bytes_grow_with_the_batch_and_weights_do_not() -> None:
     a = matrix(3, 5)
     small, large = (facts(lambda x: tf.reduce_mean(tf.tanh(x @ a)), size=size) for size in (2, 20))

@@ -12,7 +12,7 @@ import pytest
 
 from dapple_tf.errors import UsageError
 from dapple_tf.runtime.picture import check_path, make_chart, save_timeline
-from dapple_tf.runtime.timeline import Timeline
+from dapple_tf.runtime.timeline import StageEvent, Timeline, Transfer
 from tests.dapple_tf.test_timeline import TWO, event
 
 REPLICATED = Timeline((*TWO.events, event("0F0", 2, 0.0, 1.5, replica=1), event("0B0", 2, 4.0, 5.0, replica=1)))
@@ -64,6 +64,23 @@ def test_a_row_is_a_replica_of_a_stage() -> None:
     assert (chart.title, chart.seconds, chart.curves) == ("a title · 6000 ms, 53% idle", 6, ())  # 8.5 of 18 seconds
     assert [row.name for row in make_chart(TWO).rows] == ["stage 0", "stage 1"]
     assert make_chart(TWO).title == "6000 ms, 50% idle"
+
+
+def test_a_jobs_picture_has_a_row_for_each_direction() -> None:
+    more = (StageEvent("allreduce", 1, 0, "/device:CPU:1", 4.0, 5.0), StageEvent("update", None, 0, "CPU:0", 6.0, 7.0))
+    timeline = Timeline(TWO.events, (Transfer(1, 0, 0, 4.0, 4.5), Transfer(0, 1, 0, 1.0, 1.5)), more)
+    chart = make_chart(timeline)
+    assert [(row.name, row.network) for row in chart.rows] == [
+        ("stage 0", False),
+        ("0 to 1", True),
+        ("1 to 0", True),
+        ("stage 1", False),
+    ]
+    assert [(span.row, span.kind, span.start) for span in chart.spans[4:]] == [
+        (2, "send-backward", 4.0),
+        (1, "send-forward", 1.0),
+        (3, "allreduce", 4.0),
+    ]
 
 
 def test_devices_are_in_the_order_of_their_numbers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dapple_tf.runtime.timeline import Event, Timeline, read_timeline
+from dapple_tf.runtime.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
 from graph_passes.schedule import Action, make_schedule
 from tests.dapple_tf.builders import X, chain, step_of
 
@@ -82,6 +82,39 @@ def test_stamps_are_paired_with_calls() -> None:
     _, loss = chain(2)
     step = step_of(loss, micro_batches=1)
     step.record(X)
-    found = read_timeline(step.graph, np.arange(10.0, 18.0))
+    found = read_timeline(step.graph, np.arange(10.0, 24.0))
     assert [(e.start, e.end) for e in found.events] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert {str(e.action) for e in found.events} == {"0F0", "1F0", "1B0", "0B0"}
+    updates = [(e.kind, e.stage, e.end - e.start) for e in found.stage_events]
+    assert sorted(updates, key=str) == [("update", 0, 1), ("update", 1, 1), ("update", None, 1)]
+
+
+def stamp(op: str, name: str, place: tuple[int | None, int | None, int | None], rank: int, *times: float) -> Stamp:
+    return Stamp(op, name, *place, f"rank:{rank}", *times)
+
+
+def test_times_of_several_ranks_become_one_timeline() -> None:
+    there = "exchange/stage0_to_stage1/mb0/forward"
+    found = make_timeline(
+        [
+            stamp("forward", "stage0/replica0/mb0/forward", (0, 0, 0), 0, 10.0, 11.0),
+            stamp("exchange", there, (None, None, None), 0, 11.0, 12.0),
+            stamp("exchange", "exchange/outputs", (None, None, None), 0, 11.5, 15.0),
+            stamp("exchange", there, (None, None, None), 1, 9.0, 12.5),  # rank 1 waits from the start of the step
+            stamp("forward", "stage1/replica0/mb0/forward", (1, 0, 0), 1, 12.5, 13.0),
+            stamp("allreduce", "stage0/allreduce", (0, None, None), 0, 14.0, 16.0),
+            stamp("update", "update/shared", (None, None, None), 1, 16.0, 16.5),
+        ]
+    )
+    assert [(str(e.action), e.device, e.start, e.end) for e in found.events] == [
+        ("0F0", "rank:0", 0, 1),
+        ("1F0", "rank:1", 2.5, 3),
+    ]
+    assert found.transfers == (Transfer(0, 1, 0, 1.0, 2.5),)
+    assert [(e.kind, e.stage, e.start, e.end) for e in found.stage_events] == [
+        ("allreduce", 0, 4, 6),
+        ("update", None, 6, 6.5),
+    ]
+    assert found.seconds == 6.5
+    assert found.utilisation("rank:1") == pytest.approx(0.5 / 6.5)
+    assert found.bubble == pytest.approx(1 - 1.5 / 13)

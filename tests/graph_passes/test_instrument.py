@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graph_passes.expose import Expose, exposed
-from graph_passes.instrument import Instrument, timed_calls
+from graph_passes.instrument import Instrument, timed_nodes
 from tests.graph_passes.builders import assert_graph, graph
 
 CALLS = """
@@ -24,18 +24,18 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
         %x = input() -> (float32[?])
         %stage0/refresh = refresh()
         %stage0/replica0/mb0/forward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%x 'time: the call could start' ^%stage0/refresh 'time: the call could start'
+        | ^%x 'time: it could start' ^%stage0/refresh 'time: it could start'
         %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
         | ^%stage0/refresh 'refresh' ^%stage0/replica0/mb0/forward/start 'time: the start is taken before'
         %stage0/replica0/mb0/forward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%stage0/replica0/mb0/forward 'time: the call ended'
+        | ^%stage0/replica0/mb0/forward 'time: it has ended'
         %stage0/replica0/mb0/backward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%stage0/replica0/mb0/forward/end 'time: the call could start'
+        | ^%stage0/replica0/mb0/forward/end 'time: it could start'
         %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
         | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
         | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'
         %stage0/replica0/mb0/backward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%stage0/replica0/mb0/backward 'time: the call ended'
+        | ^%stage0/replica0/mb0/backward 'time: it has ended'
         %timeline = pack(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
         | %stage0/replica0/mb0/backward/start:0, %stage0/replica0/mb0/backward/end:0) -> (float64[4])
         outputs %stage0/replica0/mb0/forward:0 %timeline:0
@@ -43,8 +43,9 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
     )
 
 
-def test_timed_calls_are_the_forwards_and_backwards_in_order() -> None:
-    assert timed_calls(graph(CALLS)) == ("stage0/replica0/mb0/forward", "stage0/replica0/mb0/backward")
+def test_timed_nodes_are_those_that_take_time_in_order() -> None:
+    found = timed_nodes(graph(CALLS))
+    assert [node.name for node in found] == ["stage0/replica0/mb0/forward", "stage0/replica0/mb0/backward"]
 
 
 def test_exposed_gradients_are_the_last_outputs() -> None:

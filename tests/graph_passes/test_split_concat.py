@@ -122,6 +122,115 @@ def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
         SplitConcat((1, 2))(before)
 
 
+# --- what every replica has alike
+
+SHARING = (
+    function("stage0/forward", "arg x", "boundary h, boundary t float32[], boundary n int32[]"),
+    function("stage0/backward", "gradient h, gradient t float32[]", "variable w"),
+    function("stage1/forward", "boundary h, boundary t float32[], boundary n int32[]", "loss loss"),
+    function("stage1/backward", "seed loss", "gradient h, gradient t float32[]"),
+)
+SHARED = frozenset({"t", "n"})
+CALLS = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %batch/size = batch_size(%x:0) -> (int64[])
+    %stage0/replica0/mb0/forward = forward(%x:0)
+    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[], int32[])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1,
+    | %stage0/replica0/mb0/forward:2) {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+    | {function='stage1/backward', micro_batch=0, replica=0, stage=1} -> (float32[?,4], float32[])
+    %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:1)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4])
+"""
+
+
+def test_one_to_many_gives_what_is_shared_whole_and_adds_its_gradients() -> None:
+    assert_graph(
+        SplitConcat((1, 2), SHARED)(calls(CALLS, *SHARING)),
+        f"""
+        {CALLS[: CALLS.index("%stage1")]}
+        %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0)
+        | {{axes=[0], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1], replica=0, replicas=1, stage=0}}
+        | -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
+        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
+        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1,
+        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
+        | {{function='stage1/forward', micro_batch=0, replica=1, stage=1}} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[])
+        %stage1/replica1/mb0/backward = backward(%stage1/replica1/mb0/forward:0)
+        | {{function='stage1/backward', micro_batch=0, replica=1, stage=1}} -> (float32[?,4], float32[])
+        %stage0/replica0/mb0/concat_backward = concat(%stage1/replica0/mb0/backward:0, %stage1/replica1/mb0/backward:0)
+        | {{axes=[0], micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[?,4])
+        %stage0/replica0/mb0/add_backward = add(%stage1/replica0/mb0/backward:1, %stage1/replica1/mb0/backward:1)
+        | {{micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[])
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/concat_backward:0,
+        | %stage0/replica0/mb0/add_backward:0)
+        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        """,
+    )
+
+
+def test_many_to_one_takes_what_is_shared_from_the_first_and_gives_its_gradient_to_that_one() -> None:
+    result = SplitConcat((2, 1), SHARED)(calls(CALLS, *SHARING))
+    texts = {node.name: " ".join(map(str, node.inputs)) for node in result.nodes}
+    assert texts["stage1/replica0/mb0/forward"] == (
+        "%stage1/replica0/mb0/concat_forward:0 %stage0/replica0/mb0/forward:1 %stage0/replica0/mb0/forward:2"
+    )
+    assert texts["stage0/replica0/mb0/backward"] == (
+        "%stage1/replica0/mb0/split_backward:0 %stage1/replica0/mb0/backward:1"
+    )
+    assert texts["stage0/replica1/mb0/backward"] == (
+        "%stage1/replica0/mb0/split_backward:1 %stage0/replica1/mb0/add_backward:0"
+    )
+    assert texts["stage0/replica1/mb0/add_backward"] == ""  # zeros
+
+
+def test_equal_counts_are_wired_one_to_one_for_what_is_shared_too() -> None:
+    plain, shared = (SplitConcat((2, 2), names)(calls(CALLS, *SHARING)) for names in (frozenset[str](), SHARED))
+    assert plain == shared
+
+
+def test_a_number_that_is_of_the_batch_cannot_be_split() -> None:
+    with refused(PartitionError, "t crosses between stage 0 and its neighbour", "its shape is ()"):
+        SplitConcat((1, 2), frozenset({"n"}))(calls(CALLS, *SHARING))
+
+
+ROUTED = (
+    function("stage0/forward", "arg x", "boundary a, boundary t float32[]"),
+    function("stage0/backward", "gradient a, gradient t float32[]", "variable u"),
+    function("stage1/forward", "boundary a, boundary t float32[]", "boundary b, boundary t float32[]"),
+    function("stage1/backward", "gradient b, gradient t float32[]", "gradient a, gradient t float32[]"),
+    function("stage2/forward", "boundary b, boundary t float32[]", "loss loss"),
+    function("stage2/backward", "seed loss", "gradient b, gradient t float32[]"),
+)
+
+
+@given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 2))
+def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[int, int, int], m: int) -> None:
+    result = SplitConcat(replicas, frozenset({"t"}))(unfold(calls(X, *ROUTED), 3, m))
+    verify(result)
+    parts: dict[Value, list[str]] = {}  # of the gradient of t: the calls that it comes from
+    arrived: list[str] = []
+    for node in result.nodes:
+        if node.op == "add":
+            n = node.integer("pieces")
+            for k, value in enumerate(node.values()):
+                parts[value] = [name for piece in node.inputs[k * n : (k + 1) * n] for name in parts[piece]]
+        elif node.op == "backward":
+            came = parts[node.inputs[1]] if node.integer("stage") < 2 else []
+            if node.integer("stage"):
+                parts[Value(node.name, 1)] = [*came, node.name]
+            else:
+                arrived += came
+    calls_after = [node.name for node in result.nodes if node.op == "backward" and node.integer("stage")]
+    assert sorted(arrived) == sorted(calls_after)
+
+
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
 def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
     before = unfold(calls(X, *two_stages()), 2, 1)

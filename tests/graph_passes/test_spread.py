@@ -96,6 +96,19 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
     )
 
 
+def test_the_barrier_opens_when_the_state_of_replicas_is_averaged() -> None:
+    """A sum that fails must find all variables as they were; a stage of one replica has nothing to average."""
+    before = """
+        %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['m']}
+        %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n']}
+        %update/barrier = barrier()
+    """
+    barrier = spread(before, *TIED).node("update/barrier")
+    assert [(control.source, control.reason) for control in barrier.controls] == [
+        ("stage1/average", "barrier: no variable changes before all state is averaged")
+    ]
+
+
 def test_the_state_of_a_single_replica_is_committed_as_it_is() -> None:
     before = """
         %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}

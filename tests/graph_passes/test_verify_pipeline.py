@@ -97,14 +97,16 @@ TWO = """
     %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
     %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
     | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0) {replica=0, stage=0} @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0)
+    | {micro_batch=0, replica=0, stage=0, variables=['w']} @'a'
     %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
     | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
     %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
     | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0) {replica=0, stage=0} @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0)
+    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
     | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
-    %stage0/replica0/gradients = gradients() {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
     %stage0/update = update(%stage0/replica0/gradients:0) {replica=0, stage=0} @'a'
 """
@@ -119,6 +121,67 @@ def test_a_micro_batch_that_drops_out_of_the_sum_is_refused_though_its_call_is_w
     lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
         VerifyPipeline(make_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
+
+
+TWO_BUCKETS = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0, %stage0/replica0/mb0/backward:1)
+    | {micro_batch=0, replica=0, stage=0, variables=['w', 'v']} @'a'
+    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
+    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb1/accumulate/bucket0 = accumulate(%stage0/replica0/mb1/backward:0)
+    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'first'
+    %stage0/replica0/mb1/accumulate/bucket1 = accumulate(%stage0/replica0/mb1/backward:1)
+    | {micro_batch=1, replica=0, stage=0, variables=['v']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'second'
+    %stage0/replica0/gradients/bucket0 = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket0 'whole'
+    %stage0/replica0/gradients/bucket1 = gradients() {replica=0, stage=0, variables=['v']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket1 'whole'
+    %stage0/update = update(%stage0/replica0/gradients/bucket0:0, %stage0/replica0/gradients/bucket1:0)
+    | {replica=0, stage=0} @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket1 'so that only the order of the sums is at fault'
+"""
+
+
+def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
+    """Another bucket's edges make the first micro-batch wait, but not this one's."""
+    functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
+    schedule = make_schedule("dapple-a", 1, 2)
+    overlapped = TWO_BUCKETS
+    VerifyPipeline(schedule)(calls(overlapped, *functions))
+    for edge, said in [
+        (
+            "| ^%stage0/replica0/mb0/accumulate 'second'",
+            "'stage0/replica0/mb1/accumulate/bucket1' run after 'stage0/replica0/mb0/accumulate', and both use the sum "
+            "of the gradients of 'v'",
+        ),
+        (
+            "| ^%stage0/replica0/mb1/accumulate/bucket1 'whole'",
+            "'stage0/replica0/gradients/bucket1' run after 'stage0/replica0/mb1/accumulate/bucket1', and both use",
+        ),
+    ]:
+        assert overlapped.count(edge) == 1
+        with refused(GraphError, f"nothing makes {said}"):
+            VerifyPipeline(schedule)(calls(overlapped.replace(edge, ""), *functions))
+
+
+def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> None:
+    call = "%stage0/replica1/mb0/backward = backward()\n    | {function='stage0/backward', "
+    assert GOOD.count(call) == 1
+    inlined = GOOD.replace(call, call + "inline=True, ")
+    verify(inlined)
+    data = inlined.replace("| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'", "").replace(
+        "replica1/mb0/backward = backward()", "replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:0)"
+    )
+    said = "no control edge makes it wait for 'stage0/replica1/mb0/forward'"
+    with refused(GraphError, "'stage0/replica1/mb0/backward' is inlined", said):
+        verify(data)
 
 
 def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:

@@ -111,6 +111,30 @@ def test_what_a_rank_in_the_middle_lacks_is_named() -> None:
         verify_ranks([three[0], graph("%a = A() -> (int64[])\noutputs %a:0"), three[2]])
 
 
+AVERAGED = """
+    %n = state() -> (int64[])
+    %mean = average(%n:0) {ranks=[0, 1]} -> (int64[])
+    %meet = barrier() {ranks=[0, 1]} -> (int64[]) ^%mean 'barrier: averaged'
+    %begin = mark() ^%meet 'barrier: begun'
+    %commit = commit(%mean:0) ^%begin 'barrier: begun'
+    %sent = sent(%meet:0) -> (int64[])
+    outputs %sent:0
+"""
+
+
+@pytest.mark.parametrize(
+    ("edge", "said"),
+    [
+        ("^%mean 'barrier: averaged'", "nothing orders 'meet' after 'mean' on rank 1"),
+        ("^%begin 'barrier: begun'", "nothing orders 'commit' after 'meet' on rank 1"),
+    ],
+)
+def test_state_that_is_averaged_behind_the_barrier_or_written_before_it_is_refused(edge: str, said: str) -> None:
+    verify_ranks([graph(AVERAGED), graph(AVERAGED)])
+    with refused(GraphError, said):
+        verify_ranks([graph(AVERAGED), damaged(AVERAGED, (edge, ""))])
+
+
 # --- deadlocks
 
 CROSSED = """

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from graph_passes.accumulate import Accumulate
 from graph_passes.allreduce import AllReduce
 from graph_passes.apply import Apply
-from graph_passes.base import run_passes
+from graph_passes.base import Pass, run_passes
 from graph_passes.ir import Function, Graph
 from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
+from graph_passes.overlap import Overlap
 from graph_passes.project import project
 from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
@@ -28,7 +29,10 @@ X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 
 @dataclass(frozen=True)
 class Kind:
-    """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``."""
+    """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``.
+
+    ``term``: a number that all replicas have alike goes from first to last.
+    """
 
     replicas: tuple[int, ...]
     micro_batches: int
@@ -37,6 +41,8 @@ class Kind:
     skip: bool = False
     state: bool = False
     clip: bool = False
+    overlap: bool = False
+    term: bool = False
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -53,7 +59,7 @@ class Kind:
 def kinds(draw: st.DrawFn) -> Kind:
     replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe"]))
-    flags = {name: draw(st.booleans()) for name in ("tied", "skip", "state", "clip")}
+    flags = {name: draw(st.booleans()) for name in ("tied", "skip", "state", "clip", "overlap", "term")}
     return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
 
 
@@ -63,11 +69,12 @@ def whole_graph(kind: Kind) -> Graph:
     functions = [f for s in range(stages) for f in stage_functions(s, stages, kind)]
     updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
     schedule = make_schedule(kind.schedule, stages, kind.micro_batches)
-    order = [
+    order: list[Pass] = [
         Microbatch(stages, kind.micro_batches),
-        SplitConcat(kind.replicas),
+        SplitConcat(kind.replicas, frozenset({"term"})),
         Mirror(),
         Accumulate(),
+        *([Overlap(1)] if kind.overlap else []),
         AllReduce(),
         Order(schedule),
         Apply(updates, 0.5 if kind.clip else None),
@@ -77,7 +84,7 @@ def whole_graph(kind: Kind) -> Graph:
 
 def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, Function]:
     first, last = stage == 0, stage == stages - 1
-    before = ["h"] + ["k"] * kind.skip
+    before = ["h"] + ["k"] * kind.skip + ["term float32[]"] * kind.term
     enters = [] if first else [f"boundary {name}{stage - 1 if name == 'h' else ''}" for name in before]
     leaves = [] if last else [f"{name}{stage if name == 'h' else ''}" for name in before]
     variables = _trained(stage, stages, kind) + [f"n{stage}"] * kind.state

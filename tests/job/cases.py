@@ -11,10 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.planner.plan import Plan, StagePlan
 from models.gpt import gpt
 from tests.equality.one_device import TOLERANCE, Problem
 
 WIDTH = 4
+WIDE = 730  # a matrix fills a bucket of gradients by itself
 CUTS: Mapping[int, Any] = {1: 1, 2: ["layer2"], 3: ["layer1", "layer3"], 4: ["layer1", "layer2", "layer3"]}
 Batches = Sequence[tuple[Any, ...]]
 
@@ -33,12 +35,26 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return sum(self.options["replicas"])
+        plan = self.options.get("plan")
+        return sum(self.options["replicas"] if plan is None else plan.replicas)
 
 
 def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any]:
     """Options of ``dapple.pipeline``; a chain is cut so that every stage has a matrix of its own."""
     return {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": micro_batches, **more}
+
+
+def overlapped(*replicas: int, micro_batches: int, ends: Sequence[int], samples: int = 11) -> dict[str, Any]:
+    """A plan of stages that end with these layers, whose AllReduce runs during the last backward."""
+    starts = (0, *(end + 1 for end in ends))
+    devices = itertools.count()
+    stages = tuple(
+        StagePlan(first, last, tuple(itertools.islice(devices, r)))
+        for first, last, r in zip(starts, ends, replicas, strict=False)
+    )
+    size = -(-samples // micro_batches)
+    plan = Plan("chain", "by hand", samples, size, micro_batches, "dapple-a", False, stages, overlap=True)
+    return {"plan": plan}
 
 
 def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: int = WIDTH) -> Callable[[], Batches]:
@@ -79,12 +95,14 @@ class Chain:
     skips: Mapping[int, int] = field(default_factory=dict)
     aux: bool = False
     make_optimizer: Callable[[], Any] = adam
+    width: int = WIDTH
 
     def __call__(self) -> Problem:
         random = np.random.default_rng(0)
         owners = sorted({self.tied.get(i, i) for i in range(self.layers)})
         matrices = {
-            i: tf.Variable(random.normal(size=(WIDTH, WIDTH)) * 0.5, dtype=self.dtype, name=f"w{i}") for i in owners
+            i: tf.Variable(random.normal(size=(self.width,) * 2) / self.width**0.5, dtype=self.dtype, name=f"w{i}")
+            for i in owners
         }
 
         def loss_fn(x: Any, y: Any) -> Any:
@@ -105,6 +123,23 @@ class Chain:
             return loss, {"predictions": h, "early": early, "mean": tf.reduce_mean(h), "positive": positive}
 
         return Problem(loss_fn, {f"w{i}": matrix for i, matrix in matrices.items()}, self.make_optimizer)
+
+
+def gradient_that_is_a_constant() -> Problem:
+    """The only gradient of its dtype is zeros whatever comes: TensorFlow can tell while it optimises the graph."""
+    random = np.random.default_rng(0)
+    w = tf.Variable(random.normal(size=(WIDTH, WIDTH)), name="w")
+    idle = tf.Variable(random.normal(size=(WIDTH, WIDTH)), dtype=tf.float32, name="idle")
+
+    def ignore(value: Any) -> Any:
+        return tf.reduce_sum(value) * 0, lambda upstream: tf.zeros(value.shape, value.dtype)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        with tf.name_scope("first"):
+            h = x @ w
+        return tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1)) + tf.cast(tf.custom_gradient(ignore)(idle), h.dtype)
+
+    return Problem(loss_fn, {"w": w, "idle": idle}, momentum)
 
 
 def integers_and_booleans() -> Problem:
@@ -139,6 +174,29 @@ def as_type(dtype: str) -> Callable[[], Problem]:
                 return tf.reduce_mean(tf.reduce_sum(tf.square(tf.cast(h, tf.float64) @ v - y), 1))
 
         return Problem(loss_fn, {"w": w, "v": v}, adam)
+
+    return make
+
+
+def of_type(dtype: str) -> Callable[[], Problem]:
+    """Weights and their gradients have that dtype, in both halves; the loss is float64."""
+
+    def make() -> Problem:
+        random = np.random.default_rng(0)
+        values = [random.normal(size=(WIDTH, WIDTH)) * 0.5 + 0.3j * random.normal(size=(WIDTH, WIDTH)) for _ in "wv"]
+        complex_ = tf.as_dtype(dtype).is_complex
+        w, v = (tf.Variable(tf.cast(value if complex_ else value.real, dtype)) for value in values)
+
+        def loss_fn(x: Any, y: Any) -> Any:
+            with tf.name_scope("first"):
+                h = tf.cast(x, dtype) @ w
+            with tf.name_scope("second"):
+                h = h @ v
+                parts = (tf.math.real(h), tf.math.imag(h)) if complex_ else (h,)
+                total = tf.add_n([tf.square(tf.cast(part, tf.float64) - y) for part in parts])
+                return tf.reduce_mean(tf.reduce_sum(total, 1))
+
+        return Problem(loss_fn, {"w": w, "v": v}, lambda: keras.optimizers.SGD(0.1))
 
     return make
 
@@ -236,6 +294,8 @@ def gpt_batches(steps: int) -> Callable[[], Batches]:
 
 
 FLOAT32 = TOLERANCE["float32"]
+# Of weights, from their machine epsilon: each micro-batch's gradient is rounded, then their sum.
+WEIGHTS = {"bfloat16": 2**-6, "float16": 2**-9, "complex64": FLOAT32, "complex128": TOLERANCE["float64"]}
 EVEN = (8, 8, 8)
 DROPOUT_SEEDS = ("seed of",)
 LAYOUTS = [(1, 1), (2,), (2, 1), (1, 2), (1, 1, 1), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1), (4,)]
@@ -265,6 +325,19 @@ CASES: dict[str, Case] = {
     "a batch that nothing divides": Case(Chain(), batches((13, 13)), layout(1, 2, micro_batches=3)),
     "a short last batch": Case(Chain(), batches((12, 12, 5, 2, 12)), layout(2, 1, micro_batches=3)),
     "a last batch of one": Case(Chain(), batches((12, 1, 12)), layout(1, 1, micro_batches=3)),
+    **{
+        f"DP 2, overlap, M = {m}": Case(
+            Chain(width=WIDE), batches(width=WIDE), overlapped(2, micro_batches=m, ends=[11])
+        )
+        for m in (1, 4)
+    },
+    "a gradient that is a constant, overlap": Case(
+        gradient_that_is_a_constant, batches(), overlapped(2, micro_batches=1, ends=[5])
+    ),
+    "2:1, overlap": Case(Chain(width=WIDE), batches(width=WIDE), overlapped(2, 1, micro_batches=3, ends=[3, 11])),
+    "tied, overlap": Case(
+        Chain(width=WIDE, tied={3: 0}), batches(width=WIDE), overlapped(1, 2, micro_batches=3, ends=[3, 11])
+    ),
     "tied": Case(Chain(tied={3: 0}), batches(), layout(1, 1)),
     "tied, owner replicated": Case(Chain(tied={3: 0}), batches(), layout(2, 1)),
     "tied, user replicated": Case(
@@ -284,6 +357,11 @@ CASES: dict[str, Case] = {
     **{
         f"{kind} crosses": Case(as_type(kind), batches(EVEN), layout(1, 1, stages=["second"]))
         for kind in ("bfloat16", "float16", "complex64", "complex128")
+    },
+    **{
+        f"{kind} weights, {_colons(r)}": Case(of_type(kind), batches(EVEN), layout(*r, **cut), tolerance)
+        for r, cut in (((2,), {}), ((2, 1), {"stages": ["second"]}))
+        for kind, tolerance in WEIGHTS.items()
     },
     "two unknown axes": Case(cut_to_the_longest, with_lengths, layout(1, 1, stages=["second"])),
     "two unknown axes, replicated": Case(cut_to_the_longest, with_lengths, layout(2, 2, stages=["second"])),

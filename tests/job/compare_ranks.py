@@ -20,6 +20,8 @@ from graph_passes.names import nodes_of  # noqa: E402
 from tests.equality.one_device import as_tf, named_variables, relative_error, train_on_one_device  # noqa: E402
 from tests.job.cases import CASES, Case  # noqa: E402
 
+MOST = 10_000  # numbers of a variable that are worth printing
+
 
 def run_case(case: Case) -> dict[str, Any]:
     """Train on one device, then with the other ranks from rank 0's values."""
@@ -50,8 +52,11 @@ def run_case(case: Case) -> dict[str, Any]:
         "wanted": sorted(wanted.values),
         "functions": sorted(function.name for function in step.graph.functions),
         "held": sorted(held_names(step, named)),
-        "values": {name: named[name].numpy().tolist() for name in own},
+        "values": {name: named[name].numpy().tolist() for name in own if named[name].shape.num_elements() <= MOST},
+        "allreduces": [node.name for node in nodes_of(step.graph, "allreduce")],
         "plan": [list(stage.devices) for stage in step.plan.stages],
+        "nodes": [node.name for node in step.graph.nodes],
+        "library": [[node.op for node in function.node_def] for function in step.graph_def.library.function],
     }
 
 
@@ -74,5 +79,5 @@ def held_names(step: Any, named: dict[str, tf.Variable]) -> list[str]:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(json.dumps({"case": name, **run_case(CASES[name])}), flush=True)
+        print(json.dumps({"case": name, **run_case(CASES[name])}, default=str), flush=True)  # complex numbers
     hvd.allreduce(tf.zeros([1]), name="end")  # a rank that leaves early ends Horovod for all

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.job import membership
 from tests.equality.small_models import chain, data, sgd, weights
 
 
@@ -20,7 +21,8 @@ def main(what: str, victim: int, stages: int) -> None:
     dapple.init()
     matrices = weights(4)
     loss_fn = chain(matrices)
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    job = membership.current()
+    assert job is not None, "start it with mpirun or horovodrun"
 
     def checked(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.debugging.check_numerics(loss_fn(x, y), "bad loss")
@@ -29,7 +31,7 @@ def main(what: str, victim: int, stages: int) -> None:
 
     step = dapple.pipeline(checked if what == "bad-data" else loss_fn, optimizer=sgd(), stages=stages, micro_batches=4)
     step.check_numerics = what == "not-finite"
-    hit = rank == victim
+    hit = job.rank == victim
     x, y = data(16)
     for number in range(1, 100_000):
         step(x * np.nan if bad and number == 6 else x, y)

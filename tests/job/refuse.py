@@ -131,7 +131,7 @@ CASES: dict[str, Any] = {
     "rank 0 cannot decide": cannot_decide,
     "long facts": lambda: job().compare({"text": "a" * 900 + ("one" if LAST else "another") + "b" * 900}),
     "a batch too small for the replicas": lambda: train_then_one_sample(),
-    "times": lambda: dapple.pipeline(chain(weights(3)), optimizer=sgd(), stages=2).record(*data(8)),
+    "gradients": lambda: dapple.pipeline(chain(weights(3)), optimizer=sgd(), stages=2).run_exposed(*data(8)),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.processes import Rank, RanksError, needs_horovod, run_ranks
+from tests.processes import MPIRUN, Launcher, Rank, RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
 
@@ -17,11 +17,17 @@ ENDED = r"\. All processes end; restart from the last checkpoint\.\n"
 
 
 def run_until(
-    what: str, victim: int, *, ranks: int = 2, environment: Mapping[str, str] | None = None
+    what: str,
+    victim: int,
+    *,
+    ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    launcher: Launcher = MPIRUN,
 ) -> tuple[RanksError, float]:
-    """How the job ended, and the seconds from what happened to the end of mpirun."""
+    """How the job ended, and the seconds from what happened to the end of its launcher."""
+    arguments = ["tests/job/fail.py", what, str(victim), str(ranks)]
     with pytest.raises(RanksError) as caught:
-        run_ranks(["tests/job/fail.py", what, str(victim), str(ranks)], ranks, environment=environment)
+        run_ranks(arguments, ranks, environment=environment, launcher=launcher)
     end = time.time()
     assert caught.value.exit_code is not None, "it hung"
     assert not caught.value.left

@@ -5,8 +5,6 @@ The cases of a number of ranks share one launch, for a process takes seconds to 
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.job.cases import CASES
-from tests.processes import needs_horovod, run_ranks
+from tests.job.launches import check_equal, launch
+from tests.processes import needs_horovod
 
 pytestmark = needs_horovod
 
@@ -23,10 +22,13 @@ QUICK = {
     2: [
         *("1:1 float64", "DP 2 float64", "1:1 float32", "momentum, scheduled", "a last batch of one", "tied", "aux"),
         *("integers and booleans", "bfloat16 crosses", "two unknown axes", "batch norm"),
+        *("bfloat16 weights, 2", "complex64 weights, 2"),
+        *("DP 2, overlap, M = 1", "DP 2, overlap, M = 4"),
     ],
     3: [
         *("2:1 float64", "1:2 float64", "1:1:1 float64", "a short last batch", "tied, user replicated", "skips"),
         *("integers and booleans, split", "aux, replicated", "dropout, replicated"),
+        *("2:1, overlap", "tied, overlap"),
     ],
     4: [
         *("2:2 float64", "3:1 float64", "1:2:1 float64", "straight 4 float64", "DP 4 float64"),
@@ -38,14 +40,6 @@ SLOW = {
     ranks: [n for n, case in CASES.items() if case.ranks == ranks and n not in quick and n != GPT]
     for ranks, quick in QUICK.items()
 }
-
-
-@functools.cache
-def launch(names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    """By case, what each rank found."""
-    ranks = run_ranks(["-m", "tests.job.compare_ranks", *names], CASES[names[0]].ranks, timeout_seconds=250)
-    lines = [[json.loads(line) for line in rank.stdout.splitlines() if line.startswith("{")] for rank in ranks]
-    return {name: [found[i] for found in lines] for i, name in enumerate(names)}
 
 
 def found(name: str) -> list[dict[str, Any]]:
@@ -63,20 +57,11 @@ def marked(names: dict[int, list[str]], *marks: Any) -> Sequence[Any]:
     "name", [*marked(QUICK), *marked(SLOW, pytest.mark.slow), *marked({4: [GPT]}, pytest.mark.slow)]
 )
 def test_ranks_equal_one_device(name: str) -> None:
-    case, ranks = CASES[name], found(name)
-    assert len(ranks) == case.ranks
-    if not case.equal:
-        return check_that_it_trains(ranks)
-    compared: set[str] = set()
-    for rank, outcome in enumerate(ranks):
-        assert outcome["case"] == name
-        errors = {what: e for what, e in outcome["errors"].items() if not any(word in what for word in case.apart)}
-        worst = max(errors, key=lambda what: errors[what])
-        assert errors[worst] <= case.tolerance, f"{worst} on rank {rank} differs by {errors[worst]:.1e}"
-        compared |= {what.removeprefix("value of ") for what in outcome["errors"]}
-    assert set(ranks[0]["wanted"]) <= compared  # every variable has a rank that trains it
-    assert len({str(outcome["losses"]) for outcome in ranks}) == 1
-    return None
+    ranks = found(name)
+    if CASES[name].equal:
+        check_equal(name, ranks)
+    else:
+        check_that_it_trains(ranks)
 
 
 def check_that_it_trains(ranks: list[dict[str, Any]]) -> None:
@@ -111,6 +96,25 @@ def test_a_rank_holds_its_stage_and_nothing_else(name: str) -> None:
         assert not held[0] & seen
         seen |= held[0]
     assert seen == set(outcomes[0]["wanted"]) - shared
+
+
+# Of each stage: a layer multiplies once in forward and twice in backward, but the first needs no gradient of its input.
+MULTIPLICATIONS = {"straight 4 float64": (2, 3, 3, 3), "1:2:1 float64": (2, 6, 3), "DP 4 float64": (11,)}
+
+
+@pytest.mark.parametrize("name", MULTIPLICATIONS)
+def test_a_ranks_graph_is_its_own_part_and_nothing_else(name: str) -> None:
+    outcomes = found(name)
+    for stage, devices in enumerate(outcomes[0]["plan"]):
+        for replica, rank in enumerate(devices):
+            names = [node.split("/") for node in outcomes[rank]["nodes"]]
+            assert {parts[0] for parts in names if parts[0].startswith("stage")} == {f"stage{stage}"}
+            calls = {tuple(parts[1:3]) for parts in names if parts[0].startswith("stage") and len(parts) == 4}
+            assert calls == {(f"replica{replica}", f"mb{i}") for i in range(2)}
+            library = outcomes[rank]["library"]
+            # Forward, backward, and a sum for each micro-batch; the stage's update, and the optimizer's own after it.
+            assert len(library) <= 6
+            assert sum(function.count("MatMul") for function in library) == MULTIPLICATIONS[name][stage]
 
 
 def test_batch_norm_state_is_the_mean_of_the_replicas() -> None:

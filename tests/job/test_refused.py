@@ -51,7 +51,7 @@ DIFFER = "JobError: the ranks differ in their "
             "long facts",
             [f"{DIFFER}text: rank 0 has ... aaa", "aaanotherbbb", "bbb ..., rank 1 has ... aaa", "aaaonebbb"],
         ),
-        ("times", ["UsageError: a step of several processes gives no times or gradients yet"]),
+        ("gradients", ["UsageError: a step of several processes gives no gradients yet"]),
     ],
 )
 def test_every_rank_says_what_is_wrong(case: str, parts: list[str]) -> None:
@@ -70,14 +70,52 @@ def test_where_one_rank_fails_it_says_why_and_the_other_says_who() -> None:
 
 
 @needs_horovod
-def test_an_error_at_the_start_ends_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("case", "teller", "told"),
+    [
+        ("other requests", 0, f"{DIFFER}call of dapple.pipeline"),
+        pytest.param("one rank fails", 1, "KeyError: 'no such layer'", marks=pytest.mark.slow),
+        pytest.param("too many stages", 0, "PlanError: 3 stages with", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_at_the_start_ends_all_ranks_and_is_told_once(case: str, teller: int, told: str) -> None:
+    """Not by each with its traceback; where one rank alone has failed, by that rank."""
     start = time.monotonic()
     with pytest.raises(RanksError) as caught:
-        run_ranks(["-m", "tests.job.refuse", "other requests"], 2, timeout_seconds=100)
+        run_ranks(["-m", "tests.job.refuse", case], 2, timeout_seconds=100)
     assert caught.value.exit_code not in (None, 0)  # None: they hung
     assert not caught.value.left
-    assert any(f"{DIFFER}call of dapple.pipeline" in rank.stderr for rank in caught.value.ranks)
+    teller_said, other_said = (caught.value.ranks[rank].stderr for rank in (teller, 1 - teller))
+    assert told in teller_said
+    assert teller_said.count("Traceback") == 1
+    assert f"dapple: rank {1 - teller} ends, for the reason that rank {teller} tells (" in other_said
+    assert "Traceback" not in other_said
     assert time.monotonic() - start < 100
+
+
+TRAIN = ["-m", "dapple_tf", "train", "tests/job/checkpoint_model.py:chain"]
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_on_the_command_line_one_rank_tells_an_error_and_the_others_say_a_line() -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks([*TRAIN, "--plan", "absent.json"], 2)
+    assert caught.value.exit_code == 1
+    first, last = caught.value.ranks
+    assert "error: absent.json: not a readable JSON file" in first.stderr
+    assert last.stderr == "dapple: rank 1 ends, for the reason that rank 0 tells (PlanError)\n"
+
+
+@needs_horovod
+def test_only_one_rank_explains_the_usage() -> None:
+    """Before the ranks know each other; one that ends may have another killed that has not spoken."""
+    with pytest.raises(RanksError) as caught:
+        run_ranks([*TRAIN, "--steps", "0"], 2)
+    assert caught.value.exit_code == 2
+    first, last = caught.value.ranks
+    assert "rror: --steps must be at least 1\n" in first.stderr + last.stderr
+    assert last.stderr in ("", "error: --steps must be at least 1\n")
 
 
 WITHOUT_HOROVOD = """

@@ -166,6 +166,72 @@ def test_a_rank_may_end_while_others_finish_the_same_step(ranks: Ranks) -> None:
     leaving.join()
 
 
+def begin(ranks: Ranks, *what: str) -> None:
+    """Rank 0 begins the first of ``what``, rank 1 the second, rank 2 the third."""
+    for progress, text in zip(ranks.progress, what, strict=True):
+        progress.begin(text, " of this kind")
+
+
+def test_ranks_that_begin_the_same_go_on_whoever_is_first(ranks: Ranks) -> None:
+    """Rank 1 is ahead by some, rank 2 behind; equal texts at other places are no matter."""
+    for number in (1, 2, 3):
+        ranks.progress[1].begin(f"step {number}")
+    ranks.progress[0].begin("step 1")
+    threading.Event().wait(0.5)
+    for number in (1, 2, 3):
+        ranks.progress[2].begin(f"step {number}")
+    for number in (2, 3):
+        ranks.progress[0].begin(f"step {number}")
+    begin(ranks, "to save", "to save", "to save")
+    threading.Event().wait(1)
+    assert ranks.ends.empty()
+
+
+@pytest.mark.parametrize("me", [0, 1, 2])
+def test_ranks_that_begin_something_else_are_told_apart_by_all(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str], me: int
+) -> None:
+    """Also by those that do not differ, and raise nothing."""
+    begin(ranks, "step 8", "step 8", "step 8")
+    begin(ranks, "step 9 with 6 samples", "step 9 with 8 samples", "step 9 with 6 samples")
+    assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
+    assert told(capfd, me) == (
+        f"dapple: rank {me} (stage {me}) stops after step 7, because the ranks differ: ranks [0, 2] begin step 9 with "
+        "6 samples of this kind, rank 1 begins step 9 with 8 samples of this kind. Every rank must be called with the "
+        "same batches, and make the same calls in the same order. The last exchange it completed: none. All processes "
+        "end; restart from the last checkpoint."
+    )
+
+
+def test_that_ranks_differ_is_told_beside_the_error_that_it_leads_to(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 raises, and ends by itself; the others have heard of that before they notice the difference."""
+    ranks.watches[1].report("raised StepError: Incompatible shapes")
+    begin(ranks, "step 8", "to save", "step 8")
+    assert ranks.ended(2) == {0: 1, 2: 1}
+    lines = sorted(capfd.readouterr().err.splitlines())
+    assert [line[:14] for line in lines] == [f"dapple: rank {rank}" for rank in range(3)]
+    for line in lines:
+        assert "stops after step 7, because the ranks differ: rank" in line
+        assert "begin step 8 of this kind, rank 1 begins to save of this kind" in line.replace(
+            "begins step", "begin step"
+        )
+
+
+def test_that_ranks_differ_is_told_though_one_of_them_is_gone_by_then(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin(ranks, "step 8", "to save", "step 8")
+    threading.Event().wait(0.1)  # for it to be noticed
+    ranks.sockets[1, 0].shutdown(socket.SHUT_WR)
+    assert ranks.ended(3).keys() == {0, 1, 2}
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert "because the ranks differ: ranks [0, 2] begin step 8" in line
+
+
 def test_a_signal_is_heeded_only_while_it_is_ours(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
     """The thread is woken by number; whose handler is set decides."""
     watch = ranks.watches[1]
@@ -179,6 +245,29 @@ def test_a_signal_is_heeded_only_while_it_is_ours(ranks: Ranks, capfd: pytest.Ca
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "rank 1 (stage 1), after step 7, was told to end (SIGTERM)" in told(capfd, 2)
+
+
+def test_messages_of_several_threads_arrive_whole() -> None:
+    """The main thread tells what it begins while the watch sends its beat."""
+    mine, theirs = socket.socketpair()
+    mine.settimeout(5)
+    sending, receiving = Link(1, mine), Link(0, theirs)
+    senders = [threading.Thread(target=send_many, args=(sending, text * 50_000)) for text in "ab"]
+    for sender in senders:
+        sender.start()
+    received = []
+    while len(received) < 100:
+        received += receiving.receive()
+    assert sorted(message["text"][:1] for message in received) == ["a"] * 50 + ["b"] * 50
+    for sender in senders:
+        sender.join(5)
+    mine.close()
+    theirs.close()
+
+
+def send_many(link: Link, text: str) -> None:
+    for _ in range(50):
+        link.send({"text": text})
 
 
 def test_standing_in_words() -> None:

@@ -1,0 +1,24 @@
+"""What the benchmark of a rank's start measures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from benchmarks.startup import describe
+from tests.processes import ROOT
+
+TICK = 0.01
+
+
+def test_a_process_knows_when_it_was_started() -> None:
+    program = "import time; time.sleep(0.3); from benchmarks.startup import process_age; print(process_age())"
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    took = time.monotonic() - begin
+    assert 0.3 <= float(done.stdout) <= took + TICK
+
+
+def test_parts_are_told_with_their_sum() -> None:
+    assert describe({"import": 1.26, "join": 0.5}) == "1.8 s (import 1.3, join 0.5)"

@@ -1,0 +1,53 @@
+"""Run as three ranks by test_record: record a step of a hybrid plan, and say what was found.
+
+``python -m tests.job.record_ranks FILE``: rank 0 saves the picture there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import dapple_tf as dapple
+
+dapple.init()
+
+from dapple_tf.job.clocks import clock_offsets, gather_stamps  # noqa: E402 - after the job is joined
+from dapple_tf.job.membership import current  # noqa: E402
+from dapple_tf.runtime.picture import save_timeline  # noqa: E402
+from dapple_tf.runtime.timeline import Stamp  # noqa: E402
+from tests.job.gather_model import X, make_model  # noqa: E402
+
+
+def main() -> None:
+    """Print, as one JSON object, what this rank saw."""
+    job = current()
+    assert job is not None
+    losses, timeline = [], None
+    for record in (False, True):
+        loss, optimizer, _ = make_model()
+        step = dapple.pipeline(loss, optimizer=optimizer, stages=["layer2"], replicas=[1, 2], micro_batches=2)
+        losses.append([float(step.record(X) if record else step(X)) for _ in range(2)])
+        timeline = step.timeline if record else None
+    assert timeline is not None
+    if job.rank == 0:
+        save_timeline(timeline, sys.argv[1])
+    mine = Stamp("forward", f"of rank {job.rank}", job.rank, 0, 0, "", 1.0, 2.0)
+    print(
+        json.dumps(
+            {
+                "losses": losses,
+                "events": [[str(e.action), e.replica, e.device, e.start, e.end] for e in timeline.events],
+                "transfers": [dataclasses.astuple(t) for t in timeline.transfers],
+                "stages": [[s.kind, s.stage, s.device, s.start, s.end] for s in timeline.stage_events],
+                "offsets": clock_offsets(job),
+                "gathered": [dataclasses.astuple(stamp) for stamp in gather_stamps(job, [mine])],
+            }
+        )
+    )
+    job.gather(None)  # all have finished
+
+
+if __name__ == "__main__":
+    main()
