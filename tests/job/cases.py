@@ -87,6 +87,7 @@ class Chain:
     """``layers`` matrices; ``tied`` gives a layer the matrix of another, ``skips`` adds what entered another to it.
 
     ``odd`` maps what layer 1 gives to what layer 3 goes on with: it is made in layer 1, and taken apart in layer 3.
+    ``regularized``: the loss has a term of every matrix.
     """
 
     layers: int = 4
@@ -94,6 +95,7 @@ class Chain:
     tied: Mapping[int, int] = field(default_factory=dict)
     skips: Mapping[int, int] = field(default_factory=dict)
     aux: bool = False
+    regularized: bool = False
     make_optimizer: Callable[[], Any] = adam
     width: int = WIDTH
 
@@ -117,6 +119,8 @@ class Chain:
                     if i == 0:
                         early = tf.reduce_sum(h, 1)
             loss = tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1))
+            if self.regularized:
+                loss += tf.add_n([0.1 * tf.nn.l2_loss(matrix) for matrix in matrices.values()])
             if not self.aux:
                 return loss
             positive = tf.reduce_sum(tf.cast(y > 0, tf.int32))
@@ -351,6 +355,9 @@ CASES: dict[str, Case] = {
     "aux": Case(Chain(aux=True), batches(), layout(1, 1)),
     "aux, replicated": Case(Chain(aux=True), batches(), layout(2, 1)),
     "aux, DP": Case(Chain(aux=True), batches(EVEN), layout(2)),
+    "regularized": Case(Chain(regularized=True), batches(), layout(1, 1)),
+    "regularized, 2:1": Case(Chain(regularized=True), batches(), layout(2, 1)),
+    "regularized, 1:2:1": Case(Chain(regularized=True, skips={3: 0}), batches(), layout(1, 2, 1)),
     "integers and booleans": Case(integers_and_booleans, batches(), layout(1, 1, stages=["second"])),
     "integers and booleans, split": Case(integers_and_booleans, batches(), layout(1, 2, stages=["second"])),
     "integers and booleans, joined": Case(integers_and_booleans, batches(), layout(2, 1, stages=["second"])),

@@ -21,6 +21,7 @@ pytestmark = needs_horovod
 QUICK = {
     2: [
         *("1:1 float64", "DP 2 float64", "1:1 float32", "momentum, scheduled", "a last batch of one", "tied", "aux"),
+        "regularized",
         *("integers and booleans", "bfloat16 crosses", "two unknown axes", "batch norm"),
         *("bfloat16 weights, 2", "complex64 weights, 2"),
         *("DP 2, overlap, M = 1", "DP 2, overlap, M = 4"),
@@ -28,7 +29,7 @@ QUICK = {
     3: [
         *("2:1 float64", "1:2 float64", "1:1:1 float64", "a short last batch", "tied, user replicated", "skips"),
         *("integers and booleans, split", "aux, replicated", "dropout, replicated"),
-        *("2:1, overlap", "tied, overlap"),
+        *("2:1, overlap", "tied, overlap", "regularized, 2:1"),
     ],
     4: [
         *("2:2 float64", "3:1 float64", "1:2:1 float64", "straight 4 float64", "DP 4 float64"),
@@ -80,7 +81,9 @@ def test_replicas_end_with_the_same_values(name: str) -> None:
         assert values == [values[0]] * len(devices)
 
 
-@pytest.mark.parametrize("name", ["1:1:1 float64", "1:2:1 float64", "straight 4 float64", "DP 4 float64"])
+@pytest.mark.parametrize(
+    "name", ["regularized, 2:1", "1:1:1 float64", "1:2:1 float64", "straight 4 float64", "DP 4 float64"]
+)
 def test_a_rank_holds_its_stage_and_nothing_else(name: str) -> None:
     outcomes = found(name)
     plan = outcomes[0]["plan"]
