@@ -192,7 +192,10 @@ def _read(
     constants: dict[str, tf.Tensor] = {}
     inputs: dict[str, Node] = {}
     by_handle = {id(variable.handle): variable for variable in graph.variables}
-    trainable_ids = {id(variable) for variable in graph.trainable_variables}
+    candidates = list(graph.trainable_variables)
+    # A frozen Keras layer tells its own variables, not TensorFlow's.
+    wrappers = internals.keras_variables(candidates)
+    trainable_ids = {id(v) for v, wrapper in zip(candidates, wrappers, strict=True) if wrapper.trainable}
     trainable: list[str] = []
     arguments = graph.inputs[: len(specs)]
     operations = {

@@ -92,6 +92,18 @@ def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
         _replace_handles([(variable, _make_named_handle(variable, advice)) for variable in there])
 
 
+def make_releaser(variables: Sequence[tf.Variable]) -> Callable[[], None]:
+    """A function that frees what has been assigned to these variables since ``release_variables``; some us for each."""
+    handles = [variable.handle for variable in variables]
+
+    def release() -> None:
+        for handle in handles:
+            tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+    traced = tf.function(release, autograph=False).get_concrete_function()
+    return lambda: traced() and None
+
+
 def _make_named_handle(variable: tf.Variable, advice: str) -> Any:
     old = variable._handle
     name = f"{variable.name.split(':')[0]} ({advice}) {uuid.uuid4().hex}"  # known to the whole process

@@ -13,6 +13,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dapple_tf import internals
 from dapple_tf.errors import ModelError
 from dapple_tf.workload import Workload
 
@@ -103,7 +104,8 @@ def plain_step(workload: Workload) -> Callable[..., Any]:
         with tf.GradientTape() as tape:
             result = workload.loss_fn(*batch)
             loss = result[0] if isinstance(result, tuple) else result
-        variables = list(tape.watched_variables())
+        watched = list(tape.watched_variables())  # frozen Keras layers' too
+        variables = [v for v, known in zip(watched, internals.keras_variables(watched), strict=True) if known.trainable]
         workload.optimizer.apply(tape.gradient(loss, variables), variables)
         return loss
 

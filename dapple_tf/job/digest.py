@@ -52,12 +52,36 @@ def digest_constants(constants: Mapping[str, tf.Tensor]) -> str:
 
 
 def _canonical(body: bytes) -> bytes:
+    """The function without what numbers differ in: its arguments, nodes and results are named by their places."""
     function = function_pb2.FunctionDef.FromString(body)
     function.attr.clear()  # names its forward and backward, by number
     function.signature.name = _NUMBER.sub("", function.signature.name)
+    names = {argument.name: f"argument{i}" for i, argument in enumerate(function.signature.input_arg)}
+    names |= {node.name: f"node{i}" for i, node in enumerate(function.node_def)}
+    results = [(result.name, function.ret[result.name]) for result in function.signature.output_arg]
+    ends = [function.control_ret[name] for name in function.signature.control_output]
+    for map_of_names in (function.ret, function.control_ret):
+        map_of_names.clear()
+    for i, (argument, (_, value)) in enumerate(zip(function.signature.output_arg, results, strict=True)):
+        argument.name = f"result{i}"
+        function.ret[argument.name] = _rename(value, names)
+    del function.signature.control_output[:]
+    for i, node in enumerate(sorted(names.get(end, end) for end in ends)):
+        function.control_ret[f"end{i}"] = node
+    for argument in function.signature.input_arg:
+        argument.name = names[argument.name]
     for node in function.node_def:
+        node.name = names[node.name]
+        node.input[:] = [_rename(source, names) for source in node.input]
         _forget_numbers(node)
     return bytes(function.SerializeToString(deterministic=True))
+
+
+def _rename(source: str, names: Mapping[str, str]) -> str:
+    """An input of a node: ``x``, ``node:out:0`` or ``^node``, with the name that stands for it."""
+    control, rest = source.startswith("^"), source.removeprefix("^")
+    name, colon, place = rest.partition(":")
+    return "^" * control + names.get(name, name) + colon + place
 
 
 def _forget_numbers(node: Any) -> None:

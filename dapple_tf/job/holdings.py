@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -24,9 +24,13 @@ class Needs:
 
 @dataclass
 class Holdings:
-    """For each variable the ranks that hold it, and whose ``needs`` that is (None: since then all were gathered)."""
+    """For each variable the ranks that hold it, and whose ``needs`` that is (None: since then all were gathered).
+
+    ``release`` frees again what the user has assigned meanwhile to variables that this rank does not hold.
+    """
 
     needs: Needs | None = None
+    release: Callable[[], None] | None = None
     _held: dict[int, tuple[weakref.ref[tf.Variable], Ranks]] = field(default_factory=dict)
 
     def of(self, variable: tf.Variable) -> Ranks | None:

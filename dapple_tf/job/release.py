@@ -38,6 +38,9 @@ def settle(job: Job, needs: Needs, *, anew: bool = False) -> None:
     """
     known = holdings()
     if known.needs is needs and not anew:
+        if known.release is None:
+            known.release = internals.make_releaser([v for v, _ in needs.ranks if job.rank not in (known.of(v) or ())])
+        known.release()
         return
     transfers, dropped = [], []
     for variable, ranks in needs.ranks:
@@ -51,4 +54,4 @@ def settle(job: Job, needs: Needs, *, anew: bool = False) -> None:
                 dropped.append(variable)
     send_values(job, transfers)
     internals.release_variables(dropped, _ADVICE)
-    known.needs = needs
+    known.needs, known.release = needs, None

@@ -373,9 +373,17 @@ class Watch:
         # The others wait a little: they may be about to raise the same error, and to say more of it.
         facts = {"what": what, "wait": _BETTER_REASON, "exit_code": exit_code, "raised": True}
         self._send({"kind": "failure", **facts, **self._own_facts()})
-        reaper = threading.Timer(_OWN_END, self._end, (1,))  # what the main thread still does may wait for others
+        # What the main thread still does may wait for others.
+        reaper = threading.Timer(_OWN_END, self._end_for_good, (exit_code,))
         reaper.daemon = True
         reaper.start()
+
+    def _end_for_good(self, exit_code: int) -> None:
+        """End a process that has not ended by itself after the error that it reported, and say why."""
+        me = _name(self._job.rank, self._own.standing())
+        told = f"{me} ends now: it has gone on for {_OWN_END:g} s after the error above, but a step that fails ends the"
+        os.write(2, f"dapple: {told} job. Restart from the last checkpoint.\n".encode())
+        self._finish(exit_code)
 
     def _farewell(self) -> None:
         if not self._reported:

@@ -472,3 +472,18 @@ def test_an_error_of_the_users_own_passes_unchanged() -> None:
 
     with pytest.raises(ZeroDivisionError, match="the user's own"):
         capture(broken, (X,))
+
+
+def test_a_frozen_keras_layer_is_not_trained() -> None:
+    """Keras tells its own variables that they are frozen, and not TensorFlow's."""
+    layers = [keras.layers.Dense(2, name=name) for name in ("a", "b", "c")]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    layers[1].trainable = False
+    captured = capture(lambda x: tf.reduce_mean(model(x)), (X,))
+    trained = [captured.variables[name] for name in captured.trainable]
+    assert [any(v is w.value for v in trained) for layer in layers for w in layer.weights] == [True] * 2 + [
+        False
+    ] * 2 + [True] * 2
+    layers[0].trainable = layers[2].trainable = False
+    with pytest.raises(CaptureError, match="uses no trainable variable"):
+        capture(lambda x: tf.reduce_mean(model(x)), (X,))

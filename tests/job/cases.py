@@ -272,6 +272,19 @@ def dropped() -> Problem:
     return Problem(problem.loss_fn, {**problem.variables, **seeds}, adam)
 
 
+def recurrent() -> Problem:
+    """A GRU, which is a loop: TensorFlow names its parts by what the process has traced before."""
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    made = [
+        layers.Dense(WIDTH, "tanh", dtype="float64", name="dense_0"),
+        layers.RepeatVector(3, dtype="float64"),
+        layers.GRU(WIDTH, dtype="float64", name="gru"),
+        layers.Dense(WIDTH, dtype="float64", name="dense_1"),
+    ]
+    return _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
+
+
 def _squares(model: keras.Model) -> Problem:
     def loss_fn(x: Any, y: Any) -> Any:
         return tf.reduce_mean(tf.reduce_sum(tf.square(model(x, training=True) - y), 1))
@@ -377,6 +390,7 @@ CASES: dict[str, Case] = {
     "batch norm, replicated": Case(
         normalized, batches(EVEN), layout(2, 2, stages=["dense_1"]), in_turn=4, apart=("moving",)
     ),
+    "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
     "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
     "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equal=False),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),

@@ -22,13 +22,13 @@ QUICK = {
     2: [
         *("1:1 float64", "DP 2 float64", "1:1 float32", "momentum, scheduled", "a last batch of one", "tied", "aux"),
         "regularized",
-        *("integers and booleans", "bfloat16 crosses", "two unknown axes", "batch norm"),
+        *("integers and booleans", "bfloat16 crosses", "two unknown axes", "batch norm", "a GRU"),
         *("bfloat16 weights, 2", "complex64 weights, 2"),
         *("DP 2, overlap, M = 1", "DP 2, overlap, M = 4"),
     ],
     3: [
         *("2:1 float64", "1:2 float64", "1:1:1 float64", "a short last batch", "tied, user replicated", "skips"),
-        *("integers and booleans, split", "aux, replicated", "dropout, replicated"),
+        *("integers and booleans, split", "dropout, replicated"),
         *("2:1, overlap", "tied, overlap", "regularized, 2:1"),
     ],
     4: [

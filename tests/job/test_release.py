@@ -55,7 +55,7 @@ def test_steps_of_other_plans_train_one_model_in_turn(ranks: list[dict[str, Any]
     first, second = optimizers()
     one = step_of(loss_of(drawn), optimizer=first, stages=1, micro_batches=2)
     other = step_of(loss_of(drawn), optimizer=second, stages=1, micro_batches=2)
-    wanted = [float(step(X)) for step in (one, one, other, other, one, other, one)]
+    wanted = [float(step(X)) for step in (one, one, other, other, one, other, one, one)]
     for rank, seen in enumerate(ranks):
         np.testing.assert_allclose(seen["losses"], wanted, rtol=1e-12)
         saved = keras.models.load_model(folder / f"{rank}.keras")
@@ -64,4 +64,4 @@ def test_steps_of_other_plans_train_one_model_in_turn(ranks: list[dict[str, Any]
         assert "call step.gather() on every rank before this" in seen["why"]
     a, b, everything = ([0], [1, 2, 3]), ([0, 1, 2], [3]), [0, 1, 2, 3]
     for rank, seen in enumerate(ranks):
-        assert seen["readable"] == [*(plan[rank] for plan in (a, b, b, b, a, b, a)), everything]
+        assert seen["readable"] == [*(plan[rank] for plan in (a, b, b, b, a, b, a, a)), everything]
