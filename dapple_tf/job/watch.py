@@ -380,6 +380,9 @@ class Watch:
 
     def _end_for_good(self, exit_code: int) -> None:
         """End a process that has not ended by itself after the error that it reported, and say why."""
+        if self._over:  # it is about to end
+            self._end(exit_code)
+            return
         me = _name(self._job.rank, self._own.standing())
         told = f"{me} ends now: it has gone on for {_OWN_END:g} s after the error above, but a step that fails ends the"
         os.write(2, f"dapple: {told} job. Restart from the last checkpoint.\n".encode())
