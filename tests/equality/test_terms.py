@@ -77,6 +77,7 @@ def test_a_term_of_the_weights_equals_one_device(name: str, replicas: Sequence[i
     assert check_term(PROBLEMS[name](), replicas).shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", MORE_LAYOUTS, ids=str)
 def test_it_does_with_any_counts_of_replicas(replicas: Sequence[int]) -> None:
     assert check_term(of_chain(l2), replicas).shared

@@ -282,7 +282,9 @@ def recurrent() -> Problem:
         layers.GRU(WIDTH, dtype="float64", name="gru"),
         layers.Dense(WIDTH, dtype="float64", name="dense_1"),
     ]
-    return _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
+    problem = _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
+    # Without the state of the GRU's dropout, which it does not have.
+    return Problem(problem.loss_fn, {name: v for name, v in problem.variables.items() if v.trainable}, adam)
 
 
 def _squares(model: keras.Model) -> Problem:

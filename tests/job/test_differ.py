@@ -57,6 +57,7 @@ def test_all_ranks_end_and_say_which_began_what(how: str, stages: int, what: str
         assert rank.stderr.count("stops ") == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_of_what_was_trained_on_batches_that_differ(tmp_path: Path) -> None:
     """Though the ranks save before they notice."""
     error = run_until("save", 1, 2, str(tmp_path))

@@ -18,6 +18,7 @@ def test_ranks_of_horovodrun_equal_one_device(name: str) -> None:
     check_equal(name, launch(THREE_RANKS, HOROVODRUN)[name])
 
 
+@pytest.mark.slow
 def test_a_rank_of_horovodrun_that_is_killed_ends_the_others() -> None:
     error, seconds = run_until("SIGKILL", 1, launcher=HOROVODRUN)
     stops(error.ranks[0], 0, 1, r"was killed or has crashed \(its connection closed\)")

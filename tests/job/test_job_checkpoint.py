@@ -167,6 +167,7 @@ def test_a_job_saves_one_trace_of_all_ranks(tmp_path: Path) -> None:
     assert "timeline of one step" not in told[1].stdout + told[1].stderr
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_saved_is_told_by_every_rank_before_training(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(arguments(None, 3, "1,1", "--trace", str(tmp_path / "t.gif")), 2)
