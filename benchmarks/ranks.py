@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__":  # each rank keeps to a core of its own, before any library counts the cores
-    _cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {_cores[int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")) % len(_cores)]})
+from benchmarks.own_core import keep_to_own_core
+
+if __name__ == "__main__":  # before any library counts the cores
+    keep_to_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
 import json
 import subprocess

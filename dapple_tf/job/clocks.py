@@ -27,9 +27,13 @@ def clock_offsets(job: Job) -> tuple[float, ...]:
     for _ in range(_ROUNDS):
         job.gather(None)
         parted.append(time.time())
-    times = job.gather(parted)
+    return compare_clocks(hosts, job.gather(parted))
+
+
+def compare_clocks(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Seconds that each rank is ahead of rank 0; ``times``: what each read at the same moments, of its host's clock."""
     ahead = [statistics.median(a - b for a, b in zip(mine, times[0], strict=True)) for mine in times]
-    # Of one host all take the offset of its first rank.
+    # Of one host all take the offset of its first rank: they read one clock.
     return tuple(0.0 if host == hosts[0] else ahead[hosts.index(host)] for host in hosts)
 
 
