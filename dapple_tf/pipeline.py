@@ -19,7 +19,7 @@ def pipeline(
     plan: Plan | None = None,
     stages: int | Sequence[str] | str = "auto",
     replicas: Sequence[int] | None = None,
-    micro_batches: int = 8,
+    micro_batches: int | str = 8,
     schedule: str = "auto",
     recompute: bool = False,
     devices: Sequence[str | int] | None = None,
@@ -31,9 +31,10 @@ def pipeline(
     ``loss_fn``: a tf.function or callable of the batch's tensors (each batched on axis 0) that returns their
     mean loss, or (loss, aux). ``optimizer``: a keras optimizer. ``plan``: what a planner decided; or say
     ``stages`` (a number, the names of the layers that start a stage, or "auto": the model is profiled, and planned for
-    ``cluster`` or the devices at hand), ``replicas`` of each stage,
-    ``micro_batches`` and ``schedule`` ("gpipe", "dapple-a", "dapple-b", with ":D=n" where memory holds n
-    micro-batches). ``devices``: names or indices. Without ``loss_fn`` it is a decorator.
+    ``cluster`` or the devices at hand), ``replicas`` of each stage, ``micro_batches`` (or "auto") and ``schedule``
+    ("gpipe", "dapple-a", "dapple-b", with ":D=n" where memory holds n micro-batches; or "auto"). With stages and a
+    ``cluster`` the simulator chooses what is "auto" from a profile taken now: ``step.choice`` says why. ``devices``:
+    names or indices. Without ``loss_fn`` it is a decorator.
 
     Raises subclasses of ValueError that say what cannot be done and what can.
     """

@@ -25,6 +25,7 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
 from graph_passes.variables import find_variables
+from profiler.cluster import Cluster
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
@@ -115,9 +116,10 @@ def verify(
     plan: Plan | None = None,
     stages: int | Sequence[str] | str = "auto",
     replicas: Sequence[int] | None = None,
-    micro_batches: int = 8,
+    micro_batches: int | str = 8,
     schedule: str = "auto",
     devices: Sequence[str | int] | None = None,
+    cluster: Cluster | None = None,
 ) -> Report:
     """Run one step of the pipeline and one of a plain training step from the same variables, and compare.
 
@@ -127,7 +129,7 @@ def verify(
     the same micro-batches one after the other, and the report says so.
     """
     request = Request(stages, replicas, micro_batches, schedule)
-    step = PipelinedStep(loss_fn, optimizer, request, plan, devices)
+    step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     step.build(*batch)
     model = step.model(batch)
     variables = model.variables

@@ -25,8 +25,11 @@ MODEL = [
 PLAN = [
     click.option("--stages", default="auto", help="Number of stages, layer names (a,b,c), or auto."),
     click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
-    click.option("--micro-batches", default=8, show_default=True, help="M, micro-batches of a step."),
+    click.option("--micro-batches", default="8", show_default=True, help="M, micro-batches of a step, or auto."),
     click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n."),
+    click.option(
+        "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
+    ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
@@ -70,12 +73,12 @@ def describe(plan: Any, layers: Sequence[str]) -> str:
 def make_request(
     stages: str,
     replicas: str | None,
-    micro_batches: int,
+    micro_batches: str,
     schedule: str,
     plan_path: str | None = None,
     **_: Any,
 ) -> Any:
-    """The Request that the options of PLAN make; UsageError for replicas that are no numbers."""
+    """The Request that the options of PLAN make; UsageError for replicas or micro-batches that are no numbers."""
     from dapple_tf.planner.requested import Request
 
     wanted: Any = stages
@@ -88,7 +91,16 @@ def make_request(
         if not all(part.strip().isdigit() for part in replicas.split(",")):
             raise click.UsageError(f"--replicas {replicas}: give one whole number a stage, such as 2,1")
         counts = tuple(int(part) for part in replicas.split(","))
-    return Request(wanted, counts, micro_batches, schedule)
+    if micro_batches != "auto" and not micro_batches.lstrip("-").isdecimal():
+        raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
+    return Request(wanted, counts, "auto" if micro_batches == "auto" else int(micro_batches), schedule)
+
+
+def load_named_cluster(cluster: str | None, **_: Any) -> Any:
+    """The cluster that the options of PLAN name, or None; ClusterError for a file that holds none."""
+    from dapple_tf.commands.clusters import load_cluster
+
+    return load_cluster(cluster) if cluster else None
 
 
 def load_plan(path: str | None) -> Any:

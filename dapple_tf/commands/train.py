@@ -20,6 +20,7 @@ from dapple_tf.commands.common import (
     add_options,
     describe,
     load_model,
+    load_named_cluster,
     load_plan,
     make_request,
     quiet_start,
@@ -72,6 +73,8 @@ def train(
     step.check_numerics = check_numerics
     step.build(*first)
     tell(describe(step.plan, step.layer_names))
+    if step.choice is not None:
+        tell(str(step.choice))
     done, after = 0, None
     if checkpoint_dir:
         from dapple_tf.checkpoint import Checkpoints
@@ -123,7 +126,7 @@ def make_step(plan: Any, request: Any, options: Mapping[str, Any]) -> tuple[Any,
     from dapple_tf.training import batches
 
     workload = load_model(**options)
-    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan)
+    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan, cluster=load_named_cluster(**options))
     stream = batches(workload.dataset)
     first = next(stream)
     return step, first, itertools.chain([first], stream)

@@ -9,7 +9,17 @@ from typing import Any
 
 import click
 
-from dapple_tf.commands.common import MODEL, PLAN, add_options, load_model, load_plan, make_request, say, start
+from dapple_tf.commands.common import (
+    MODEL,
+    PLAN,
+    add_options,
+    load_model,
+    load_named_cluster,
+    load_plan,
+    make_request,
+    say,
+    start,
+)
 
 
 @click.command()
@@ -32,6 +42,7 @@ def verify(**options: Any) -> None:
         replicas=request.replicas,
         micro_batches=request.micro_batches,
         schedule=request.schedule,
+        cluster=load_named_cluster(**options),
     )
     say(str(report))
     if options["as_json"]:

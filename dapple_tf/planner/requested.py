@@ -10,17 +10,20 @@ from dapple_tf.planner.plan import Plan, StagePlan
 from graph_passes.layers import Layers
 from graph_passes.partition import balance
 
+_USUAL_MICRO_BATCHES = 8
+
 
 @dataclass(frozen=True)
 class Request:
     """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage.
 
     "auto" with replicas is as many stages as those name; without (``automatic``) it is for a planner to say.
+    ``micro_batches`` and ``schedule`` may be "auto": the simulator says.
     """
 
     stages: int | Sequence[str] | str = "auto"
     replicas: Sequence[int] | None = None
-    micro_batches: int = 8
+    micro_batches: int | str = 8
     schedule: str = "auto"
     recompute: bool = False
 
@@ -29,9 +32,33 @@ class Request:
         """Whether stages and replicas are left to a planner."""
         return self.stages == "auto" and self.replicas is None
 
+    @property
+    def open(self) -> bool:
+        """Whether anything is left to a planner or the simulator."""
+        return self.automatic or self.open_micro_batches or self.open_schedule
+
+    @property
+    def open_micro_batches(self) -> bool:
+        """Whether M is left to the simulator."""
+        return self.micro_batches == "auto"
+
+    @property
+    def open_schedule(self) -> bool:
+        """Whether the schedule is left to the simulator."""
+        return self.schedule == "auto"
+
+    def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
+        """M for a batch of so many samples; until the simulator has said it, as many as most pipelines take.
+
+        ``replicas``: the most of a stage, each of which needs a sample.
+        """
+        if isinstance(self.micro_batches, int):
+            return self.micro_batches
+        return max(1, min(_USUAL_MICRO_BATCHES, samples // replicas))
+
     def __post_init__(self) -> None:
-        if not isinstance(self.micro_batches, int):
-            raise PlanError(f"micro_batches={self.micro_batches!r}: give a whole number")
+        if not isinstance(self.micro_batches, int) and self.micro_batches != "auto":
+            raise PlanError(f"micro_batches={self.micro_batches!r}: give a whole number, or 'auto'")
         if not isinstance(self.schedule, str):
             raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
         if self.replicas is not None and not _all(self.replicas, int):
@@ -72,19 +99,20 @@ def plan_request(
             f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are {devices}: "
             "ask for fewer, or make more with dapple.init(devices=n)"
         )
-    check_batch(global_batch_size, request.micro_batches, replicas)
+    micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
+    check_batch(global_batch_size, micro_batches, replicas)
     bounds = [0, *starts, len(layers.layers)]
     stages, used = [], 0
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
         stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
         used += r
-    schedule = policy if request.schedule == "auto" else request.schedule
+    schedule = policy if request.open_schedule else request.schedule
     return Plan(
         model=layers.graph.name,
         planner="requested",
         global_batch_size=global_batch_size,
-        micro_batch_size=-(-global_batch_size // request.micro_batches),
-        micro_batches=request.micro_batches,
+        micro_batch_size=-(-global_batch_size // micro_batches),
+        micro_batches=micro_batches,
         schedule=schedule,
         recompute=request.recompute,
         stages=tuple(stages),

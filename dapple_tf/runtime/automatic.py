@@ -1,4 +1,4 @@
-"""``stages="auto"``: profile the model on the device at hand, and plan it for the cluster at hand."""
+"""What is left to "auto": profile the model on the device at hand, and plan it for the cluster at hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError
+from dapple_tf.planner.check import check_plan
+from dapple_tf.planner.choice import Choice, choose_schedule
 from dapple_tf.planner.fit import fit_cuts
 from dapple_tf.planner.make import decide, make_task, predicted
-from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.plan import Plan, StagePlan
+from dapple_tf.planner.pricing import POLICIES
 from dapple_tf.planner.requested import Request, check_batch
 from dapple_tf.planner.simple import fitted_candidates, simple_candidates
 from dapple_tf.planner.task import Candidate, Task
 from dapple_tf.profiling import profile
+from dapple_tf.simulator.costs import stage_costs
 from profiler.cluster import Cluster
+
+_TRIED = (2, 8, 32)  # numbers of micro-batches at whose sizes times are taken where M is open
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, and why it has its schedule, where that was left open."""
+
+    plan: Plan
+    choice: Choice | None
 
 
 def plan_automatically(
@@ -32,7 +47,7 @@ def plan_automatically(
     cluster: Cluster | None,
     replicable: bool,
     ranks: bool = False,
-) -> Plan:
+) -> Decided:
     """Planner "best" on a profile taken now, for the request's number of micro-batches, on so many ``devices``.
 
     ``cluster``: the devices that the plan may use; by default those of this process that really run beside each other.
@@ -42,10 +57,43 @@ def plan_automatically(
     Raises PlanError where the cluster has more devices than there are (or fewer than ranks), several servers are joined
     by nobody knows what, nothing fits, or nothing uses all ranks.
     """
-    size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-    micro_batches = request.micro_batches
-    check_batch(size, micro_batches, (1,))
-    samples = size // micro_batches
+    where = _find_cluster(cluster, devices, ranks)
+    task = _measure(loss_fn, batch, request, where, (2, where.devices) if replicable else (), slots)
+    candidates = _find(task) if replicable else _straight(task)
+    found = _on_every_rank(task, candidates, replicable) if ranks else _fastest(candidates)
+    size = _samples(batch)
+    if not request.open_schedule:
+        return Decided(_settle(task, found, "best", size), None)
+    choice = _choose(task, found.stages, (found.micro_batch_size,))
+    return Decided(_settle(task, dataclasses.replace(found, schedule=choice.schedule), "best", size), choice)
+
+
+def complete_plan(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    request: Request,
+    plan: Plan,
+    *,
+    slots: int,
+    devices: int,
+    cluster: Cluster | None,
+    ranks: bool = False,
+) -> Decided:
+    """The ``plan`` of given stages with policy, D and M by a profile taken now, as far as the request leaves them open.
+
+    See ``plan_automatically``; raises PlanError where no schedule fits the cluster's memory.
+    """
+    # The user has said how many devices run, be they more than there are cores.
+    known = cluster or (None if ranks else Cluster.detect(sum(plan.replicas)))
+    where = _find_cluster(known, devices, ranks)
+    task = _measure(loss_fn, batch, request, where, [r for r in plan.replicas if r > 1], slots)
+    sizes = [size for size in task.micro_batch_sizes if size >= max(plan.replicas)]
+    choice = _choose(task, plan.stages, sizes)
+    chosen = Candidate(plan.stages, task.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested")
+    return Decided(_settle(task, chosen, "requested", _samples(batch)), choice)
+
+
+def _find_cluster(cluster: Cluster | None, devices: int, ranks: bool) -> Cluster:
     where = cluster or (_cluster_of_job() if ranks else Cluster.detect(usable_devices(devices)))
     if ranks and where.devices != devices:
         raise PlanError(
@@ -54,21 +102,55 @@ def plan_automatically(
         )
     if where.devices > devices:
         raise PlanError(f"the cluster has {where.devices} devices, but here are {devices}: make as many or use fewer")
+    return where
+
+
+def _measure(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    request: Request,
+    where: Cluster,
+    replicas: Sequence[int],
+    slots: int,
+) -> Task:
+    """What the simulator is asked: a profile of micro-batches, and of their shares for stages of so many replicas."""
+    size = _samples(batch)
+    micro_batches = request.count_micro_batches(size)
+    check_batch(size, micro_batches, (1,))
+    samples = size // micro_batches
+    tried = {max(1, size // m) for m in _TRIED} if request.open_micro_batches else {samples}
+    slices = sorted((tried | {max(1, s // r) for s in tried for r in replicas}) - {samples})
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:samples], tuple(batch))
-    slices = sorted({max(1, samples // r) for r in (2, where.devices)} - {samples}) if replicable else []
-    measured = profile(loss_fn, rows, batch_sizes=slices)
-    task = make_task(
-        measured,
+    return make_task(
+        profile(loss_fn, rows, batch_sizes=slices),
         where,
-        global_batch_size=micro_batches * samples,
-        micro_batch_size=samples,
+        global_batch_size=size if request.open_micro_batches else micro_batches * samples,
+        micro_batch_size=None if request.open_micro_batches else samples,
         schedule=request.schedule,
         optimizer_slots=slots,
     )
-    candidates = _find(task) if replicable else _straight(task)
-    chosen = _on_every_rank(task, candidates, replicable) if ranks else _fastest(candidates)
-    plan, _ = predicted(task, chosen, "best")
-    return dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // micro_batches))
+
+
+def _choose(task: Task, stages: tuple[StagePlan, ...], sizes: Sequence[int]) -> Choice:
+    """The simulator's choice for these stages among micro-batches of these sizes, on the task's profile."""
+    costs = {}
+    for size in sizes:
+        plan = task.plan(stages, size, "dapple-a", "requested")
+        check_plan(plan, task.profile, task.cluster)
+        found = stage_costs(plan, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+        costs[plan.micro_batches] = found
+    policies = POLICIES if task.schedule == "auto" else (task.schedule,)
+    return choose_schedule(costs, task.cluster.device_memory, policies=policies, measured=True)
+
+
+def _settle(task: Task, chosen: Candidate, planner: str, size: int) -> Plan:
+    """The plan with its prediction, for the whole batch of ``size`` samples."""
+    plan, _ = predicted(task, chosen, planner)
+    return dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // plan.micro_batches))
+
+
+def _samples(batch: Sequence[Any]) -> int:
+    return int(tf.nest.flatten(tuple(batch))[0].shape[0])
 
 
 def usable_devices(devices: int) -> int:

@@ -21,10 +21,11 @@ from dapple_tf.job.clocks import gather_stamps
 from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
+from dapple_tf.planner.choice import Choice
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
-from dapple_tf.runtime.automatic import count_slots, plan_automatically
+from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.timeline import Timeline, make_timeline, read_stamps
@@ -81,12 +82,16 @@ class PipelinedStep:
             raise PlanError("give a plan, or stages and replicas, not both")
         if request.recompute or (plan is not None and plan.recompute):
             raise PlanError("recompute is not there yet: leave it False")
-        if cluster is not None and (plan is not None or not request.automatic):
-            raise PlanError('a cluster is for planning: leave it out, or give stages="auto" without plan and replicas')
+        if cluster is not None and (plan is not None or not request.open):
+            raise PlanError(
+                "a cluster is for planning, and nothing is left to plan: leave it out, or leave stages, micro_batches "
+                'or schedule "auto"'
+            )
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._request = request
         self._plan = plan
+        self._choice: Choice | None = None
         self._wanted_devices = devices
         self._cluster = cluster
         self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
@@ -111,6 +116,11 @@ class PipelinedStep:
         if self._plan is None:
             raise UsageError("nothing is decided before the first batch: call the step, or give example_batch")
         return self._plan
+
+    @property
+    def choice(self) -> Choice | None:
+        """Why the plan has its schedule and M, where they were left "auto" and the simulator was asked."""
+        return self._choice
 
     @property
     def graph_def(self) -> Any:
@@ -246,7 +256,7 @@ class PipelinedStep:
     def _trace(self, batch: Sequence[Any], size: int) -> _Model:
         captured = capture(self._loss_fn, batch)
         check_loss(captured)
-        probe = max(2, size // max(1, self._request.micro_batches))
+        probe = max(2, size // max(1, self._request.count_micro_batches(size)))
         shapes = infer_shapes(captured, probe)
         captured = dataclasses.replace(captured, graph=mark_batch(captured.graph, shapes, probe))
         layers = find_layers(captured.graph)
@@ -275,7 +285,8 @@ class PipelinedStep:
             self._job.compare({**asked, "layers of the model": self.layer_names})
         if self._plan is None:
             choose = partial(self._choose, captured, layers, costs, batch)
-            self._plan = choose() if self._job is None else self._job.decide(choose)
+            decided = choose() if self._job is None else self._job.decide(choose)
+            self._plan, self._choice = decided.plan, decided.choice
         plan = self._plan
         if plan.stages[-1].last_layer != len(layers.layers) - 1:
             raise PlanError(
@@ -294,23 +305,36 @@ class PipelinedStep:
         self._starts = tuple(self.layer_names[start] for start in plan.starts)
         return list(plan.starts)
 
-    def _choose(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> Plan:
+    def _choose(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> Decided:
         """The plan that was asked for."""
+        ranks = self._job is not None
         devices = len(list_devices(self._wanted_devices)) if self._job is None else self._job.size
-        if not self._request.automatic:
-            size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-            # Between processes an exchange takes its time while both compute: more forwards first hide it.
-            policy = "dapple-a" if self._job is None else "dapple-b"
-            return plan_request(self._request, layers, costs, size, devices, policy)
-        return plan_automatically(
+        slots = count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable])
+        if self._request.automatic:
+            return plan_automatically(
+                self._loss_fn,
+                batch,
+                self._request,
+                slots=slots,
+                devices=devices,
+                cluster=self._cluster,
+                replicable=not captured.stateful,
+                ranks=ranks,
+            )
+        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
+        # Between processes an exchange takes its time while both compute: more forwards first hide it.
+        plan = plan_request(self._request, layers, costs, size, devices, "dapple-b" if ranks else "dapple-a")
+        if self._cluster is None and not self._request.open_micro_batches:
+            return Decided(plan, None)
+        return complete_plan(
             self._loss_fn,
             batch,
             self._request,
-            slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
+            plan,
+            slots=slots,
             devices=devices,
             cluster=self._cluster,
-            replicable=not captured.stateful,
-            ranks=self._job is not None,
+            ranks=ranks,
         )
 
 

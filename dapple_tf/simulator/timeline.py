@@ -18,6 +18,7 @@ from dapple_tf.simulator.critical import Event, critical_path, critical_stage
 from dapple_tf.simulator.engine import early_backward_order
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
+from dapple_tf.simulator.ratio import activation_communication_ratio
 from dapple_tf.timeline.chart import scale_bytes, scale_time
 from graph_passes.schedule import named_warm_up
 from profiler.cluster import Cluster
@@ -67,15 +68,8 @@ class Timeline:
 
     @property
     def acr(self) -> float:
-        """Mean seconds of a boundary's transfers (both directions) over a stage's mean compute (DAPPLE, Table V).
-
-        0 for one stage; infinity where only transfers take time.
-        """
-        sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in self.costs[:-1]]
-        computed = [cost.forward_seconds + cost.backward_seconds for cost in self.costs]
-        if not any(sent):
-            return 0.0
-        return float(np.mean(sent) / np.mean(computed)) if any(computed) else float("inf")
+        """See ``activation_communication_ratio``."""
+        return activation_communication_ratio(self.costs)
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[float, ...]:

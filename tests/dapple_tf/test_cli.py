@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -241,7 +242,7 @@ def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -
         (("trane", MODEL), "No such command 'trane'"),
         (("train", MODEL, "--stages"), "requires an argument"),
         (("train", MODEL, "--stagez", 2), "No such option"),
-        (("train", MODEL, "--micro-batches", "many"), "'many' is not a valid integer"),
+        (("train", MODEL, "--micro-batches", "many"), "--micro-batches many: give a whole number, or auto"),
         (("train", MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
         (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that takes"),
@@ -274,6 +275,8 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         ((MODEL, "--stages", 2, "--replicas", "1,9"), "need 10 devices, but there are 8", 1),
         ((MODEL, "--micro-batches", 9), "micro_batches=9 is more than the 8 samples of the batch", 1),
         ((MODEL, "--schedule", "zigzag"), "no schedule is called 'zigzag'; there are gpipe, dapple-a", 1),
+        ((MODEL, "--cluster", "absent.yaml"), "absent.yaml: ", 1),
+        ((MODEL, "--stages", 2, "--schedule", "gpipe", "--cluster", "config-a:2"), "nothing is left to plan", 1),
         ((MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 1),
         ((MODEL, "--devices", 0), "devices=0: at least one is needed", 1),
         ((MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
@@ -294,6 +297,14 @@ def test_what_fails_is_told_in_one_line(
     (line,) = [line for line in err.splitlines() if line]
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_train_says_why_it_took_its_schedule(command: Callable[..., Any], model: str) -> None:
+    words = ("--stages", 2, "--micro-batches", "auto", "--cluster", "config-a:2", "--steps", 1)
+    code, out, err = command("train", model, *words)
+    assert code == 0, err
+    assert re.search(r"schedule dapple-[ab], M = [1248]: ACR \d\.\d{3}; ", out)
 
 
 def test_a_bad_trace_path_fails_before_any_training(command: Callable[..., Any]) -> None:

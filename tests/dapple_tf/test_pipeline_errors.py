@@ -74,7 +74,11 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"schedule": "gpipe:D=1"}, ScheduleError, "gpipe holds all M=2 micro-batches, but D=1: use dapple-a"),
         ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
         ({"cluster": "cluster.yaml"}, PlanError, r"cluster is a str: read a file with dapple.Cluster.load\(path\)"),
-        ({"cluster": config("a", 2)}, PlanError, 'a cluster is for planning: leave it out, or give stages="auto"'),
+        (
+            {"cluster": config("a", 2), "schedule": "gpipe"},
+            PlanError,
+            "a cluster is for planning, and nothing is left to plan: leave it out",
+        ),
         (
             {"cluster": config("a", 9), "stages": "auto"},
             PlanError,

@@ -1,0 +1,21 @@
+"""How much of a step is communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapple_tf.simulator.costs import StageCosts
+
+
+def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:
+    """ACR: mean seconds of a boundary's transfers (both directions) over a stage's mean compute (DAPPLE, Table V).
+
+    0 for one stage; infinity where only transfers take time.
+    """
+    sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in costs[:-1]]
+    computed = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+    if not any(sent):
+        return 0.0
+    return float(np.mean(sent) / np.mean(computed)) if any(computed) else float("inf")
