@@ -13,7 +13,6 @@ import queue
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from dapple_tf.errors import JobError
 from dapple_tf.job.beginnings import Beginning, Beginnings
+from dapple_tf.job.last_words import describe_difference, describe_end, describe_failure, flush_output, say
 from dapple_tf.job.links import Link, Message, link_ranks
 from dapple_tf.job.membership import Job
 from dapple_tf.job.progress import Progress, Standing, progress
@@ -311,13 +311,7 @@ class Watch:
         if self._told_difference:
             return
         self._told_difference = True
-        own = self._own.standing()
-        told = (
-            f"{_name(self._job.rank, own)} stops {own.when}, because the ranks differ: {what}. Every rank must be "
-            "called with the same batches, and make the same calls in the same order. The last exchange it completed: "
-            f"{own.completed}. All processes end; restart from the last checkpoint."
-        )
-        os.write(2, f"dapple: {told}\n".encode())
+        say(describe_difference(self._job.rank, self._own.standing(), what))
 
     def _suspect(self, rank: int, what: str, wait: float = 0.0, exit_code: int = 1) -> None:
         """Hold ``rank`` for failed, and end after ``wait`` seconds; a reason to end sooner takes its place."""
@@ -338,24 +332,12 @@ class Watch:
             return
         facts = {"rank": verdict.rank, "standing": asdict(verdict.standing)}
         self._send({"kind": "failure", "what": verdict.what, "wait": 0.0, "exit_code": verdict.exit_code, **facts})
-        own = self._own.standing()
-        me, other = _name(self._job.rank, own), _name(verdict.rank, verdict.standing)
-        if verdict.rank == self._job.rank:
-            told = f"{me} stops {own.when}: it {verdict.what}; the last exchange it completed: {own.completed}."
-        else:
-            told = (
-                f"{me} stops: {other}, {verdict.standing.when}, {verdict.what}; the last exchange it completed, by its "
-                f"last report: {verdict.standing.completed}. {me} was {own.when}; the last exchange it completed: "
-                f"{own.completed}. All processes end; restart from the last checkpoint."
-            )
-        os.write(2, f"dapple: {told}\n".encode())
+        say(describe_failure(self._job.rank, self._own.standing(), verdict.rank, verdict.standing, verdict.what))
         self._finish(verdict.exit_code)
 
     def _finish(self, exit_code: int) -> None:
         """End the process at once; what it had printed is not lost, unless a lock is held on it."""
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(0.2)
+        flush_output()
         self._over = True
         self._end(exit_code)
 
@@ -383,9 +365,7 @@ class Watch:
         if self._over:  # it is about to end
             self._end(exit_code)
             return
-        me = _name(self._job.rank, self._own.standing())
-        told = f"{me} ends now: it has gone on for {_OWN_END:g} s after the error above, but a step that fails ends the"
-        os.write(2, f"dapple: {told} job. Restart from the last checkpoint.\n".encode())
+        say(describe_end(self._job.rank, self._own.standing(), _OWN_END))
         self._finish(exit_code)
 
     def _farewell(self) -> None:
@@ -444,13 +424,3 @@ def _read_timeout(environment: Mapping[str, str]) -> float:
     if not 1 <= timeout < float("inf"):
         raise JobError(f"{TIMEOUT}={text!r}: give seconds, 1 or more")
     return timeout
-
-
-def _name(rank: int, standing: Standing) -> str:
-    return f"rank {rank}" + ("" if standing.stage is None else f" (stage {standing.stage})")
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or replaced by anything
-            stream.flush()
