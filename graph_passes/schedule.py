@@ -114,6 +114,12 @@ def check_name(name: str) -> None:
         warm_up(policy, 1, limit or 1, limit)
 
 
+def count_stages(name: str) -> int | None:
+    """How many stages the schedule called ``name`` is for, as it gives each K_i; None where a policy does."""
+    explicit = _EXPLICIT.fullmatch(name)
+    return explicit[1].count(",") + 1 if explicit else None
+
+
 def for_fewer(name: str, micro_batches: int) -> str:
     """The schedule's name for a batch of fewer micro-batches: no K_i that it gives exceeds them."""
     if explicit := _EXPLICIT.fullmatch(name):

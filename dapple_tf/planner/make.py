@@ -17,7 +17,7 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.shortage import describe_shortage
 from dapple_tf.planner.task import Candidate, Decision, Task, micro_batch_sizes
 from dapple_tf.simulator.timeline import Timeline, simulate
-from graph_passes.schedule import check_name
+from graph_passes.schedule import check_name, count_stages, named_warm_up
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -84,12 +84,23 @@ def make_task(
     for name, number in asked.items():
         if not isinstance(number, int) or isinstance(number, bool):
             raise PlanError(f"{name} is {number!r}, not a whole number")
-    if schedule != "auto":
-        check_name(schedule)
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
+    if schedule != "auto":
+        _check_schedule(schedule, cluster.devices, global_batch_size // sizes[0])
     return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
+
+
+def _check_schedule(name: str, devices: int, micro_batches: int) -> None:
+    """PlanError or ScheduleError for a schedule that no plan on so many devices, of so many micro-batches, can have."""
+    check_name(name)
+    stages = count_stages(name)
+    if stages is None:
+        return
+    if stages > devices:
+        raise PlanError(f"schedule {name!r} is for {stages} stages, but the cluster has {devices} devices")
+    named_warm_up(name, stages, micro_batches)
 
 
 def decide(task: Task, planner: str, **options: Any) -> Decision:

@@ -15,6 +15,7 @@ from dapple_tf.planner.make import make_task
 from dapple_tf.planner.plan import Plan
 from profiler.cluster import Cluster
 from profiler.profile import Profile
+from tests.graph_passes.builders import refused
 from tests.planner.builders import Problem, make_cluster, make_profile, problems
 
 # Of each layer: seconds, bytes sent, kept and trained of 4 samples. Fixed bytes of one: 4 x 10.
@@ -78,6 +79,28 @@ def test_more_devices_than_samples() -> None:
         with pytest.raises(PlanError, match=rf"'{planner}' may choose .* a sample for each replica: planner 'best'"):
             plan(one, make_cluster(2), planner=planner, micro_batch_size=1)
     assert plan(one, make_cluster(2), micro_batch_size=1).replicas == (1,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("K=0,1", "K_0 = 0 is not between 1 and M = 4"),
+        ("K=5,1", "K_0 = 5 is not between 1 and M = 4"),
+        ("K=1,2", "the schedule deadlocks; blocked actions are marked:\nstage 0: 0F0   0B0!"),
+    ],
+)
+@pytest.mark.parametrize("planner", ["best", "gpipe"])
+def test_explicit_warm_ups_that_no_plan_has_are_not_called_a_lack_of_memory(
+    planner: str, schedule: str, said: str
+) -> None:
+    with refused(ScheduleError, said):
+        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, planner=planner, schedule=schedule)
+
+
+def test_explicit_warm_ups_of_more_stages_than_devices() -> None:
+    with refused(PlanError, "schedule 'K=3,2,1' is for 3 stages, but the cluster has 2 devices"):
+        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule="K=3,2,1")
+    assert len(plan(cluster=make_cluster(3), batch=16, micro_batch_size=4, schedule="K=3,2,1").stages) == 3
 
 
 def test_a_schedule_that_holds_too_much() -> None:
