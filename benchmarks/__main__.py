@@ -23,6 +23,7 @@ from benchmarks import (
     startup,
     table5,
     table7,
+    table8,
 )
 from benchmarks.needs import NEEDS
 
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "profile": profile,
     "table5": table5,
     "table7": table7,
+    "table8": table8,
     "speedups": speedups,
     "never_slower": never_slower,
     "planner_speed": planner_speed,
