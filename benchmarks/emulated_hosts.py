@@ -68,9 +68,12 @@ def find_hindrance() -> str | None:
 
 
 @contextlib.contextmanager
-def emulated_hosts(count: int, rate: str, *, retransmissions: int | None = None) -> Iterator[Hosts]:
+def emulated_hosts(
+    count: int, rate: str, *, burst: float = 0.005, retransmissions: int | None = None
+) -> Iterator[Hosts]:
     """``count`` hosts whose interfaces pass ``rate`` (as tc writes it: ``1gbit``) each way; gone afterwards.
 
+    ``burst``: after a pause, so many seconds' worth of bytes pass at once; less than the transfers that are timed.
     ``retransmissions``: so often TCP tries before it gives a connection up. The system's 15 take a quarter of an hour,
     and so does mpirun to notice that a host has gone; 4 take 6 s.
     """
@@ -79,7 +82,7 @@ def emulated_hosts(count: int, rate: str, *, retransmissions: int | None = None)
             _run("ip", "link", "add", _bridge(), "type", "bridge")
             _run("ip", "link", "set", _bridge(), "up")
             for host in range(count):
-                _add_host(host, rate)
+                _add_host(host, rate, burst)
                 if retransmissions is not None:
                     setting = f"echo {retransmissions} > /proc/sys/net/ipv4/tcp_retries2"
                     _run("ip", "netns", "exec", _namespace(host), "sh", "-c", setting)
@@ -107,7 +110,7 @@ def _address(host: int) -> str:
     return f"{_NETWORK}.{host + 1}"
 
 
-def _add_host(host: int, rate: str) -> None:
+def _add_host(host: int, rate: str, burst: float) -> None:
     name, outside = _namespace(host), _outside(host)
     _run("ip", "netns", "add", name)
     _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -116,19 +119,19 @@ def _add_host(host: int, rate: str) -> None:
     _run(*inside, "ip", "addr", "add", f"{_address(host)}/24", "dev", "eth0")
     _run(*inside, "ip", "link", "set", "eth0", "up")
     _run(*inside, "ip", "link", "set", "lo", "up")
-    shape = ("root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "10ms")
+    shape = ("root", "tbf", "rate", rate, "burst", _burst(rate, burst), "latency", "10ms")
     _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *shape)  # what leaves the host
     _run("tc", "qdisc", "replace", "dev", outside, *shape)  # what enters it
 
 
-def _burst(rate: str) -> str:
-    """What 5 ms pass, in bits: queues of the size that switches have.
+def _burst(rate: str, seconds: float) -> str:
+    """What so many seconds pass, in bytes.
 
-    In queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps, in these 190.
+    In queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps, in those of 10 ms and bursts of 5 ms 190.
     """
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     number, unit = rate[:-4], rate[-4:]
-    return f"{int(float(number) * units[unit] * 0.005 / 8)}"
+    return f"{int(float(number) * units[unit] * seconds / 8)}"
 
 
 def _write_agent(folder: Path) -> Path:

@@ -26,4 +26,5 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "ranks": lack_of_ranks,
     "startup": lack_of_ranks,
     "hosts": lack_of_hosts,
+    "table4": lack_of_hosts,
 }

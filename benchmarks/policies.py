@@ -1,0 +1,134 @@
+"""Pipelines whose stages wait instead of computing, so that their costs are known: a step under each policy.
+
+A case is built twice: as a model of ``benchmarks.waits`` that runs, and as a profile for the simulator and the
+planner's prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dapple_tf.planner.make import make_task
+from dapple_tf.planner.plan import StagePlan
+from dapple_tf.planner.task import Task
+from dapple_tf.simulator.timeline import Timeline, simulate
+from profiler.cluster import Cluster, Link, Server
+from profiler.profile import LayerCost, Profile
+
+if TYPE_CHECKING:
+    from dapple_tf.runtime.timeline import Timeline as Measured
+
+POLICIES = ("dapple-a", "dapple-b")
+ROWS = 8  # samples of a micro-batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """Stages of so many equal layers (``loads``), each of which waits ``forward`` and ``backward`` seconds.
+
+    ``link``: what joins the stages' hosts; ``ratio``: the ACR (DAPPLE, section V.C) that the boundary's bytes are
+    chosen for, where the link's latency allows.
+    """
+
+    loads: tuple[int, ...]
+    forward: float
+    backward: float
+    micro_batches: int
+    link: Link
+    ratio: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Columns of float32 with which a boundary's two transfers take ``ratio`` of a stage's mean compute."""
+        compute = (self.forward + self.backward) * sum(self.loads) / len(self.loads)
+        seconds = self.ratio * compute / 2 - self.link.latency
+        return max(1, round(seconds * self.link.bandwidth / (4 * ROWS)))
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """A device each."""
+        ends = [sum(self.loads[: i + 1]) for i in range(len(self.loads))]
+        return tuple(
+            StagePlan(end - load, end - 1, (i,)) for i, (end, load) in enumerate(zip(ends, self.loads, strict=True))
+        )
+
+    @property
+    def task(self) -> Task:
+        """What is known: the waits, the bytes of the boundaries, and the link."""
+        sent = 4.0 * ROWS * self.width
+        count = sum(self.loads)
+        layers = tuple(
+            LayerCost(f"wait_{i}", self.forward, self.backward, sent, sent, 4.0 * self.width) for i in range(count)
+        )
+        servers = tuple(Server(f"host{i}", 1) for i in range(len(self.loads)))
+        cluster = Cluster(servers, 8e9, self.link, self.link)
+        profile = Profile("waits", ROWS, "waiting", layers)
+        return make_task(profile, cluster, global_batch_size=ROWS * self.micro_batches, micro_batch_size=ROWS)
+
+    def predict(self, policy: str) -> Timeline:
+        """The simulated step."""
+        task = self.task
+        return simulate(task.plan(self.stages, ROWS, policy, "policies"), task.profile, task.cluster)
+
+    def choose(self) -> str:
+        """The policy that the planner takes for these stages, by the simulator."""
+        found = self.task.price(self.stages, ROWS, "policies")
+        if found is None:
+            raise RuntimeError(f"stages of {self.loads} layers do not fit the devices' memory")
+        return found.schedule
+
+    def make_steps(self) -> dict[str, Callable[[bool], Measured | None]]:
+        """A step under each policy, which runs once; the timeline where it is to record."""
+        return {policy: self._make_step(policy) for policy in POLICIES}
+
+    def _make_step(self, policy: str) -> Callable[[bool], Measured | None]:
+        import dapple_tf as dapple
+        from benchmarks.waits import stage_names, waits
+
+        count = sum(self.loads)
+        # All of a backward is the gradient of its inputs: what is sent back is there when it ends.
+        timed = waits(
+            count,
+            forward=self.forward,
+            inputs=self.backward,
+            weights=0.0,
+            width=self.width,
+            batch_size=ROWS * self.micro_batches,
+        )
+        names = ["wait_0", *stage_names(count)]
+        step = dapple.pipeline(
+            timed.workload.loss_fn,
+            optimizer=timed.workload.optimizer,
+            stages=[names[stage.first_layer] for stage in self.stages[1:]],
+            micro_batches=self.micro_batches,
+            schedule=policy,
+        )
+
+        def run(record: bool) -> Measured | None:
+            if record:
+                step.record(*timed.batch)
+                found: Measured = step.timeline
+                return found
+            float(step(*timed.batch))
+            return None
+
+        return run
+
+
+def beside(timeline: Measured) -> float:
+    """The part of the exchanges' time in which both ends run an action."""
+    total = both = 0.0
+    for transfer in timeline.transfers:
+        total += transfer.end - transfer.start
+        source, target = (_busy(timeline, stage) for stage in (transfer.source, transfer.target))
+        for first in source:
+            for second in target:
+                start, end = max(transfer.start, first[0], second[0]), min(transfer.end, first[1], second[1])
+                both += max(0.0, end - start)
+    return both / total if total else 0.0
+
+
+def _busy(timeline: Measured, stage: int) -> Sequence[tuple[float, float]]:
+    return [(event.start, event.end) for event in timeline.events if event.action.stage == stage]
