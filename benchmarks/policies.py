@@ -1,7 +1,7 @@
 """Pipelines whose stages wait instead of computing, so that their costs are known: a step under each policy.
 
 A case is built twice: as a model of ``benchmarks.waits`` that runs, and as a profile for the simulator and the
-planner's prices.
+planner. (A profile taken now would not do: it takes off the time in which the process does not work, and this is all.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dapple_tf.planner.choice import Choice, choose_schedule
 from dapple_tf.planner.make import make_task
 from dapple_tf.planner.plan import StagePlan
 from dapple_tf.planner.task import Task
@@ -72,12 +73,10 @@ class Case:
         task = self.task
         return simulate(task.plan(self.stages, ROWS, policy, "policies"), task.profile, task.cluster)
 
-    def choose(self) -> str:
-        """The policy that the planner takes for these stages, by the simulator."""
-        found = self.task.price(self.stages, ROWS, "policies")
-        if found is None:
-            raise RuntimeError(f"stages of {self.loads} layers do not fit the devices' memory")
-        return found.schedule
+    def choose(self) -> Choice:
+        """What ``schedule="auto"`` takes for these stages, from what is known of them in place of a profile."""
+        costs = {self.micro_batches: self.predict(POLICIES[0]).costs}
+        return choose_schedule(costs, self.task.cluster.device_memory, measured=True)
 
     def make_steps(self) -> dict[str, Callable[[bool], Measured | None]]:
         """A step under each policy, which runs once; the timeline where it is to record."""

@@ -3,7 +3,7 @@
 Two hosts of one device, network namespaces whose link is shaped, run a pipeline whose work is waiting, so that both
 really compute at the same time, beside their exchanges. What crosses the boundary is made wider and wider; both
 policies take turns. A fifth case, of uneven stages in one process, has policy A ahead. Predictions are the simulator's,
-from the waits and the link as it is shaped, and so is what "auto" takes: the planner's price of the same stages.
+from the waits and the link as it is shaped, and so is what "auto" takes of gpipe and both policies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def compare(title: str, case: Case, measured: Mapping[str, float]) -> Iterator[R
         f"{gain:.2f}; {told}",
         abs(gain / wanted - 1) <= CLOSE,
     )
-    taken = case.choose()
+    taken = case.choose().schedule
     (other,) = set(POLICIES) - {taken}
     more = measured[taken] / measured[other] - 1
     told = f"{taken}, {abs(more):.1%} {'slower' if more > 0 else 'faster'} than {other}"

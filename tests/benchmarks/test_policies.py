@@ -27,8 +27,8 @@ def test_predicted_gains_of_policy_b_rise_with_the_ratio() -> None:
 
 
 def test_auto_takes_b_for_wide_boundaries_and_a_for_a_heavy_first_stage() -> None:
-    assert [case.choose() for case in LINKED] == ["dapple-b"] * 4
-    assert UNEVEN.choose() == "dapple-a"
+    assert [case.choose().schedule for case in LINKED] == ["dapple-b"] * 4
+    assert UNEVEN.choose().schedule == "dapple-a"
     # With F = B = 1: A 16, B 18 of 20 ms.
     assert UNEVEN.predict("dapple-a").step_seconds == pytest.approx(0.32, rel=1e-6)
     assert UNEVEN.predict("dapple-b").step_seconds == pytest.approx(0.36, rel=1e-6)
