@@ -109,8 +109,14 @@ def find_largest(profile: Profile, devices: int, micro_batch: int) -> tuple[int,
 def simulate_straight(profile: Profile, devices: int, micro_batch: int) -> Timeline | None:
     """A stage a device, cut as the planners cut; None where one of them does not fit."""
     cluster = config("a", devices)
-    sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro_batch}
-    task = make_task(profile, cluster, **sizes, schedule="dapple-a", recompute=True)
+    task = make_task(
+        profile,
+        cluster,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch,
+        schedule="dapple-a",
+        recompute=True,
+    )
     stages = fit_cuts(task, [(device,) for device in range(devices)], micro_batch)
     if stages is None:
         return None

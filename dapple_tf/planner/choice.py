@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
@@ -11,7 +11,7 @@ from dapple_tf.planner.shortage import show_bytes
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.ratio import activation_communication_ratio
-from graph_passes.schedule import read_policy
+from graph_passes.schedule import count_stages, named_warm_up, read_policy
 
 # A policy that holds more micro-batches must be faster by more than this, or memory is spent for nothing.
 _WORTH = 1e-3
@@ -42,7 +42,7 @@ class Choice:
         ]
         if others:
             text += f"; {', '.join(others)}"
-        _, limit = read_policy(self.schedule)
+        limit = None if count_stages(self.schedule) else read_policy(self.schedule)[1]
         if limit is not None:
             stage = min(range(len(self.held)), key=lambda s: self.held[s])
             text += f"; D = {limit}: a device's {show_bytes(self.memory)} hold no more micro-batches of stage {stage}"
@@ -50,13 +50,18 @@ class Choice:
 
 
 def choose_schedule(
-    costs: Mapping[int, Sequence[StageCosts]], memory: float, *, policies: Iterable[str] = POLICIES, measured: bool
+    costs: Mapping[int, Sequence[StageCosts]], memory: float, *, policies: Sequence[str] = POLICIES, measured: bool
 ) -> Choice:
     """The fastest of the ``policies`` over all numbers of micro-batches M; of equals the one that stashes least.
 
     ``costs``: of each stage, by M. ``memory``: bytes of a device. D is what the memory holds (DAPPLE, V.C). Raises
-    PlanError where no M fits: which stage lacks how many bytes, and what would help.
+    PlanError where no M fits: which stage lacks how many bytes, and what would help; ScheduleError for explicit K_i
+    that cannot be.
     """
+    for policy in policies:
+        if count_stages(policy):
+            most = max(costs)
+            named_warm_up(policy, len(costs[most]), most)
     best: Choice | None = None
     for m, stages in sorted(costs.items()):
         rows = rows_of(stages)
@@ -71,7 +76,7 @@ def choose_schedule(
             acr = activation_communication_ratio(stages)
             best = Choice(name, m, acr, seconds, measured, memory, held)
     if best is None:
-        raise PlanError(_explain_shortage(costs, memory))
+        raise PlanError(_explain_shortage(costs, memory, policies))
     return best
 
 
@@ -81,12 +86,18 @@ def _count_held(stage: StageCosts, memory: float, micro_batches: int) -> int:
     return micro_batches if room >= micro_batches * stage.stash_bytes else max(0, int(room / stage.stash_bytes))
 
 
-def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float) -> str:
+def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, policies: Sequence[str]) -> str:
     """The stage that lacks most with the smallest micro-batches, one in flight, and what would help."""
     m = max(costs)
     needs = [stage.fixed_bytes + stage.working_bytes + stage.stash_bytes for stage in costs[m]]
     worst = max(range(len(needs)), key=lambda s: needs[s])
     stage, lacks = costs[m][worst], needs[worst] - memory
+    if needs[worst] <= usable_bytes(memory):
+        return (
+            f"schedule {' or '.join(policies)} holds more micro-batches of stage {worst}, "
+            f"{show_bytes(stage.stash_bytes)} each with M = {m}, than a device's {show_bytes(memory)} have room for: "
+            "use schedule 'auto'"
+        )
     text = (
         f"no schedule fits: with M = {m} and one micro-batch in flight stage {worst} needs {show_bytes(needs[worst])} "
         f"(weights, gradients and slots {show_bytes(stage.fixed_bytes)}, a stash {show_bytes(stage.stash_bytes)}, at "

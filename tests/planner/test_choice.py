@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.planner.choice import Choice, choose_schedule
+from tests.graph_passes.builders import refused
 from tests.simulator.builders import cost
 
 
@@ -59,6 +60,32 @@ def test_a_number_of_micro_batches_that_does_not_fit_is_passed_over() -> None:
 
 def test_a_schedule_that_is_given_is_only_limited() -> None:
     assert choose(cost(1, 2, send=1), cost(1, 2), policies=("dapple-a",)).schedule == "dapple-a"
+
+
+def test_explicit_warm_ups_are_told_like_a_policy() -> None:
+    choice = choose(cost(1, 2), cost(1, 2), policies=("K=2,1",))
+    assert choice.seconds == {"K=2,1": 9 * 3}
+    assert str(choice) == "schedule K=2,1, M = 8: ACR 0.000"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("K=9,1", "K_0 = 9 is not between 1 and M = 8"),
+        ("K=1,2", "the schedule deadlocks"),
+        ("K=3,2,1", "K=3,2,1 gives K of 3 stages, but there are 2"),
+    ],
+)
+def test_explicit_warm_ups_that_cannot_be(schedule: str, said: str) -> None:
+    with refused(ScheduleError, said):
+        choose(cost(1, 2), cost(1, 2), policies=(schedule,))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "K=3,1"])
+def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
+    said = f"schedule {schedule} holds more micro-batches of stage 0, 40 B each with M = 8, than a device's 100 B have"
+    with refused(PlanError, said, "use schedule 'auto'"):
+        choose(cost(1, 2, stash_bytes=40), cost(1, 2), memory=100.0, policies=(schedule,))
 
 
 @pytest.mark.parametrize(
