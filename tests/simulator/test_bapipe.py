@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from math import ceil
 
-import numpy as np
 import pytest
 
-from dapple_tf.simulator.engine import early_backward_order, step_seconds
 from dapple_tf.simulator.timeline import Timeline, simulate
-from graph_passes.schedule import named_warm_up
-from tests.simulator.builders import cost, make_cluster, make_plan, make_profile, make_timeline
+from tests.simulator.builders import cost, make_cluster, make_plan, make_profile, make_timeline, step_of
 
 F, B, SR = 1.0, 2.0, 0.25  # of every stage; SR is the time to send or to receive
 SHAPES = [(n, m) for n in (2, 3, 4) for m in (4, 8, 9, 12)]
@@ -71,6 +68,4 @@ def even(schedule: str, stages: int, micro_batches: int, sent: float) -> Timelin
 
 
 def seconds(schedule: str, stages: int, micro_batches: int, sent: float = SR) -> float:
-    order = early_backward_order(np.array(named_warm_up(schedule, stages, micro_batches), np.int64), micro_batches)
-    each = [np.full(stages, value) for value in (F, B, sent, sent, 0.0)]
-    return step_seconds(order, *each)
+    return step_of(schedule, micro_batches, [cost(F, B, sent)] * stages)
