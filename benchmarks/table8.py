@@ -11,6 +11,7 @@ the step; the paper's counts kernels too, so one device has 93% there and 100% h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from profiler.profile import Profile
 DEVICES = (1, 2, 4, 8)
 LAYERS = (48, 106, 215, 428)
 UTILISATION = (0.93, 0.89, 0.89, 0.87)
+MEMORY = 16e9  # of a V100, as everywhere here; it has 16 GiB, of which CUDA and TensorFlow keep a part
 PRINTED_BYTES = 88.2e9  # of the parameters on 8 devices
 GLOBAL_BATCH, MICRO_BATCH = 64, 2
 WANTED = 0.10
@@ -78,25 +80,29 @@ def growth(layers: list[int]) -> Iterator[Row]:
 
 
 def others() -> Iterator[Row]:
-    """Other micro-batches, and what the table itself leaves for a layer's stash: its input must be the smaller one."""
-    for size in (1, 4):
+    """Other inputs and memory, and what the table itself leaves for a layer's stash: its input must be the smaller."""
+    cases = {
+        "micro-batches of 1 (M = 64)": (1, MEMORY),
+        "micro-batches of 4 (M = 16)": (4, MEMORY),
+        "16 GiB a device": (MICRO_BATCH, 2.0**34),
+    }
+    for title, (size, memory) in cases.items():
         profile = examine(size)
-        found = [find_largest(profile, devices, size)[0] for devices in DEVICES]
+        found = [find_largest(profile, devices, size, memory)[0] for devices in DEVICES]
         off = ", ".join(f"{a / b - 1:+.0%}" for a, b in zip(found, LAYERS, strict=True))
-        told = f"{', '.join(map(str, found))} ({off})"
-        yield Row(f"the same with micro-batches of {size} (M = {GLOBAL_BATCH // size})", "-", told, True)
-    left = (16e9 - PRINTED_BYTES / DEVICES[-1]) / (LAYERS[-1] / DEVICES[-1])
-    told = f"{left / 1e6:.0f} MB, where Table VI has {KEPT / 1e6:.0f} MB"
+        yield Row(f"the same with {title}", "-", f"{', '.join(map(str, found))} ({off})", True)
+    left = [(m - PRINTED_BYTES / DEVICES[-1]) / (LAYERS[-1] / DEVICES[-1]) / 1e6 for m in (MEMORY, 2.0**34)]
+    told = f"{left[0]:.0f} MB ({left[1]:.0f} MB of 16 GiB), where Table VI has {KEPT / 1e6:.0f} MB"
     yield Row("what Table VIII leaves for an encoder layer's stash (8 x V100)", "-", told, True)
 
 
-def find_largest(profile: Profile, devices: int, micro_batch: int) -> tuple[int, Timeline]:
-    """The most encoder layers whose straight pipeline fits, by bisection, and its simulated step."""
+def find_largest(profile: Profile, devices: int, micro_batch: int, memory: float = MEMORY) -> tuple[int, Timeline]:
+    """The most encoder layers whose straight pipeline fits ``memory`` bytes, by bisection, and its simulated step."""
     fitting, best = 0, None
     above = 128 * devices
     while above - fitting > 1:
         layers = (fitting + above) // 2
-        timeline = simulate_straight(deepen(profile, layers), devices, micro_batch)
+        timeline = simulate_straight(deepen(profile, layers), devices, micro_batch, memory)
         if timeline is None:
             above = layers
         else:
@@ -106,9 +112,9 @@ def find_largest(profile: Profile, devices: int, micro_batch: int) -> tuple[int,
     return fitting, best
 
 
-def simulate_straight(profile: Profile, devices: int, micro_batch: int) -> Timeline | None:
+def simulate_straight(profile: Profile, devices: int, micro_batch: int, memory: float = MEMORY) -> Timeline | None:
     """A stage a device, cut as the planners cut; None where one of them does not fit."""
-    cluster = config("a", devices)
+    cluster = replace(config("a", devices), device_memory=memory)
     task = make_task(
         profile,
         cluster,
