@@ -5,7 +5,7 @@ A); micro-batches of 2 samples (Tables II and VI) and a global batch of 64 (Tabl
 "reasonable input size", which the paper does not give; policy A; stages of whole encoder layers, cut by compute and
 memory. Costs are those of ``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds.
 Nothing is fitted to the table. Utilisation is the simulator's: M micro-batches' compute, re-computation included, over
-the step; the paper's counts kernels too, so one device has 93% there and 100% here.
+the step. One device has no bubble, so 100% here; the paper's 93% there must be the GPU's own figure.
 """
 
 from __future__ import annotations
