@@ -11,7 +11,7 @@ from dapple_tf.planner.shortage import show_bytes
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.ratio import activation_communication_ratio
-from graph_passes.schedule import count_stages, named_warm_up, read_policy
+from graph_passes.policies import count_stages, named_warm_up, read_policy
 
 # A policy that holds more micro-batches must be faster by more than this, or memory is spent for nothing.
 _WORTH = 1e-3

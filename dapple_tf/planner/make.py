@@ -17,7 +17,7 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.shortage import describe_shortage
 from dapple_tf.planner.task import Candidate, Decision, Task, micro_batch_sizes
 from dapple_tf.simulator.timeline import Timeline, simulate
-from graph_passes.schedule import check_name, count_stages, named_warm_up
+from graph_passes.policies import check_name, count_stages, named_warm_up
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 

@@ -17,7 +17,7 @@ from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, step_seconds
 from graph_passes.errors import ScheduleError
-from graph_passes.schedule import named_warm_up
+from graph_passes.policies import named_warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
 

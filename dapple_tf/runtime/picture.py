@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dapple_tf.runtime.timeline import Timeline
 from dapple_tf.timeline.chart import Chart, Row, Span, SpanKind
 from dapple_tf.timeline.save import check_path, save_chart
+from graph_passes.schedule import Kind
+
+_SPANS: Mapping[Kind, SpanKind] = {"F": "forward", "B": "backward", "W": "weights"}
 
 __all__ = ["check_path", "make_chart", "save_timeline"]
 
@@ -39,7 +43,7 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
         Span(
             at[e.action.stage, e.replica, e.device],
             str(e.action),
-            "forward" if e.action.kind == "F" else "backward",
+            _SPANS[e.action.kind],
             e.start,
             e.end,
             e.action.micro_batch,

@@ -20,7 +20,7 @@ from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
 from dapple_tf.simulator.ratio import activation_communication_ratio
 from dapple_tf.timeline.chart import scale_bytes, scale_time
-from graph_passes.schedule import named_warm_up
+from graph_passes.policies import named_warm_up
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dapple_tf.runtime.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
-from graph_passes.schedule import Action, make_schedule
+from graph_passes.policies import make_schedule
+from graph_passes.schedule import Action
 from tests.dapple_tf.builders import X, chain, step_of
 
 

@@ -6,7 +6,7 @@ from graph_passes.ir import ancestors
 from graph_passes.microbatch import unfold
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from graph_passes.split_concat import SplitConcat
 from graph_passes.variables import Variables, find_variables
 from tests.graph_passes.builders import assert_graph, calls, function

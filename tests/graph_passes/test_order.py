@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_passes.errors import ScheduleError
 from graph_passes.order import Order
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from tests.graph_passes.builders import assert_graph, graph, refused
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.

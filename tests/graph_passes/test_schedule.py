@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedule import (
-    Action,
-    Schedule,
-    check,
-    dependencies,
-    early_backward,
-    for_fewer,
-    make_schedule,
-    parse_schedule,
-    warm_up,
-)
+from graph_passes.policies import early_backward, for_fewer, make_schedule, warm_up
+from graph_passes.schedule import Action, Schedule, check, dependencies
+from graph_passes.schedule_text import parse_schedule
 from tests.graph_passes.builders import refused
 
 TABLES = [
@@ -239,8 +231,8 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             "dapple-c",
             2,
             2,
-            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, 1f1b-sno, 1f1b-so (and :D=n), and "
-            "K=3,2,1",
+            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
+            ":D=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0",
         ),
         ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
         ("K=0,1", 2, 4, "K_0 = 0 is not between 1 and M = 4"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.errors import GraphError
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from graph_passes.verify_pipeline import VerifyPipeline
 from tests.graph_passes.builders import calls, function, refused
 

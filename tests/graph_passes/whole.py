@@ -16,8 +16,8 @@ from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
 from graph_passes.overlap import Overlap
+from graph_passes.policies import make_schedule
 from graph_passes.project import project
-from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
 from graph_passes.spread import spread_variables
 from graph_passes.text import parse_type

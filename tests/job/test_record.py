@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from tests.processes import needs_horovod, run_ranks
 
 pytestmark = needs_horovod

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.simulator.engine import encode, step_seconds
-from graph_passes.schedule import early_backward
+from graph_passes.policies import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 

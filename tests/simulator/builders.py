@@ -13,7 +13,8 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.timeline import Timeline
-from graph_passes.schedule import Action, Schedule, early_backward, make_schedule
+from graph_passes.policies import early_backward, make_schedule
+from graph_passes.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 

@@ -11,7 +11,9 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, encode, run, step_seconds
 from dapple_tf.simulator.execution import execute
 from graph_passes.errors import ScheduleError
-from graph_passes.schedule import Action, Schedule, early_backward, named_warm_up, parse_schedule
+from graph_passes.policies import early_backward, named_warm_up
+from graph_passes.schedule import Action, Schedule
+from graph_passes.schedule_text import parse_schedule
 from tests.graph_passes.builders import refused
 from tests.simulator.builders import arrays, cost, order_of, runs, seconds, step_of
 from tests.simulator.reference import longest_paths

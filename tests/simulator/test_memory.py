@@ -10,7 +10,8 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
-from graph_passes.schedule import Schedule, warm_up
+from graph_passes.policies import warm_up
+from graph_passes.schedule import Schedule
 from tests.simulator.builders import cost, order_of, runs
 from tests.simulator.reference import longest_paths
 
