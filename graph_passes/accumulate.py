@@ -10,7 +10,7 @@ from graph_passes.names import at, micro_batch_count, nodes_of
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add ``accumulate`` after each call that gives weights' gradients, and ``gradients`` for the sum of every replica."""
+    """Add ``accumulate`` after each call that gives gradients of weights, and ``gradients``: the sum of a replica."""
 
     name: str = "accumulate"
 

@@ -119,7 +119,7 @@ def count_stages(name: str) -> int | None:
 
 def splits_backward(name: str) -> bool:
     """Whether gradients of weights are actions of their own in the schedule called ``name``, which is one."""
-    return parse_schedule(name).splits if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
+    return "W" in name if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
 
 
 def for_fewer(name: str, micro_batches: int) -> str:
