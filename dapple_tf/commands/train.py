@@ -31,6 +31,7 @@ from profiler.detect import job_size
 
 if TYPE_CHECKING:
     from dapple_tf.checkpoint import Checkpoints
+from graph_passes.policies import short_name
 
 
 @click.command()
@@ -113,7 +114,7 @@ def train(
     tell(speed)
     if trace and leads:
         name = options["model"].rpartition(":")[2]
-        save_timeline(step.timeline, trace, f"{name}: {step.plan.schedule}, M = {step.plan.micro_batches}")
+        save_timeline(step.timeline, trace, f"{name}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}")
         result["trace"] = trace
         tell(f"timeline of one step: {trace}")
     if options["as_json"]:
