@@ -25,6 +25,7 @@ from benchmarks import (
     table5,
     table7,
     table8,
+    zero_bubble,
 )
 from benchmarks.needs import NEEDS
 
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "prediction": prediction,
     "ranks": ranks,
     "startup": startup,
+    "zero_bubble": zero_bubble,
     "hosts": hosts,
 }
 
