@@ -68,6 +68,20 @@ def test_copies_are_refreshed_before_the_first_forward() -> None:
     )
 
 
+def test_the_first_gradients_of_weights_wait_for_the_copies_too() -> None:
+    call = "%stage1/replica0/mbM/weights = weights() {micro_batch=M, replica=0, stage=1}\n"
+    split = (*TIED[:3], function("stage1/backward", "seed loss", "gradient h"))
+    weights = function("stage1/weights", "boundary h, variable table", "variable table, variable w")
+    other = function("stage0/weights", "gradient h", "variable table")
+    text = FORWARDS + call.replace("M", "0") + call.replace("M", "1")
+    result = Mirror()(calls(text, *split, weights, other))
+    waits = {node.name: [control.source for control in node.controls] for node in result.nodes if node.op == "weights"}
+    assert waits == {
+        "stage1/replica0/mb0/weights": ["stage1/replica0/refresh"],
+        "stage1/replica0/mb1/weights": [],
+    }
+
+
 def test_what_forward_writes_is_committed_by_its_owner_over_its_replicas() -> None:
     replica = FORWARDS.replace("replica0", "replica1").replace("replica=0", "replica=1")
     commits = [node for node in Mirror()(calls(FORWARDS + replica, *TIED)).nodes if node.op == "commit"]

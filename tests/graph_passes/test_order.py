@@ -43,6 +43,21 @@ def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     )
 
 
+def test_gradients_of_weights_have_their_place_in_the_order() -> None:
+    weights = """
+        %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    """
+    split = graph("".join((DATA + weights).replace("M", m) for m in "012"))
+    result = Order(make_schedule("zb-h1", 2, 3))(split)
+    edges = [control.reason for node in result.nodes for control in node.controls]
+    wanted = ["0F1 after 0F0", "0B0 after 0F1", "0F2 after 0W0", "0B1 after 0F2", "0B2 after 0W1"]
+    wanted += ["1F1 after 1B0", "1W0 after 1B1", "1F2 after 1W0", "1W1 after 1B2", "1W2 after 1W1"]
+    assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
+
+
 def test_one_micro_batch_on_two_stages_needs_one_edge_for_what_no_data_orders() -> None:
     result = Order(make_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
     edges = [(control.reason, node.name) for node in result.nodes for control in node.controls]
