@@ -84,7 +84,7 @@ def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str)
     room = memory - rows[4] - rows[6]
     short = held * rows[5] > room
     if short.any():
-        limit = int(np.floor((room[short] / rows[5][short]).min()))
+        limit = int((room[short] / rows[5][short]).min()) if (room > 0).all() else 0
         fewer = f"{schedule}:D={limit}"
         return _price_fixed(rows, micro_batches, memory, fewer) if schedule == ZERO_BUBBLE and limit > 0 else nothing
     weights = rows[7] if has_weights(order) else rows[7][:0]
