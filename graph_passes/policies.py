@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedule import Action, Schedule, check
@@ -115,6 +115,12 @@ def count_stages(name: str) -> int | None:
         return len(parse_schedule(name).stages)
     explicit = _EXPLICIT.fullmatch(name)
     return explicit[1].count(",") + 1 if explicit else None
+
+
+def count_micro_batches(name: str, possible: Collection[int]) -> int | None:
+    """The M of a schedule given by its actions, where it is one of those ``possible``; None for others."""
+    found = parse_schedule(name).micro_batches if is_text(name) else None
+    return found if found in possible else None
 
 
 def splits_backward(name: str) -> bool:
