@@ -109,7 +109,7 @@ def most_in_flight(timeline: Any) -> int:
         events = [event for event in timeline.events if event.action.stage == stage]
         changes = [(event.start, 1) for event in events if event.action.kind == "F"]
         changes += [(event.end, -1) for event in events if event.action.kind == frees]
-        most = max(most, *itertools.accumulate(change for _, change in sorted(changes)))
+        most = max([most, *itertools.accumulate(change for _, change in sorted(changes))])
     return most
 
 

@@ -12,7 +12,7 @@ import dapple_tf as dapple
 from graph_passes.ir import Graph, Node
 from tests.equality.small_models import chain, data, sgd, weights
 
-CALLS = ("forward", "backward")
+CALLS = ("forward", "backward", "weights")
 SHAPES = [
     # stages, micro-batches, schedule, warm-up K_i of every stage (by hand, from the paper's formulas)
     (1, 4, "dapple-a", [1]),
@@ -93,7 +93,13 @@ def control_edges(definition: Any, owner: dict[str, str], ops: tuple[str, ...] |
 
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "schedule", "options"),
-    [(2, 3, "dapple-a", {}), (3, 4, "gpipe", {"replicas": [1, 2, 1]}), (4, 8, "dapple-b", {}), (2, 1, "gpipe", {})],
+    [
+        (2, 3, "dapple-a", {}),
+        (3, 4, "gpipe", {"replicas": [1, 2, 1]}),
+        (4, 8, "dapple-b", {}),
+        (2, 1, "gpipe", {}),
+        (3, 4, "zb-h1", {}),
+    ],
 )
 def test_the_graph_def_has_the_edges_of_the_ir_between_calls(
     stages: int, micro_batches: int, schedule: str, options: dict[str, Any]
@@ -103,7 +109,8 @@ def test_the_graph_def_has_the_edges_of_the_ir_between_calls(
     calls = {node.name: node for node in step.graph.nodes if node.op in CALLS}
     owner = owners(step.graph_def, step.graph)
     found = control_edges(step.graph_def, owner, ("StatefulPartitionedCall", "PartitionedCall"))
-    assert len(calls) == 2 * micro_batches * sum(options.get("replicas", [1] * stages))
+    kinds = 3 if schedule == "zb-h1" else 2
+    assert len(calls) == kinds * micro_batches * sum(options.get("replicas", [1] * stages))
     for name, node in calls.items():
         assert found[name] == {control.source for control in node.controls}, name
     assert any(found[name] & calls.keys() for name in calls) == (micro_batches > 1)

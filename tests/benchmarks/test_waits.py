@@ -1,0 +1,53 @@
+"""Stages that wait in place of computing: captured, split and right like any other model."""
+
+from __future__ import annotations
+
+import dapple_tf as dapple
+from benchmarks.waits import stage_names, waits
+from benchmarks.zero_bubble import most_in_flight, simulated
+from dapple_tf.runtime.timeline import Event, Timeline
+from graph_passes.ir import Graph
+from graph_passes.schedule_text import parse_schedule
+
+
+def count_waits(graph: Graph, function: str) -> int:
+    return sum(node.op == "PyFuncStateless" for node in graph.function(function).graph.nodes)
+
+
+def test_each_part_of_a_stage_waits_once_and_the_gradients_are_right() -> None:
+    timed = waits(2, forward=1e-3, inputs=1e-3, weights=1e-3, batch_size=8)
+    loss_fn, optimizer = timed.workload.loss_fn, timed.workload.optimizer
+    step = dapple.pipeline(
+        loss_fn,
+        optimizer=optimizer,
+        stages=stage_names(2),
+        micro_batches=2,
+        schedule="zb-h1",
+        example_batch=timed.batch,
+    )
+    assert [count_waits(step.graph, f"stage1/{what}") for what in ("forward", "backward", "weights")] == [1, 1, 1]
+    report = dapple.verify(loss_fn, optimizer=optimizer, batch=timed.batch, plan=step.plan)
+    assert report.ok, str(report)
+
+
+def test_a_wait_of_no_time_is_none() -> None:
+    timed = waits(1, forward=0, inputs=0, weights=0, batch_size=4)
+    step = dapple.pipeline(
+        timed.workload.loss_fn, optimizer=timed.workload.optimizer, stages=1, micro_batches=2, example_batch=timed.batch
+    )
+    assert count_waits(step.graph, "stage0/forward") == count_waits(step.graph, "stage0/backward") == 0
+
+
+def test_micro_batches_in_flight_are_counted_from_starts_to_ends() -> None:
+    def timeline(text: str) -> Timeline:
+        (actions,) = parse_schedule(text).stages
+        return Timeline(tuple(Event(a, 0, "CPU:0", i, i + 1) for i, a in enumerate(actions)))
+
+    assert most_in_flight(timeline("0F0 0F1 0B0 0B1")) == 2
+    assert most_in_flight(timeline("0F0 0B0 0F1 0B1")) == 1
+    assert most_in_flight(timeline("0F0 0B0 0F1 0B1 0W0 0W1")) == 2
+
+
+def test_equal_stages_in_the_simulator() -> None:
+    assert simulated("dapple-a", 4, 8, 1, 1, 1) == (8 + 3) * 3
+    assert simulated("zb-h1", 4, 8, 1, 1, 1) == 8 * 3 + 3
