@@ -14,8 +14,8 @@ from graph_passes.ir import Effect, Function, Graph, Node, Port, Value, ancestor
 from graph_passes.layers import variables_of
 from graph_passes.variables import find_variables
 
-# Other names for a tensor that is there, which cost nothing: made again rather than carried beside their source.
-VIEWS = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze"})
+# Other names for a tensor that is there, constants and values of weights: made again, for nothing, rather than carried.
+FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})
 _BACKWARD = "/backward"
 
 
@@ -68,13 +68,12 @@ def _acts(function: Function, node: Node, state: Set[str]) -> bool:
 
 
 def _repeated(graph: Graph, first: Set[str], second: Set[str], wanted: Iterable[Value]) -> set[str]:
-    """The nodes of ``first`` that ``second`` makes again: views, constants and reads of weights, which cost nothing."""
+    """The nodes of ``first`` that ``second`` makes again, since they are FREE."""
     found: set[str] = set()
     pending = [*wanted, *(value for name in second for value in graph.node(name).inputs)]
     while pending:
         node = graph.node(pending.pop().node)
-        cheap = node.op in VIEWS or node.op in ("Const", "capture") or node.effect == Effect.READ
-        if cheap and node.name in first and node.name not in found:
+        if node.op in FREE and node.name in first and node.name not in found:
             found.add(node.name)
             pending += node.inputs
     return found

@@ -139,7 +139,8 @@ class Timeline:
         return f"{_seconds(self.step_seconds)}, bubble {self.bubble:.1%}, speed-up {self.speedup:.2f}"
 
     def __str__(self) -> str:
-        head = ("stage", "devices", "layers", "F", "B", "AllReduce", "busy", "peak memory")
+        parts = ("F", "B", "W") if self.execution.splits else ("F", "B")
+        head = ("stage", "devices", "layers", *parts, "AllReduce", "busy", "peak memory")
         rows = [head, *(self._row(stage) for stage in range(len(self.costs)))]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = [f"{self.summary}, ACR {self.acr:.3f}, critical stage {self.critical_stage}"]
@@ -161,11 +162,16 @@ class Timeline:
             list_ranges(planned.devices),
             f"{planned.first_layer}-{planned.last_layer}",
             _seconds(cost.forward_seconds),
-            _seconds(cost.backward_seconds),
+            *self._row_of_backward(cost),
             _seconds(cost.allreduce_seconds),
             f"{self.utilisation[stage]:.0%}",
             _bytes(self.peak_memory_bytes[stage]),
         )
+
+    def _row_of_backward(self, cost: StageCosts) -> tuple[str, ...]:
+        if not self.execution.splits:
+            return (_seconds(cost.backward_seconds),)
+        return _seconds(cost.backward_seconds - cost.weights_seconds), _seconds(cost.weights_seconds)
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> Timeline:

@@ -110,6 +110,15 @@ def test_a_timeline_reads_as_a_table() -> None:
     ]
 
 
+def test_where_backward_is_split_its_parts_are_told_apart() -> None:
+    timeline = simulate(dataclasses.replace(PLAN, schedule="zb-h1"), PROFILE, make_cluster())
+    assert [" ".join(line.split()[:11]) for line in str(timeline).splitlines()[1:]] == [
+        "stage devices layers F B W AllReduce busy peak memory",
+        "0 0 0-0 500 ms 500 ms 500 ms 0 s",
+        "1 1 1-1 1 s 1 s 1 s 0 s",
+    ]
+
+
 def test_a_plan_too_large_is_simulated_and_says_so() -> None:
     timeline = simulate(PLAN, PROFILE, make_cluster(memory=52))
     assert timeline.fits == (True, False)
