@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graph_passes.instrument import timed_nodes
 from graph_passes.ir import Graph
 from graph_passes.project import crossing
 from graph_passes.schedule import Action
+
+if TYPE_CHECKING:
+    from dapple_tf.runtime.critical import Part
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class Event:
     device: str
     start: float
     end: float
+
+    def __str__(self) -> str:
+        return str(self.action) + (f" of replica {self.replica}" if self.replica else "")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,10 @@ class StageEvent:
     start: float
     end: float
 
+    def __str__(self) -> str:
+        name = "AllReduce" if self.kind == "allreduce" else "update"
+        return name if self.stage is None else f"{name} of stage {self.stage}"
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -98,6 +109,41 @@ class Timeline:
     def utilisation(self, device: str) -> float:
         """The fraction of the step in which ``device`` runs an action."""
         return sum(event.end - event.start for event in self.events if event.device == device) / self.seconds
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int, str], ...]:
+        """Stage, replica and device of every row of actions, in that order."""
+        found = {(event.action.stage, event.replica, event.device) for event in self.events}
+        return tuple(sorted(found, key=lambda place: (*place[:2], _device_order(place[2]))))
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """Of each stage the fraction of the step in which its devices run its actions, over its replicas."""
+        busy: dict[int, float] = {}
+        for event in self.events:
+            stage = event.action.stage
+            busy[stage] = busy.get(stage, 0.0) + event.end - event.start
+        replicas = Counter(stage for stage, _, _ in self.places)
+        return tuple(busy[stage] / replicas[stage] / self.seconds for stage in sorted(busy))
+
+    @cached_property
+    def critical_path(self) -> tuple[Part, ...]:
+        """What made the step as long as it is: see ``find_critical_path``."""
+        from dapple_tf.runtime.critical import find_critical_path
+
+        return find_critical_path(self)
+
+    @property
+    def critical_stage(self) -> int:
+        """The stage whose compute fills most of the critical path."""
+        from dapple_tf.runtime.critical import critical_stage
+
+        return critical_stage(self.critical_path)
+
+    def __str__(self) -> str:
+        from dapple_tf.runtime.describe import describe_timeline
+
+        return describe_timeline(self)
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """The actions of one replica in the order in which they ran."""
@@ -157,3 +203,9 @@ def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
             kind: Literal["allreduce", "update"] = "allreduce" if stamp.op == "allreduce" else "update"
             found.append(StageEvent(kind, stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end))
     return found
+
+
+def _device_order(name: str) -> tuple[str, int]:
+    """``CPU:10`` after ``CPU:9``."""
+    kind, _, index = name.rpartition(":")
+    return (kind, int(index)) if index.isdecimal() else (name, 0)
