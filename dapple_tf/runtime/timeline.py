@@ -150,15 +150,19 @@ class Timeline:
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
 
 
-def read_stamps(graph: Graph, stamps: Any, device: str | None = None) -> tuple[Stamp, ...]:
-    """The time stamps [2 x nodes] of an instrumented graph with its nodes; ``device``: say that it is there."""
+def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
+    """The nodes that an instrumented graph times, without the times; ``device``: say that they are there."""
     found = []
-    for i, node in enumerate(timed_nodes(graph)):
+    for node in timed_nodes(graph):
         stage, replica, m = (node.integer(k) if node.has(k) else None for k in ("stage", "replica", "micro_batch"))
-        where = node.device if device is None else device
-        start, end = float(stamps[2 * i]), float(stamps[2 * i + 1])
-        found.append(Stamp(node.op, node.name, stage, replica, m, where, start, end))
+        found.append(Stamp(node.op, node.name, stage, replica, m, node.device if device is None else device, 0.0, 0.0))
     return tuple(found)
+
+
+def fill_stamps(named: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
+    """The stamps with the graph's times [2 x nodes], start and end of each."""
+    pairs = zip(named, times[::2], times[1::2], strict=True)
+    return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
 def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
@@ -172,7 +176,7 @@ def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
 
 def read_timeline(graph: Graph, stamps: Any) -> Timeline:
     """The timeline of an instrumented graph that ran in one process."""
-    return make_timeline(read_stamps(graph, stamps))
+    return make_timeline(fill_stamps(name_stamps(graph), stamps))
 
 
 def _event(stamp: Stamp) -> Event:

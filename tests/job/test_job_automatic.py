@@ -73,7 +73,7 @@ def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bo
         cluster=cluster,
         replicable=replicable,
         ranks=True,
-    )
+    ).plan
 
 
 @pytest.mark.usefixtures("busy_machines_are_no_failure")
