@@ -60,7 +60,8 @@ class Awaited:
         updates = [found for found in self._timeline.stage_events if found.kind == "update"]
         if item.kind == "update":
             yield from (found for found in self.items if found not in updates)
-            yield from (found for found in updates if found.device == item.device)
+            # The optimizer's own, of no stage, come before those of all stages or after.
+            yield from (found for found in updates if item.stage is None or found.stage is None)
             return
         sums = [found for found in self._timeline.stage_events if found.kind == item.kind]
         yield from (event for event in self._timeline.events if event.action.stage == item.stage)

@@ -37,7 +37,7 @@ def describe_timeline(timeline: Timeline) -> str:
     parts = [
         f"{PART_LABELS[kind]} {write_seconds(seconds)} ({seconds / timeline.seconds:.0%})"
         for kind, seconds in shares.items()
-        if seconds
+        if seconds >= 5e-4 * timeline.seconds
     ]
     busy = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(timeline.stage_utilisation))
     lines = [

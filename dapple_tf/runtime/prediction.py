@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapple_tf.runtime.timeline import Event, StageEvent, Timeline, Transfer
 from dapple_tf.simulator.costs import StageCosts
@@ -39,18 +39,17 @@ def predict_from_times(measured: Timeline, schedule: Schedule) -> Prediction:
     return Prediction(unroll(execution, measured.places, measured.stage_events), BY_TIMES)
 
 
-def unroll(execution: Execution, places: Sequence[Place], updates: Iterable[StageEvent] = ()) -> Timeline:
-    """The events of a simulated step, each on all its stage's ``places``, and behind them ``updates`` of these lengths.
+def unroll(execution: Execution, places: Sequence[Place], updates: Sequence[StageEvent] = ()) -> Timeline:
+    """The events of a simulated step, each on all its stage's ``places``, and behind them what of ``updates`` are some.
 
-    Of ``updates`` only those count that are updates. Transfers and AllReduces that take no time are left out.
+    Transfers and AllReduces that take no time are left out.
     """
     events, transfers, more = [], [], []
     for stage, replica, device in places:
         for m in range(execution.micro_batches):
-            for kind, name in (("F", "forward"), ("B", "backward")):
-                found = event_at(execution, "forward" if name == "forward" else "backward", stage, m)
-                action = Action(stage, "F" if kind == "F" else "B", m)
-                events.append(Event(action, replica, device, found.start, found.end))
+            forward, backward = (event_at(execution, kind, stage, m) for kind in ("forward", "backward"))
+            events.append(Event(Action(stage, "F", m), replica, device, forward.start, forward.end))
+            events.append(Event(Action(stage, "B", m), replica, device, backward.start, backward.end))
         start, end = float(execution.last_backward[stage]), float(execution.allreduce_end[stage])
         if end > start:
             more.append(StageEvent("allreduce", stage, replica, device, start, end))
@@ -62,11 +61,8 @@ def unroll(execution: Execution, places: Sequence[Place], updates: Iterable[Stag
             if cost.send_backward_seconds:
                 sent = event_at(execution, "send-backward", stage, m)
                 transfers.append(Transfer(stage + 1, stage, m, sent.start, sent.end))
-    last = execution.step_seconds
-    for update in updates:
-        if update.kind == "update":
-            end = last + update.end - update.start
-            more.append(StageEvent("update", update.stage, update.replica, update.device, last, end))
+    later = execution.step_seconds - min((u.start for u in updates if u.kind == "update"), default=0.0)
+    more += [replace(u, start=u.start + later, end=u.end + later) for u in updates if u.kind == "update"]
     events.sort(key=lambda event: (event.start, event.end))
     transfers.sort(key=lambda transfer: transfer.start)
     more.sort(key=lambda event: event.start)

@@ -73,10 +73,11 @@ class Recorder:
             self._timeline = make_timeline([stamp for found in stamps for stamp in found])
         return self._timeline
 
-    def recording(self, title: str = "") -> Recording:
+    @property
+    def recording(self) -> Recording:
         """The last recorded step beside its prediction; UsageError where there is none."""
         taken = self._known()
-        return make_recording(title, self.timeline, taken.plan, taken.simulated)
+        return make_recording(taken.plan.model, self.timeline, taken.plan, taken.simulated)
 
     def _known(self) -> _Taken:
         if self._taken is None:

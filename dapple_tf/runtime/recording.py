@@ -80,7 +80,8 @@ class Recording:
         lines = []
         if self.prediction_error is not None:
             lines.append(f"the simulated step is {_off(self.prediction_error)}")
-        if self.planned_seconds is not None and self.planner_error is not None:
+        same = self.predicted is not None and self.predicted.timeline.seconds == self.planned_seconds
+        if self.planned_seconds is not None and self.planner_error is not None and not same:
             seconds = write_seconds(self.planned_seconds)
             lines.append(f"the planner predicted {seconds}, {_off(self.planner_error)}")
         return lines
@@ -104,8 +105,8 @@ class Recording:
         return found
 
 
-def make_recording(title: str, measured: Timeline, plan: Plan, simulated: Simulated | None = None) -> Recording:
-    """The step measured under ``plan``, beside the step ``simulated`` when it was made.
+def make_recording(model: str, measured: Timeline, plan: Plan, simulated: Simulated | None = None) -> Recording:
+    """The step of ``model`` measured under ``plan``, beside the step ``simulated`` when that was made.
 
     Without that, the plan's schedule simulated with the measured times.
     """
@@ -116,7 +117,22 @@ def make_recording(title: str, measured: Timeline, plan: Plan, simulated: Simula
         predicted = predict_from_times(measured, schedule)
     known = (plan.predicted or {}).get("step_seconds")
     planned = float(known) if isinstance(known, int | float) and known > 0 else None
-    return Recording(title, measured, predicted, planned)
+    return Recording(_title(model, plan), measured, predicted, planned)
+
+
+def simulated_recording(simulated: Simulated) -> Recording:
+    """The recording of a step that was only simulated."""
+    plan = simulated.plan
+    places = [
+        (stage, replica, f"device:{device}")
+        for stage, planned in enumerate(plan.stages)
+        for replica, device in enumerate(planned.devices)
+    ]
+    return Recording(_title(plan.model, plan), predicted=Prediction(unroll(simulated.execution, places), BY_PROFILE))
+
+
+def _title(model: str, plan: Plan) -> str:
+    return f"{model}: {plan.schedule}, M = {plan.micro_batches}"
 
 
 def _off(error: float) -> str:

@@ -148,7 +148,7 @@ class PipelinedStep:
     @property
     def recording(self) -> Recording:
         """The last recorded step beside its prediction; UsageError before ``record``."""
-        return self._recorder.recording(self.plan.model)
+        return self._recorder.recording
 
     @property
     def recording_seconds(self) -> float:
