@@ -79,11 +79,11 @@ class Recording:
     def _compare(self) -> list[str]:
         lines = []
         if self.prediction_error is not None:
-            lines.append(f"the simulated step is {_off(self.prediction_error)}")
+            lines.append(f"the simulated step is {tell_error(self.prediction_error)}")
         same = self.predicted is not None and self.predicted.timeline.seconds == self.planned_seconds
         if self.planned_seconds is not None and self.planner_error is not None and not same:
             seconds = write_seconds(self.planned_seconds)
-            lines.append(f"the planner predicted {seconds}, {_off(self.planner_error)}")
+            lines.append(f"the planner predicted {seconds}, {tell_error(self.planner_error)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -115,9 +115,13 @@ def make_recording(model: str, measured: Timeline, plan: Plan, simulated: Simula
     else:
         schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         predicted = predict_from_times(measured, schedule)
+    return Recording(_title(model, plan), measured, predicted, planned_seconds(plan))
+
+
+def planned_seconds(plan: Plan) -> float | None:
+    """The step as the plan's planner predicted it, in seconds; None where it did not, or said what is no time."""
     known = (plan.predicted or {}).get("step_seconds")
-    planned = float(known) if isinstance(known, int | float) and known > 0 else None
-    return Recording(_title(model, plan), measured, predicted, planned)
+    return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
 def simulated_recording(simulated: Simulated) -> Recording:
@@ -135,6 +139,6 @@ def _title(model: str, plan: Plan) -> str:
     return f"{model}: {plan.schedule}, M = {plan.micro_batches}"
 
 
-def _off(error: float) -> str:
+def tell_error(error: float) -> str:
     """An error in words."""
     return f"{abs(error):.1%} {'more' if error > 0 else 'less'} than measured"

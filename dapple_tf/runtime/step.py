@@ -170,9 +170,9 @@ class PipelinedStep:
         self._recorder.take(self.graph, stamps, plan, self._simulated if plan == self.plan else None)
         return model.pack(outputs)
 
-    def build(self, *batch: Any) -> None:
-        """Decide and build everything for batches like this one, without running it."""
-        self._prepare(batch, self._extra)
+    def build(self, *batch: Any, record: bool = False) -> None:
+        """Decide and build everything for batches like this one, without running it; ``record``: what records them."""
+        self._prepare(batch, "times" if record else self._extra)
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Like a call, but returns the loss and the gradient of every trained variable by name (numpy)."""
