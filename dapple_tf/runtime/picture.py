@@ -14,6 +14,8 @@ from dapple_tf.timeline.save import check_path, save_chart
 
 __all__ = ["check_path", "draw_recording", "make_chart", "save_recording", "save_timeline"]
 
+_SEEN = 1e-4  # of a step: what is shorter cannot be seen
+
 
 def save_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str = "") -> None:
     """Save a measured step as the path's suffix says (.png, .html or .json).
@@ -44,8 +46,8 @@ def draw_recording(recording: Recording) -> Chart:
 
 
 def make_chart(timeline: Timeline, title: str = "") -> Chart:
-    """A row a replica of a stage; between two stages of a job a thin row for each direction."""
-    ways = {(transfer.source, transfer.target) for transfer in timeline.transfers}
+    """A row a replica of a stage; between two stages of a job a thin row for each direction that takes some time."""
+    ways = {(t.source, t.target) for t in timeline.transfers if t.end - t.start >= _SEEN * timeline.seconds}
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     rows: list[tuple[tuple[Any, ...], Row]] = []
     places = timeline.places
@@ -71,7 +73,8 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
     ]
     for t in timeline.transfers:
         kind: SpanKind = "send-forward" if t.source < t.target else "send-backward"
-        spans.append(Span(at[t.source, t.target], str(t), kind, t.start, t.end, t.micro_batch, id(t) in critical))
+        if (t.source, t.target) in ways:
+            spans.append(Span(at[t.source, t.target], str(t), kind, t.start, t.end, t.micro_batch, id(t) in critical))
     for s in timeline.stage_events:
         if s.stage is not None and (s.stage, s.device) in by_device:  # what belongs to no stage has no row
             name = "AllReduce" if s.kind == "allreduce" else "update"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dapple_tf.runtime.timeline import Event, StageEvent, Timeline, Transfer
@@ -75,10 +75,7 @@ def _measured_costs(measured: Timeline, stage: int) -> StageCosts:
         kind: _median(e.end - e.start for e in measured.events if (e.action.stage, e.action.kind) == (stage, kind))
         for kind in ("F", "B")
     }
-    sent = {
-        way: _median(t.end - t.start for t in measured.transfers if (t.source, t.target) == way)
-        for way in ((stage, stage + 1), (stage + 1, stage))
-    }
+    sent = {way: _median(_occupied(measured, way)) for way in ((stage, stage + 1), (stage + 1, stage))}
     summed = [e.end for e in measured.stage_events if (e.kind, e.stage) == ("allreduce", stage)]
     computed = max(event.end for event in measured.events if event.action.stage == stage)
     exposed = max(0.0, max(summed) - computed) if summed else 0.0
@@ -93,6 +90,15 @@ def _measured_costs(measured: Timeline, stage: int) -> StageCosts:
         stash_bytes=0.0,
         working_bytes=0.0,
     )
+
+
+def _occupied(measured: Timeline, way: tuple[int, int]) -> Iterator[float]:
+    """Seconds for which each transfer had its channel for itself: those that came early stood behind others."""
+    free = 0.0
+    for transfer in sorted(measured.transfers, key=lambda transfer: transfer.end):
+        if (transfer.source, transfer.target) == way:
+            yield transfer.end - max(transfer.start, free)
+            free = transfer.end
 
 
 def _median(seconds: Iterable[float]) -> float:

@@ -67,6 +67,14 @@ def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
     assert found.source == BY_TIMES
 
 
+def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -> None:
+    # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
+    sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
+    events = tuple(event(f"{s}{k}{m}", s, 0.0, 1.0) for s in range(2) for k in "FB" for m in range(3))
+    found = predict_from_times(Timeline(events, sent), make_schedule("gpipe", 2, 3))
+    assert [t.end - t.start for t in found.timeline.transfers] == [1, 1, 1]
+
+
 def test_a_simulated_step_has_the_rows_of_the_measured_one() -> None:
     run = simulated("gpipe", 2, [cost(1, 2, exposed_seconds=1), cost(1, 1)], (2, 1))
     places = ((0, 0, "a:0"), (0, 1, "a:1"), (1, 0, "a:2"))
