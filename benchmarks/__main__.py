@@ -25,6 +25,7 @@ from benchmarks import (
     table5,
     table7,
     table8,
+    timeline,
 )
 from benchmarks.needs import NEEDS
 
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "prediction": prediction,
     "ranks": ranks,
     "startup": startup,
+    "timeline": timeline,
     "hosts": hosts,
 }
 
