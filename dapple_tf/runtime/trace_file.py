@@ -97,6 +97,11 @@ def _read_timeline(fields: Fields, where: str) -> Timeline:
     if stages != set(range(len(stages))):
         raise TraceError(f"{where}.actions has stages {sorted(stages)}; they count from 0, none left out")
     transfers = tuple(map(_read_transfer, fields.each("transfers", _TRANSFER)))
+    for index, transfer in enumerate(transfers):
+        if transfer.source == transfer.target or not {transfer.source, transfer.target} <= stages:
+            raise TraceError(
+                f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}: no two stages of it"
+            )
     timeline = Timeline(events, transfers, tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT))))
     if not timeline.seconds:
         raise TraceError(f"{where} takes no time at all")

@@ -225,6 +225,8 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("measured.actions.7.stage", 5), r"measured\.actions has stages \[0, 1, 5\]; they count from 0"),
         (change("measured.actions", []), r"measured\.actions is empty"),
         (change("measured.transfers.0", 7), r"measured\.transfers\[0\] is 7, not an object"),
+        (change("measured.transfers.1.target", 2), r"measured\.transfers\[1\] goes 0>2: no two stages of it"),
+        (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0: no two stages of it"),
         (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; there are allreduce"),
         (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
         (change("predicted.source", None), r"predicted\.source is missing"),
