@@ -151,7 +151,7 @@ def report(run: Run, plan: Plan, plain_speed: float | None) -> tuple[dict[str, A
         ratio = run.samples_per_second / plain_speed
         lines[-1] += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
     planned = planned_seconds(plan)
-    if planned is not None and run.step_seconds:
+    if planned is not None and run.step_seconds and run.samples == plan.global_batch_size:
         error = planned / run.step_seconds - 1
         result |= {"planned_step_seconds": planned, "step_seconds": run.step_seconds, "planner_error": error}
         took = write_seconds(run.step_seconds)

@@ -41,7 +41,7 @@ class Recorder:
         self._timeline: Timeline | None = None
         self.cost_seconds = 0.0
 
-    def take(self, graph: Graph, stamps: Any, plan: Plan, simulated: Simulated | None) -> None:
+    def take(self, graph: Graph, stamps: Any, plan: Plan, simulated: Simulated | None = None) -> None:
         """Keep the times of a step of ``graph`` that has just run under ``plan``; in a job every rank must call this.
 
         ``simulated``: the step as it was predicted when the plan was made. ``cost_seconds`` is then about what the

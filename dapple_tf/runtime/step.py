@@ -166,8 +166,11 @@ class PipelinedStep:
         In a job every rank must call it, and each finds the times of all.
         """
         model, (*outputs, stamps) = self._run(batch, "times")
-        plan = fit_plan(self.plan, int(tf.nest.flatten(tuple(batch))[0].shape[0]))
-        self._recorder.take(self.graph, stamps, plan, self._simulated if plan == self.plan else None)
+        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
+        if size == self.plan.global_batch_size:
+            self._recorder.take(self.graph, stamps, self.plan, self._simulated)
+        else:  # what was predicted is not for so many samples
+            self._recorder.take(self.graph, stamps, dataclasses.replace(fit_plan(self.plan, size), predicted=None))
         return model.pack(outputs)
 
     def build(self, *batch: Any, record: bool = False) -> None:

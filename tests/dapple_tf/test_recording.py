@@ -156,6 +156,18 @@ def test_a_recorded_step_has_a_prediction_and_a_cost() -> None:
     assert step.recording.predicted.timeline.places == step.timeline.places
 
 
+def test_what_records_can_be_built_first() -> None:
+    _, loss = chain(2)
+    step = step_of(loss)
+    step.build(X, record=True)
+    built = step.graph
+    assert any(node.op == "timestamp" for node in built.nodes)
+    step.record(X)
+    assert step.graph is built
+    step.build(X)
+    assert not any(node.op == "timestamp" for node in step.graph.nodes)
+
+
 # --- files
 
 
