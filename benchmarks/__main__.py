@@ -26,6 +26,7 @@ from benchmarks import (
     table7,
     table8,
     timeline,
+    zero_bubble,
 )
 from benchmarks.needs import NEEDS
 
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "ranks": ranks,
     "startup": startup,
     "timeline": timeline,
+    "zero_bubble": zero_bubble,
     "hosts": hosts,
 }
 

@@ -29,9 +29,10 @@ from graph_passes.order import Order
 from graph_passes.overlap import Overlap
 from graph_passes.partition import partition
 from graph_passes.place import Place
+from graph_passes.policies import make_schedule
 from graph_passes.project import Project
-from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
+from graph_passes.split_weights import SplitWeights
 from graph_passes.spread import Spread
 from graph_passes.updates import Updates, cut_updates
 from graph_passes.variables import find_variables
@@ -118,10 +119,11 @@ def passes(
         wanted = sorted({d for stage in plan.stages for d in stage.devices})
         raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
     order: list[Pass] = [
+        *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
         Microbatch(model.stages, plan.micro_batches, aux),  # calls of stages exist from here on
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
         Mirror(),  # needs the replicas
-        Accumulate(),  # needs every replica's backward
+        Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
         Order(schedule),  # needs all calls; before timing, which repeats its edges

@@ -123,7 +123,7 @@ class Operations:
         ]
         return call(self.functions[function.name], arguments)
 
-    _forward = _backward = _update = _call
+    _forward = _backward = _weights = _update = _call
 
     def _batch_size(self, node: Node, inputs: list[Any]) -> Outcome:
         return [tf.shape(inputs[0], out_type=tf.int64)[0]], []

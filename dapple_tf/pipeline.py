@@ -32,7 +32,8 @@ def pipeline(
     mean loss, or (loss, aux). ``optimizer``: a keras optimizer. ``plan``: what a planner decided; or say
     ``stages`` (a number, the names of the layers that start a stage, or "auto": the model is profiled, and planned for
     ``cluster`` or the devices at hand), ``replicas`` of each stage, ``micro_batches`` (or "auto") and ``schedule``
-    ("gpipe", "dapple-a", "dapple-b", with ":D=n" where memory holds n micro-batches; or "auto"). With stages and a
+    ("gpipe", "dapple-a", "dapple-b", "zb-h1", with ":D=n" where memory holds n micro-batches; "K=3,2,1"; the actions of
+    every stage, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or "auto"). With stages and a
     ``cluster`` the simulator chooses what is "auto" from a profile taken now: ``step.choice`` says why. ``devices``:
     names or indices. Without ``loss_fn`` it is a decorator.
 

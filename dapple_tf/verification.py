@@ -24,6 +24,7 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
+from graph_passes.policies import short_name
 from graph_passes.variables import find_variables
 from profiler.cluster import Cluster
 
@@ -90,7 +91,9 @@ class Report:
     def __str__(self) -> str:
         plan = self.plan
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {plan.micro_batches} micro-batches"
-        lines = [f"{head}, {plan.schedule}: " + ("equal to one device" if self.ok else "DIFFERS from one device")]
+        lines = [
+            f"{head}, {short_name(plan.schedule)}: " + ("equal to one device" if self.ok else "DIFFERS from one device")
+        ]
         lines.append(
             f"largest relative errors: loss {self.max_loss_error:.1e}, gradients {self.max_gradient_error:.1e}, "
             f"variables after the step {self.max_variable_error:.1e}"

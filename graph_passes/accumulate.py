@@ -10,7 +10,7 @@ from graph_passes.names import at, micro_batch_count, nodes_of
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add ``accumulate`` after each backward, and ``gradients`` for the sum of every replica."""
+    """Add ``accumulate`` after each call that gives gradients of weights, and ``gradients``: the sum of a replica."""
 
     name: str = "accumulate"
 
@@ -27,7 +27,7 @@ def accumulate_gradients(graph: Graph) -> Graph:
     """
     last = micro_batch_count(graph) - 1
     added: list[Node] = []
-    for node in nodes_of(graph, "backward"):
+    for node in nodes_of(graph, "backward", "weights"):
         ports = graph.function(node.string("function")).output_ports("variable")
         if not ports:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from graph_passes.ir import Function, Graph, Node, Port, Value, attributes, topological
 
-_ROLES = ("arg", "boundary", "gradient", "seed", "stash", "variable")  # the order of a function's inputs
+_ROLES = ("arg", "boundary", "gradient", "seed", "stash", "carry", "variable")  # the order of a function's inputs
 
 PortOf = Callable[[Value], tuple[str, str] | None]
 """The role and name under which a value enters the function; None for a value that is made inside."""

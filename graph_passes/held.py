@@ -8,7 +8,7 @@ from graph_passes.ir import Graph, Node
 from graph_passes.names import nodes_of
 
 # Work on a replica's copy of a variable, where it has one.
-_ON_COPIES = frozenset({"forward", "backward", "state"})
+_ON_COPIES = frozenset({"forward", "backward", "weights", "state"})
 
 
 def held_variables(graph: Graph) -> frozenset[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graph_passes.ir import Control, Graph, Node, Value, attributes, tensor
 
 _STAMP = tensor("float64")
-_TIMED = frozenset({"forward", "backward", "exchange", "allreduce", "update"})
+_TIMED = frozenset({"forward", "backward", "weights", "exchange", "allreduce", "update"})
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,8 @@ class Port:
 
     Roles: ``arg`` (a batch argument), ``boundary`` (a tensor from the stage before, or to the next),
     ``gradient`` (of a boundary tensor), ``seed`` (the weight of this slice in the loss), ``stash`` (a
-    forward tensor that backward needs), ``variable`` (a resource, or its gradient), ``loss``, ``aux``.
+    forward tensor that backward needs), ``carry`` (what backward makes and the weights' part of it needs, where
+    that is a function of its own), ``variable`` (a resource, or its gradient), ``loss``, ``aux``.
     """
 
     role: str

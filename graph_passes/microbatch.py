@@ -1,4 +1,4 @@
-"""Build the call-level graph: every stage's forward and backward once for each micro-batch.
+"""Build the call-level graph: every stage's forward, backward and weight gradients once for each micro-batch.
 
 Micro-batch m of M holds samples [N m / M, N (m+1) / M) of a batch of N. The seed of a backward call is its
 share n / N of the batch, so that gradients are those of the mean over the whole batch however uneven the
@@ -52,8 +52,8 @@ def aux_kind(kind: TensorType) -> Aux:
 class Microbatch:
     """Unfold stage functions over ``micro_batches`` micro-batches.
 
-    The input graph holds the ``input`` nodes and, as ``functions``, ``stageN/forward`` and
-    ``stageN/backward``; ``aux`` gives the types of the aux outputs.
+    The input graph holds the ``input`` nodes and, as ``functions``, ``stageN/forward``, ``stageN/backward`` and,
+    where backward is split, ``stageN/weights``; ``aux`` gives the types of the aux outputs.
     """
 
     stages: int
@@ -80,6 +80,8 @@ def unfold(graph: Graph, stages: int, micro_batches: int, aux: Sequence[TensorTy
             nodes += builder.forward(stage, m)
         for stage in reversed(range(stages)):
             nodes += builder.backward(stage, m)
+            if at(stage, what="weights") in graph.function_by_name:
+                nodes += builder.backward(stage, m, "weights")
     merged = [("loss", "mean", builder.results["loss"])]
     merged += [(f"aux/{i}", aux_kind(t).kind, builder.results[str(i)]) for i, t in enumerate(aux)]
     for name, kind, pairs in merged:
@@ -101,8 +103,8 @@ class _Builder:
 
     def forward(self, stage: int, m: int) -> list[Node]:
         function = self.graph.function(at(stage, what="forward"))
-        other = self.graph.function(at(stage, what="backward"))
-        slices = self._slice(stage, m, function, other)
+        others = [self.graph.function_by_name.get(at(stage, what=what)) for what in ("backward", "weights")]
+        slices = self._slice(stage, m, function, *filter(None, others))
         inputs = []
         for port in function.inputs:
             if port.role == "arg":
@@ -117,8 +119,8 @@ class _Builder:
                 self.results.setdefault(port.name, []).append((value, weight))
         return [*slices, node]
 
-    def backward(self, stage: int, m: int) -> list[Node]:
-        function = self.graph.function(at(stage, what="backward"))
+    def backward(self, stage: int, m: int, what: str = "backward") -> list[Node]:
+        function = self.graph.function(at(stage, what=what))
         nodes: list[Node] = []
         inputs = []
         for port in function.inputs:
@@ -129,21 +131,22 @@ class _Builder:
             elif port.role == "boundary":
                 inputs.append(self.carriers["boundary", port.name, stage - 1, m])
             elif port.role == "seed":
-                cast = Node(
-                    at(stage, 0, m, "seed"),
-                    "cast",
-                    (self.carriers["seed", "loss", stage, m],),
-                    (port.type,),
-                    _place(stage, m),
-                )
-                nodes.append(cast)
-                inputs.append(Value(cast.name))
+                if ("cast", "loss", stage, m) not in self.carriers:
+                    nodes.append(self._cast(stage, m, port.type))
+                inputs.append(self.carriers["cast", "loss", stage, m])
             else:
                 inputs.append(self.carriers[port.role, port.name, stage, m])
-        node = self._call(function, stage, m, "backward", inputs)
+        node = self._call(function, stage, m, what, inputs)
         for value, port in zip(node.values(), function.outputs, strict=True):
             self.carriers[port.role, port.name, stage, m] = value
         return [*nodes, node]
+
+    def _cast(self, stage: int, m: int, kind: TensorType) -> Node:
+        """The weight of the stage's rows in the type of the loss."""
+        weight = self.carriers["seed", "loss", stage, m]
+        node = Node(at(stage, 0, m, "seed"), "cast", (weight,), (kind,), _place(stage, m))
+        self.carriers["cast", "loss", stage, m] = Value(node.name)
+        return node
 
     def _slice(self, stage: int, m: int, *functions: Function) -> list[Node]:
         """The rows of every argument that the stage needs, and the weight of these rows."""

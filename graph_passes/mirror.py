@@ -29,8 +29,8 @@ class Mirror:
 def mirror_variables(graph: Graph) -> Graph:
     """The graph with a ``refresh`` before the first forward of every replica that works on copies.
 
-    The first backward waits for it by an edge of its own: where TensorFlow inlines the two calls, backward's reads
-    of a copy do not wait for forward.
+    The first backward (both parts of it, where it is split) waits for it by an edge of its own: where TensorFlow
+    inlines the calls, backward's reads of a copy do not wait for forward.
     """
     variables = find_variables(graph)
     added: dict[str, Node] = {}
@@ -41,7 +41,7 @@ def mirror_variables(graph: Graph) -> Graph:
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
                 refresh = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)
-                added |= {at(stage, replica, 0, what): refresh for what in ("forward", "backward")}
+                added |= {at(stage, replica, 0, what): refresh for what in ("forward", "backward", "weights")}
         state = tuple(name for name in variables.owned(stage) if name in variables.state)
         if state:
             attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})

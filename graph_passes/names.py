@@ -15,9 +15,14 @@ def at(stage: int, replica: int | None = None, micro_batch: int | None = None, w
     return "/".join([*parts, what] if what else parts)
 
 
-def nodes_of(graph: Graph, op: str) -> tuple[Node, ...]:
-    """The nodes of one op, in order."""
-    return tuple(node for node in graph.nodes if node.op == op)
+def nodes_of(graph: Graph, *ops: str) -> tuple[Node, ...]:
+    """The nodes of these ops, in order."""
+    return tuple(node for node in graph.nodes if node.op in ops)
+
+
+def gradient_function(graph: Graph, stage: int) -> str:
+    """What the calls of a stage that give its variables' gradients are called: ``weights`` where backward is split."""
+    return "weights" if at(stage, what="weights") in graph.function_by_name else "backward"
 
 
 def replica_counts(graph: Graph) -> tuple[int, ...]:

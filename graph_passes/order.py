@@ -10,12 +10,12 @@ from graph_passes.ir import Graph
 from graph_passes.names import at, micro_batch_count, replica_counts
 from graph_passes.schedule import Action, Schedule
 
-_OPS = {"F": "forward", "B": "backward"}
+_OPS = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 @dataclass(frozen=True)
 class Order:
-    """Chain the forward and backward calls of every replica as ``schedule`` says."""
+    """Chain the calls of every replica as ``schedule`` says."""
 
     schedule: Schedule
     name: str = "order"
@@ -36,7 +36,7 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     Raises ScheduleError when the schedule is for other stages or micro-batches than the graph's.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
-    shape = (len(schedule.stages), len(schedule.stages[0]) // 2)
+    shape = (len(schedule.stages), schedule.micro_batches)
     if shape != (len(replicas), micro_batches):
         raise ScheduleError(
             f"the schedule is for {shape[0]} stages x {shape[1]} micro-batches, the graph has {len(replicas)} x "

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graph_passes.ir import Control, Function, Graph, Node, Port, attributes
-from graph_passes.names import at, micro_batch_count, nodes_of, replica_counts
+from graph_passes.names import at, gradient_function, micro_batch_count, nodes_of, replica_counts
 
 # Large enough that a collective's latency (0.3 to 2 ms) is little beside its transfer (4 ms at 1 GB/s, 40 ms at
 # 1 Gbps), small enough that the last bucket, which nothing is left to hide, is short. Horovod fuses small ones that
@@ -39,8 +39,9 @@ class Overlap:
 def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
     """The graph with one ``gradients`` node (and ``accumulate``, if there are several micro-batches) for each bucket.
 
-    The last backward call of a replica is marked ``inline``, and calls a function of its own where there are others:
-    a call that is not inlined gives all its gradients at its end. Every sum has the order that it has without buckets.
+    The last backward call of a replica (where backward is split, the last one for its weights) is marked ``inline``,
+    and calls a function of its own where there are others: a call that is not inlined gives all its gradients at its
+    end. Every sum has the order that it has without buckets.
     """
     last = micro_batch_count(graph) - 1
     functions = list(graph.functions)
@@ -48,10 +49,10 @@ def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
     stages = {node.integer("stage") for node in nodes_of(graph, "gradients")}
     for stage, count in enumerate(replica_counts(graph)):
         if count > 1 and stage in stages:
-            function = graph.function(at(stage, what="backward"))
+            function = graph.function(at(stage, what=gradient_function(graph, stage)))
             buckets[stage] = cut_buckets(order_gradients(function), bucket_bytes)
             if last:
-                name = at(stage, what="last_backward")
+                name = at(stage, what=f"last_{gradient_function(graph, stage)}")
                 functions.append(dataclasses.replace(function, name=name, graph=function.graph.replace(name=name)))
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -59,8 +60,8 @@ def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
         final = node.has("micro_batch") and node.integer("micro_batch") == last
         if stage not in buckets:
             nodes.append(node)
-        elif node.op == "backward" and final:
-            name = at(stage, what="last_backward") if last else node.string("function")
+        elif node.op == gradient_function(graph, stage) and final:
+            name = at(stage, what=f"last_{node.op}") if last else node.string("function")
             forward = at(stage, node.integer("replica"), last, "forward")
             nodes.append(node.with_attrs(function=name, inline=True).after(forward, READS))
         elif node.op == "gradients" or (node.op == "accumulate" and final):

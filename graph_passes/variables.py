@@ -45,7 +45,8 @@ def find_variables(graph: Graph) -> Variables:
     state: set[str] = set()
     count = sum(1 for function in graph.functions if function.name.endswith("/forward"))
     for stage in range(count):
-        for what in ("forward", "backward"):
+        split = at(stage, what="weights") in graph.function_by_name
+        for what in ("forward", "backward", "weights") if split else ("forward", "backward"):
             function = graph.function(at(stage, what=what))
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])

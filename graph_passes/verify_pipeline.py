@@ -46,7 +46,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
 
 
 def verify_order(graph: Graph, schedule: Schedule) -> None:
-    """Each device's only possible order of forwards and backwards is the schedule's.
+    """Each device's only possible order of calls is the schedule's.
 
     A chain of edges through all its calls admits one order, so it is enough that each neighbouring pair of
     the schedule is joined by an edge, and that there are no calls beside the schedule's.
@@ -61,10 +61,9 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
             for first, second in itertools.pairwise(names):
                 if first not in set(graph.node(second).predecessors()):
                     raise GraphError(f"nothing makes {second!r} run after {first!r}, as the schedule wants")
-    for op in ("forward", "backward"):
-        for node in nodes_of(graph, op):
-            if node.name not in scheduled:
-                raise GraphError(f"{node.name!r} is not in the schedule")
+    for node in nodes_of(graph, "forward", "backward", "weights"):
+        if node.name not in scheduled:
+            raise GraphError(f"{node.name!r} is not in the schedule")
 
 
 def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
@@ -86,7 +85,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         if name in reached:
             reached.update(edges.predecessors(name))
     consumers = graph.consumers()
-    for node in nodes_of(graph, "backward"):
+    for node in nodes_of(graph, "backward", "weights"):
         ports = graph.function(node.string("function")).output_ports("variable", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:
@@ -115,8 +114,8 @@ def verify_sums(graph: Graph) -> None:
 
 
 def verify_inlined(graph: Graph) -> None:
-    """An inlined backward waits for its whole forward: its reads come after what forward, or a refresh, wrote."""
-    for node in nodes_of(graph, "backward"):
+    """An inlined backward, or part of one, waits for its whole forward: it reads what that, or a refresh, wrote."""
+    for node in nodes_of(graph, "backward", "weights"):
         forward = at(node.integer("stage"), node.integer("replica"), node.integer("micro_batch"), "forward")
         if node.has("inline") and forward not in {control.source for control in node.controls}:
             raise GraphError(f"{node.name!r} is inlined, and no control edge makes it wait for {forward!r}")

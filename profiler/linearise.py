@@ -41,6 +41,10 @@ class Chain:
             np.add.reduceat(self.profile.backward_seconds(samples), starts),
         )
 
+    def weights_seconds(self, samples: float) -> Floats:
+        """Seconds of each block's gradients of weights, a part of its backward, of ``samples`` samples."""
+        return np.add.reduceat(self.profile.weights_seconds(samples), self.positions[:-1])
+
 
 def linearise(profile: Profile) -> Chain:
     """The chain of a profile; a DAG's outputs that skip over a cut are carried across it (``crossing_bytes``).

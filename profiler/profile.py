@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class LayerCost:
 
     ``activation_bytes``: its outputs that later layers read, each counted once. ``stash_bytes``: what its
     backward keeps of its forward. ``parameter_bytes``: its weights, which do not grow with the batch.
+    ``weights_seconds``: the part of its backward that gives gradients of its weights, where that was measured.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerCost:
     activation_bytes: float
     stash_bytes: float
     parameter_bytes: float
+    weights_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,14 @@ class Profile:
         """Seconds of every layer's backward of ``samples`` samples; see ``forward_seconds``."""
         return _interpolate(self._sizes, self._tables["backward_seconds"], samples)
 
+    def weights_seconds(self, samples: float) -> Floats:
+        """Seconds that gradients of weights take of every layer's backward of ``samples`` samples; the rest is inputs'.
+
+        The share is that of the profile's batch: where it was not measured, half for a layer with parameters (a matrix
+        product has two gradients of equal work), and nothing for others.
+        """
+        return self.backward_seconds(samples) * self._weights_share
+
     def crossing_bytes(self) -> Floats:
         """Bytes of the profile's batch that cross each cut: entry p - 1 is the cut before layer p.
 
@@ -168,6 +178,15 @@ class Profile:
         """Read a profile; ProfileError names the file and the field that is wrong."""
         with locating(path, ProfileError):
             return _from_json(read_json(path, ProfileError))
+
+    @cached_property
+    def _weights_share(self) -> Floats:
+        return _shared(
+            (0.5 if layer.parameter_bytes else 0.0)
+            if layer.weights_seconds is None
+            else (layer.weights_seconds / layer.backward_seconds if layer.weights_seconds else 0.0)
+            for layer in self.layers
+        )
 
     @cached_property
     def _crossing(self) -> Floats:
@@ -231,6 +250,7 @@ def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
     return line
 
 
+_COSTS = tuple(field.name for field in fields(LayerCost)[1:] if field.name != "weights_seconds")  # all have them
 _LARGEST = 1e18  # sums and products of such figures are still finite
 
 
@@ -251,8 +271,16 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
                 f"layers[{index}].name is {layer.name!r}, as is that of layers[{first[layer.name]}]: every layer needs "
                 "a name of its own"
             )
-        for field in fields(layer)[1:]:
-            _check_figure(f"layers[{index}].{field.name} ({layer.name})", getattr(layer, field.name))
+        for field in _COSTS:
+            _check_figure(f"layers[{index}].{field} ({layer.name})", getattr(layer, field))
+        if layer.weights_seconds is not None:
+            where = f"layers[{index}].weights_seconds ({layer.name})"
+            _check_figure(where, layer.weights_seconds)
+            if layer.weights_seconds > layer.backward_seconds:
+                raise ProfileError(
+                    f"{where} is {layer.weights_seconds:g}, more than its backward_seconds "
+                    f"{layer.backward_seconds:g}, of which it is a part"
+                )
 
 
 def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> None:
@@ -290,21 +318,26 @@ def _to_json(profile: Profile) -> dict[str, Any]:
     for field in ("timings", "uncuttable", "unsplittable"):
         if not data[field]:
             del data[field]
+    for layer in data["layers"]:
+        if layer["weights_seconds"] is None:
+            del layer["weights_seconds"]
     return {"format": FORMAT, **data}
 
 
 def _from_json(data: Any) -> Profile:
     top = Fields.of(data, ProfileError, known=[field.name for field in fields(Profile)], file_format=FORMAT)
     seconds = ("forward_seconds", "backward_seconds")
-    costs = [field.name for field in fields(LayerCost)]
     whole = top.inner("whole", known=seconds) if top.has("whole") else None
     return Profile(
         model=top.text("model"),
         batch_size=top.integer("batch_size"),
         device=top.text("device"),
         layers=tuple(
-            LayerCost(layer.text("name"), *(layer.number(field) for field in costs[1:]))
-            for layer in top.each("layers", known=costs)
+            replace(
+                LayerCost(layer.text("name"), *(layer.number(field) for field in _COSTS)),
+                weights_seconds=layer.number("weights_seconds") if layer.has("weights_seconds") else None,
+            )
+            for layer in top.each("layers", known=("name", *_COSTS, "weights_seconds"))
         ),
         edges=top.pairs("edges") if top.has("edges") else None,
         timings=tuple(

@@ -12,7 +12,9 @@ from typing import Any
 
 import click
 
+from dapple_tf.commands import schedules
 from dapple_tf.errors import ModelError, UsageError
+from graph_passes.policies import short_name
 from profiler.files import make_writable
 
 MODEL = [
@@ -26,7 +28,7 @@ PLAN = [
     click.option("--stages", default="auto", help="Number of stages, layer names (a,b,c), or auto."),
     click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
     click.option("--micro-batches", default="8", show_default=True, help="M, micro-batches of a step, or auto."),
-    click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n."),
+    schedules.OPTION,
     click.option(
         "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
     ),
@@ -61,7 +63,7 @@ def describe(plan: Any, layers: Sequence[str]) -> str:
     """A plan in a few lines, with the names of its layers."""
     lines = [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches of {plan.micro_batch_size} samples, "
-        f"schedule {plan.schedule}"
+        f"schedule {short_name(plan.schedule)}"
     ]
     for i, stage in enumerate(plan.stages):
         devices = ", ".join(map(str, stage.devices))

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dapple_tf.commands import schedules
 from dapple_tf.commands.clusters import load_cluster
 from dapple_tf.commands.common import check_output, say
 from profiler.importers import read_profile
@@ -22,7 +23,7 @@ from profiler.importers import read_profile
     "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch; by default the best divisor."
 )
 @click.option("--planner", default="best", show_default=True, help="best, dapple, dp or gpipe.")
-@click.option("--schedule", default="auto", show_default=True, help="gpipe, dapple-a, dapple-b, or auto; :D=n.")
+@schedules.OPTION
 @click.option("--recompute", is_flag=True, help="Stash only what enters a stage, and run its forward again.")
 @click.option("--overlap", is_flag=True, help="AllReduce runs during the last backward.")
 @click.option(

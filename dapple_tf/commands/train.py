@@ -27,6 +27,7 @@ from dapple_tf.commands.common import (
     say,
     start,
 )
+from graph_passes.policies import short_name
 from profiler.detect import job_size
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ def train(
         job.gather(None)  # Horovod ends for all when the first rank leaves
     result, lines = report(run, step.plan, plain_speed)
     if trace and leads:
-        title = f"{options['model'].rpartition(':')[2]}: {step.plan.schedule}, M = {step.plan.micro_batches}"
+        title = (
+            f"{options['model'].rpartition(':')[2]}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}"
+        )
         recording = dataclasses.replace(step.recording, title=title)
         save_recording(recording, trace)
         result |= {"trace": trace, "timeline": recording.to_json()}

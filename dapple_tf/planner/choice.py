@@ -11,7 +11,7 @@ from dapple_tf.planner.shortage import show_bytes
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.ratio import activation_communication_ratio
-from graph_passes.schedule import count_stages, named_warm_up, read_policy
+from graph_passes.policies import count_micro_batches, count_stages, make_schedule, read_policy, short_name
 
 # A policy that holds more micro-batches must be faster by more than this, or memory is spent for nothing.
 _WORTH = 1e-3
@@ -35,7 +35,7 @@ class Choice:
 
     def __str__(self) -> str:
         base = "" if self.measured else " (estimated)"
-        text = f"schedule {self.schedule}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
+        text = f"schedule {short_name(self.schedule)}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
         ours = self.seconds[self.schedule]
         others = [
             f"{name} {_compare(seconds, ours)}" for name, seconds in self.seconds.items() if name != self.schedule
@@ -55,13 +55,13 @@ def choose_schedule(
     """The fastest of the ``policies`` over all numbers of micro-batches M; of equals the one that stashes least.
 
     ``costs``: of each stage, by M. ``memory``: bytes of a device. D is what the memory holds (DAPPLE, V.C). Raises
-    PlanError where no M fits: which stage lacks how many bytes, and what would help; ScheduleError for explicit K_i
-    that cannot be.
+    PlanError where no M fits: which stage lacks how many bytes, and what would help; ScheduleError for explicit K_i,
+    or a text, that cannot be.
     """
     for policy in policies:
         if count_stages(policy):
             most = max(costs)
-            named_warm_up(policy, len(costs[most]), most)
+            make_schedule(policy, len(costs[most]), count_micro_batches(policy, costs) or most)
     best: Choice | None = None
     for m, stages in sorted(costs.items()):
         rows = rows_of(stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.task import Candidate, Decision, Task
 from dapple_tf.simulator.timeline import Timeline
+from graph_passes.policies import short_name
 from profiler.profile import Profile
 
 
@@ -26,7 +27,7 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     """The plan and its prediction in a few lines."""
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch_size} samples, schedule {plan.schedule}"
+        f"{plan.micro_batch_size} samples, schedule {short_name(plan.schedule)}"
         + (", recompute" if plan.recompute else "")
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),
@@ -59,7 +60,7 @@ def describe_decision(
 def _name(candidate: Candidate, plan: Plan) -> str:
     kind = notation(plan)
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
-    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {plan.schedule}"
+    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {short_name(plan.schedule)}"
 
 
 def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.shortage import describe_shortage
 from dapple_tf.planner.task import Candidate, Decision, Task, micro_batch_sizes
 from dapple_tf.simulator.timeline import Timeline, simulate
-from graph_passes.schedule import check_name, count_stages, named_warm_up
+from graph_passes.policies import check_name, count_micro_batches, count_stages, make_schedule, short_name
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -88,19 +88,19 @@ def make_task(
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
-        _check_schedule(schedule, cluster.devices, global_batch_size // sizes[0])
+        _check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
     return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
 
 
-def _check_schedule(name: str, devices: int, micro_batches: int) -> None:
-    """PlanError or ScheduleError for a schedule that no plan on so many devices, of so many micro-batches, can have."""
+def _check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
+    """PlanError or ScheduleError for a schedule that no plan on so many devices, of these micro-batches, can have."""
     check_name(name)
     stages = count_stages(name)
     if stages is None:
         return
     if stages > devices:
-        raise PlanError(f"schedule {name!r} is for {stages} stages, but the cluster has {devices} devices")
-    named_warm_up(name, stages, micro_batches)
+        raise PlanError(f"schedule {short_name(name)!r} is for {stages} stages, but the cluster has {devices} devices")
+    make_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
 
 def decide(task: Task, planner: str, **options: Any) -> Decision:

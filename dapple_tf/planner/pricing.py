@@ -1,7 +1,8 @@
 """The simulated seconds of plans under each policy, many a millisecond.
 
 The rows of a plan's costs are, by stage: forward, backward, transfer to the next stage (either direction), exposed
-AllReduce (seconds); fixed, stash of a micro-batch, working set (bytes of one device).
+AllReduce (seconds); fixed, stash of a micro-batch, working set (bytes of one device); and the part of backward that is
+gradients of weights, where the schedule has them run by themselves (seconds).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dapple_tf.compiled import Floats, Integers, compiled
 from dapple_tf.planner.problem import Tables
 from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
 from dapple_tf.simulator.costs import StageCosts
-from dapple_tf.simulator.engine import early_backward_order, step_seconds
+from dapple_tf.simulator.engine import early_backward_order, has_weights, step_seconds
+from dapple_tf.simulator.orders import named_order
 from graph_passes.errors import ScheduleError
-from graph_passes.schedule import named_warm_up
+from graph_passes.policies import ZERO_BUBBLE
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
 
@@ -49,6 +51,7 @@ def rows_of(costs: Sequence[StageCosts]) -> Floats:
                 c.fixed_bytes,
                 c.stash_bytes,
                 c.working_bytes,
+                c.weights_seconds,
             ]
             for c in costs
         ]
@@ -73,13 +76,20 @@ def price(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto
 
 
 def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> Price:
+    nothing = Price(np.inf, schedule)
     try:
-        k = np.array(named_warm_up(schedule, rows.shape[1], micro_batches), np.int64)
-    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches
-        return Price(np.inf, schedule)
-    if (rows[4] + rows[6] + k * rows[5] > memory).any():
-        return Price(np.inf, schedule)
-    return Price(_run(rows, k, micro_batches), schedule)
+        order, held = named_order(schedule, rows.shape[1], micro_batches)
+    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a text of other stages
+        return nothing
+    room = memory - rows[4] - rows[6]
+    short = held * rows[5] > room
+    if short.any():
+        limit = int((room[short] / rows[5][short]).min()) if (room > 0).all() else 0
+        fewer = f"{schedule}:D={limit}"
+        return _price_fixed(rows, micro_batches, memory, fewer) if schedule == ZERO_BUBBLE and limit > 0 else nothing
+    weights = rows[7] if has_weights(order) else rows[7][:0]
+    backward = rows[1] - rows[7] if len(weights) else rows[1]
+    return Price(step_seconds(order, rows[0], backward, weights, rows[2], rows[2], rows[3]), schedule)
 
 
 @compiled
@@ -109,13 +119,13 @@ def price_policy(rows: Floats, micro_batches: int, memory: float, code: int) -> 
 @compiled
 def _run(rows: Floats, warm: Integers, micro_batches: int) -> float:
     order = early_backward_order(warm, micro_batches)
-    return float(step_seconds(order, rows[0], rows[1], rows[2], rows[2], rows[3]))
+    return float(step_seconds(order, rows[0], rows[1], rows[7][:0], rows[2], rows[2], rows[3]))
 
 
 @compiled
 def rows_from_tables(t: Tables, starts: Integers, places: Integers, stages: int) -> Floats:
     """The rows of a plan of the search."""
-    rows = np.zeros((7, stages))
+    rows = np.zeros((8, stages))
     n = len(t.working)
     for s in range(stages):
         first, end, p = starts[s], starts[s + 1] if s + 1 < stages else n, places[s]
@@ -133,6 +143,7 @@ def rows_from_tables(t: Tables, starts: Integers, places: Integers, stages: int)
             rows[3, s] = t.ring[p] * (t.parameters[end] - t.parameters[first])
         rows[4, s] = fixed_bytes(t, first, end)
         rows[5, s] = stash_bytes(t, first, end) / r
+        rows[7, s] = t.weights[row, end] - t.weights[row, first]
         rows[6, s] = work_bytes(t, first, end, t.working[first:end].max()) / r
     return rows
 

@@ -22,12 +22,14 @@ class Tables(NamedTuple):
     """What the compiled search reads. N blocks, P placements, R replica counts, E pairs of placements.
 
     Seconds are those of one micro-batch, bytes those of one micro-batch over all replicas. Rows of ``forward``,
-    ``backward`` and ``parameters`` are running sums over blocks, so a stage costs a difference of two entries.
+    ``backward``, ``weights`` and ``parameters`` are running sums over blocks, so a stage costs a difference of two
+    entries.
     """
 
     forward: Floats  # [R, N + 1]
     backward: Floats  # [R, N + 1], recompute included
-    rest: Floats  # [N + 1] the least device-seconds of the blocks from here on
+    weights: Floats  # [R, N + 1] the part of it that the schedule has run by itself, or 0
+    rest: Floats  # [N + 1] the least device-seconds of the blocks from here on, without weights
     parameters: Floats  # [N + 1]
     stash: Floats  # [N + 1]
     working: Floats  # [N]
@@ -36,7 +38,7 @@ class Tables(NamedTuple):
     replicas: Integers  # [P]
     row: Integers  # [P] its row in forward and backward
     ring: Floats  # [P] seconds of AllReduce a byte
-    exposed: Floats  # [classes, N, N + 1] seconds of AllReduce after the last backward, or of size 0
+    exposed: Floats  # [classes, N, N + 1] seconds of AllReduce after the last gradients, or of size 0
     exposed_class: Integers  # [P]
     left: Integers  # [P] devices unused after it
     first: Integers  # [P + 2] where each placement's pairs begin; the last row is the start's
@@ -129,17 +131,19 @@ def tables(
     optimizer_slots: int,
     recompute: bool,
     overlap: bool,
+    splits: bool = False,
 ) -> Tables:
-    """The tables of ``space`` for micro-batches of this size."""
+    """The tables of ``space`` for micro-batches of this size; ``splits``: the schedule puts off weights' gradients."""
     chain, replicas = space.chain, space.replicas
     counts = np.unique(replicas)
     seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
     forward = np.array([f for f, _ in seconds])
     backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
+    weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits
     scale = micro_batch_size / chain.batch_size
     row = np.searchsorted(counts, replicas)
     first, following, latency, rate = space.pairs
-    least = (counts[:, None] * (forward + backward)).min(axis=0)
+    least = (counts[:, None] * (forward + backward - weights)).min(axis=0)
     classes = sorted(set(zip(row.tolist(), space.rings.tolist(), strict=True)))
     index = {pair: k for k, pair in enumerate(classes)}
     exposed_class = np.array([index[pair] for pair in zip(row.tolist(), space.rings.tolist(), strict=True)], np.int64)
@@ -148,11 +152,13 @@ def tables(
     exposed = np.zeros(shape if overlap else (0, 0, 0))
     if overlap:
         for (k, ring), c in index.items():
-            backwards = chain.profile.backward_seconds(micro_batch_size / counts[k])
-            _fill_exposed(exposed[c], backwards, ring * parameters, np.array(chain.positions))
+            samples = micro_batch_size / counts[k]
+            last = chain.profile.weights_seconds(samples) if splits else chain.profile.backward_seconds(samples)
+            _fill_exposed(exposed[c], last, ring * parameters, np.array(chain.positions))
     return Tables(
         forward=_sums(forward),
         backward=_sums(backward),
+        weights=_sums(weights),
         rest=np.append(np.cumsum(least[::-1])[::-1], 0.0),
         parameters=_sums(chain.parameter_bytes),
         stash=_sums(chain.stash_bytes) * scale,

@@ -9,6 +9,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.plan import Plan, StagePlan
 from graph_passes.layers import Layers
 from graph_passes.partition import balance
+from graph_passes.policies import check_name
 
 _USUAL_MICRO_BATCHES = 8
 
@@ -18,7 +19,8 @@ class Request:
     """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage.
 
     "auto" with replicas is as many stages as those name; without (``automatic``) it is for a planner to say.
-    ``micro_batches`` and ``schedule`` may be "auto": the simulator says.
+    ``micro_batches`` and ``schedule`` may be "auto": the simulator says. Raises PlanError for values of other kinds,
+    and ScheduleError for a schedule that is none.
     """
 
     stages: int | Sequence[str] | str = "auto"
@@ -61,6 +63,8 @@ class Request:
             raise PlanError(f"micro_batches={self.micro_batches!r}: give a whole number, or 'auto'")
         if not isinstance(self.schedule, str):
             raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
+        if not self.open_schedule:
+            check_name(self.schedule)
         if self.replicas is not None and not _all(self.replicas, int):
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _all(self.stages, str):

@@ -160,11 +160,13 @@ def _search(
                             if m == 1:  # nothing takes over from the last stage as pivot, so all stages count
                                 low = max(low, after + share)
                         else:
-                            after, late = before + f, b + max(ring, behind)
-                            low = after + steady + late
+                            # w: gradients of weights that a schedule puts off; no other stage waits for them.
+                            w = t.weights[row, end] - t.weights[row, j]
+                            after, late = before + f, b - w + max(w + ring, behind)
+                            low = max(after + steady + b + ring, after + (m - 1) * (f + b - w) + late)
                             if j:  # channels: the last transfer forward, the first transfer back
                                 low = max(low, front[label] + m * send + f + late)
-                                low = max(low, after + b + m * send + tail[label])
+                                low = max(low, after + b - w + m * send + tail[label])
                             low = max(low, after + m * share + late)
                         low = max(known, low * (1 - 1e-12))  # sums in another order than what they bound
                         if low >= limit:

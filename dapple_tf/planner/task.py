@@ -16,6 +16,7 @@ from dapple_tf.planner.search import Found
 from dapple_tf.planner.spaces import find_spaces
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
+from graph_passes.policies import splits_backward
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
@@ -59,6 +60,7 @@ class Task:
             optimizer_slots=self.optimizer_slots,
             recompute=self.recompute,
             overlap=self.overlap,
+            splits=splits_backward(self.schedule),
         )
 
     def stages(self, space: Space, found: Found) -> tuple[StagePlan, ...]:
@@ -88,7 +90,7 @@ class Task:
         """These stages under the best schedule allowed, by the simulator; None where they do not fit."""
         if max(stage.replicas for stage in stages) > micro_batch_size:
             return None
-        plan = self.plan(stages, micro_batch_size, "dapple-a", origin)
+        plan = self.plan(stages, micro_batch_size, "dapple-a" if self.schedule == "auto" else self.schedule, origin)
         rows = rows_of(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
         found = price(rows, plan.micro_batches, usable_bytes(self.cluster.device_memory), self.schedule)
         if found.seconds == float("inf"):

@@ -137,7 +137,7 @@ def _choose(task: Task, stages: tuple[StagePlan, ...], sizes: Sequence[int]) -> 
     """The simulator's choice for these stages among micro-batches of these sizes, on the task's profile."""
     costs = {}
     for size in sizes:
-        plan = task.plan(stages, size, "dapple-a", "requested")
+        plan = task.plan(stages, size, "dapple-a" if task.schedule == "auto" else task.schedule, "requested")
         check_plan(plan, task.profile, task.cluster)
         found = stage_costs(plan, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
         costs[plan.micro_batches] = found

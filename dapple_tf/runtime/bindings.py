@@ -52,7 +52,7 @@ class StepVariables:
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """See ``operations.Bindings``."""
-        if node.op in ("forward", "backward", "refresh", "state"):
+        if node.op in ("forward", "backward", "weights", "refresh", "state"):
             key = (node.integer("stage"), node.integer("replica"), name)
             return self._copies.get(key, self._variables[name])
         return self._variables[name]

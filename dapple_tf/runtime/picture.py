@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dapple_tf.runtime.describe import write_seconds
@@ -11,6 +12,9 @@ from dapple_tf.runtime.timeline import Timeline
 from dapple_tf.runtime.trace_file import recording_data
 from dapple_tf.timeline.chart import Chart, Row, Span, SpanKind, stack_charts
 from dapple_tf.timeline.save import check_path, save_chart
+from graph_passes.schedule import Kind
+
+_SPANS: Mapping[Kind, SpanKind] = {"F": "forward", "B": "backward", "W": "weights"}
 
 __all__ = ["check_path", "draw_recording", "make_chart", "save_recording", "save_timeline"]
 
@@ -63,7 +67,7 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
         Span(
             at[e.action.stage, e.replica, e.device],
             str(e.action),
-            "forward" if e.action.kind == "F" else "backward",
+            _SPANS[e.action.kind],
             e.start,
             e.end,
             e.action.micro_batch,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dapple_tf.runtime.timeline import Event, StageEvent, Timeline, Transfer
 from dapple_tf.simulator.costs import StageCosts
-from dapple_tf.simulator.critical import event_at
+from dapple_tf.simulator.critical import COMPUTE, event_at
 from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import Execution, execute
 from graph_passes.schedule import Action, Schedule
@@ -47,10 +47,10 @@ def unroll(execution: Execution, places: Sequence[Place], updates: Sequence[Stag
     events, transfers, more = [], [], []
     for stage, replica, device in places:
         for m in range(execution.micro_batches):
-            forward, backward = (event_at(execution, kind, stage, m) for kind in ("forward", "backward"))
-            events.append(Event(Action(stage, "F", m), replica, device, forward.start, forward.end))
-            events.append(Event(Action(stage, "B", m), replica, device, backward.start, backward.end))
-        start, end = float(execution.last_backward[stage]), float(execution.allreduce_end[stage])
+            for kind in COMPUTE if execution.splits else ("F", "B"):
+                found = event_at(execution, COMPUTE[kind], stage, m)
+                events.append(Event(Action(stage, kind, m), replica, device, found.start, found.end))
+        start, end = float(execution.last_gradients[stage]), float(execution.allreduce_end[stage])
         if end > start:
             more.append(StageEvent("allreduce", stage, replica, device, start, end))
     for stage, cost in enumerate(execution.costs[:-1]):
@@ -73,7 +73,7 @@ def _measured_costs(measured: Timeline, stage: int) -> StageCosts:
     """The medians of one stage, and of the boundary behind it; AllReduce as far as it goes on after backward."""
     seconds = {
         kind: _median(e.end - e.start for e in measured.events if (e.action.stage, e.action.kind) == (stage, kind))
-        for kind in ("F", "B")
+        for kind in COMPUTE
     }
     sent = {way: _median(_occupied(measured, way)) for way in ((stage, stage + 1), (stage + 1, stage))}
     summed = [e.end for e in measured.stage_events if (e.kind, e.stage) == ("allreduce", stage)]
@@ -81,7 +81,8 @@ def _measured_costs(measured: Timeline, stage: int) -> StageCosts:
     exposed = max(0.0, max(summed) - computed) if summed else 0.0
     return StageCosts(
         forward_seconds=seconds["F"],
-        backward_seconds=seconds["B"],
+        backward_seconds=seconds["B"] + seconds["W"],  # one action, where it is not split
+        weights_seconds=seconds["W"],
         send_forward_seconds=sent[stage, stage + 1],
         send_backward_seconds=sent[stage + 1, stage],
         allreduce_seconds=exposed,

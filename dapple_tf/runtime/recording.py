@@ -9,7 +9,7 @@ from dapple_tf.errors import UsageError
 from dapple_tf.runtime.describe import describe_timeline, find_slowest, timeline_json, write_seconds
 from dapple_tf.runtime.prediction import BY_PROFILE, Prediction, predict_from_times, unroll
 from dapple_tf.runtime.timeline import Timeline
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule, short_name
 
 if TYPE_CHECKING:
     from dapple_tf.planner.plan import Plan
@@ -136,7 +136,7 @@ def simulated_recording(simulated: Simulated) -> Recording:
 
 
 def _title(model: str, plan: Plan) -> str:
-    return f"{model}: {plan.schedule}, M = {plan.micro_batches}"
+    return f"{model}: {short_name(plan.schedule)}, M = {plan.micro_batches}"
 
 
 def tell_error(error: float) -> str:

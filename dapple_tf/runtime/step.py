@@ -36,7 +36,7 @@ from dapple_tf.variable_names import name_variables
 from graph_passes.expose import exposed
 from graph_passes.ir import Graph, Shape
 from graph_passes.layers import Layers, find_layers
-from graph_passes.schedule import for_fewer
+from graph_passes.policies import for_fewer
 from graph_passes.text import print_graph
 from profiler.cluster import Cluster
 

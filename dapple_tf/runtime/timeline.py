@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from graph_passes.instrument import timed_nodes
 from graph_passes.ir import Graph
 from graph_passes.project import crossing
-from graph_passes.schedule import Action
+from graph_passes.schedule import Action, Kind
+
+_KINDS: Mapping[str, Kind] = {"forward": "F", "backward": "B", "weights": "W"}
 
 if TYPE_CHECKING:
     from dapple_tf.runtime.critical import Part
@@ -34,7 +36,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Event:
-    """One run of a forward or backward; seconds since the step's first."""
+    """One run of a forward, backward or weights' part of one; seconds since the step's first."""
 
     action: Action
     replica: int
@@ -167,10 +169,10 @@ def fill_stamps(named: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
 
 def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
     """The timeline of all processes' stamps, whose clocks agree; times count from the first action's start."""
-    first = min(stamp.start for stamp in stamps if stamp.op in ("forward", "backward"))
+    first = min(stamp.start for stamp in stamps if stamp.op in _KINDS)
     since = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     since.sort(key=lambda stamp: (stamp.start, stamp.end))
-    events = tuple(_event(stamp) for stamp in since if stamp.op in ("forward", "backward"))
+    events = tuple(_event(stamp) for stamp in since if stamp.op in _KINDS)
     return Timeline(events, tuple(_transfers(since)), tuple(_stage_events(since)))
 
 
@@ -180,11 +182,12 @@ def read_timeline(graph: Graph, stamps: Any) -> Timeline:
 
 
 def _event(stamp: Stamp) -> Event:
-    kind: Literal["F", "B"] = "F" if stamp.op == "forward" else "B"
     assert stamp.stage is not None
     assert stamp.replica is not None
     assert stamp.micro_batch is not None
-    return Event(Action(stamp.stage, kind, stamp.micro_batch), stamp.replica, stamp.device, stamp.start, stamp.end)
+    return Event(
+        Action(stamp.stage, _KINDS[stamp.op], stamp.micro_batch), stamp.replica, stamp.device, stamp.start, stamp.end
+    )
 
 
 def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:

@@ -10,6 +10,7 @@ import numpy as np
 from dapple_tf.compiled import Floats, compiled
 from dapple_tf.planner.plan import Plan
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from graph_passes.policies import splits_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -18,8 +19,9 @@ from profiler.profile import Profile
 class StageCosts:
     """One stage: seconds of one micro-batch over all its replicas, bytes of one device.
 
-    ``send_forward_seconds`` and ``send_backward_seconds``: the boundary to the next stage (0 for the last).
-    ``allreduce_seconds``: all of it; ``exposed_seconds``: what is left of it when the last backward ends.
+    ``weights_seconds``: the part of backward that gives gradients of weights, where the schedule has it run by itself,
+    and else 0. ``send_forward_seconds`` and ``send_backward_seconds``: the boundary to the next stage (0 for the last).
+    ``allreduce_seconds``: all of it; ``exposed_seconds``: what is left of it when the last gradients are there.
     ``fixed_bytes``: weights, gradients, optimizer slots. ``stash_bytes``: kept for each micro-batch in flight.
     ``working_bytes``: the largest working set of a backward.
     """
@@ -33,6 +35,7 @@ class StageCosts:
     fixed_bytes: float
     stash_bytes: float
     working_bytes: float
+    weights_seconds: float = 0.0
 
 
 def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:
@@ -46,12 +49,16 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
     crossing, working = profile.crossing_bytes(), profile.working_bytes()
     parameters, stash = profile.parameter_bytes, profile.stash_bytes
     slices = {r: plan.micro_batch_size / r for r in plan.replicas}
-    seconds = {r: (profile.forward_seconds(n), profile.backward_seconds(n)) for r, n in slices.items()}
+    seconds = {
+        r: (profile.forward_seconds(n), profile.backward_seconds(n), profile.weights_seconds(n))
+        for r, n in slices.items()
+    }
+    splits = splits_backward(plan.schedule)
     scale = plan.micro_batch_size / profile.batch_size
     found = []
     for index, stage in enumerate(plan.stages):
         r, held = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
-        forward, backward = (row[held] for row in seconds[r])
+        forward, backward, weights = (row[held] for row in seconds[r])
         send = 0.0
         if index + 1 < len(plan.stages):
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
@@ -70,10 +77,11 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
                 send_forward_seconds=send,
                 send_backward_seconds=send,
                 allreduce_seconds=total,
-                exposed_seconds=exposed_seconds(backward, ring) if plan.overlap else total,
+                exposed_seconds=exposed_seconds(weights if splits else backward, ring) if plan.overlap else total,
                 fixed_bytes=float(parameters[held].sum()) * (2 + optimizer_slots),
                 stash_bytes=kept,
                 working_bytes=work,
+                weights_seconds=float(weights.sum()) if splits else 0.0,
             )
         )
     return tuple(found)

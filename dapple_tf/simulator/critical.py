@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from dapple_tf.simulator.engine import decode
 from dapple_tf.simulator.execution import Execution
+from graph_passes import schedule
 
-Kind = Literal["forward", "backward", "send-forward", "send-backward", "allreduce"]
+Kind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce"]
+COMPUTE: Mapping[schedule.Kind, Kind] = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Event:
                 return f"{self.stage}F{self.micro_batch}"
             case "backward":
                 return f"{self.stage}B{self.micro_batch}"
+            case "weights":
+                return f"{self.stage}W{self.micro_batch}"
             case "send-forward":
                 return f"{self.stage}>{self.stage + 1} F{self.micro_batch}"
             case "send-backward":
@@ -49,7 +54,7 @@ def critical_path(execution: Execution) -> tuple[Event, ...]:
         "allreduce",
         stage,
         None,
-        float(execution.last_backward[stage]),
+        float(execution.last_gradients[stage]),
         float(execution.allreduce_end[stage]),
     )
     path = [event]
@@ -66,7 +71,7 @@ def critical_stage(path: Sequence[Event]) -> int:
     """The stage whose compute fills most of ``path``; the first of several."""
     busy: dict[int, float] = {}
     for event in path:
-        if event.kind in ("forward", "backward"):
+        if event.kind in COMPUTE.values():
             busy[event.stage] = busy.get(event.stage, 0.0) + event.end - event.start
     return max(sorted(busy), key=lambda stage: busy[stage])
 
@@ -76,6 +81,7 @@ def event_at(execution: Execution, kind: Kind, stage: int, micro_batch: int) -> 
     starts, ends = {
         "forward": (execution.start_forward, execution.end_forward),
         "backward": (execution.start_backward, execution.end_backward),
+        "weights": (execution.start_weights, execution.end_weights),
         "send-forward": (execution.start_send_forward, execution.end_send_forward),
         "send-backward": (execution.start_send_backward, execution.end_send_backward),
     }[kind]
@@ -86,7 +92,7 @@ def _predecessors(execution: Execution, event: Event) -> list[Event]:
     """What ``event`` waited for: first what ran on its own device, then the rest."""
     stage, m = event.stage, event.micro_batch
     if m is None:
-        return [_action(execution, stage, 2 * execution.micro_batches - 1)]
+        return [_action(execution, stage, execution.order.shape[1] - 1)]
     match event.kind:
         case "forward":
             sent = [event_at(execution, "send-forward", stage - 1, m)] if stage else []
@@ -94,6 +100,8 @@ def _predecessors(execution: Execution, event: Event) -> list[Event]:
         case "backward":
             sent = [event_at(execution, "send-backward", stage, m)] if stage + 1 < execution.stages else []
             return [*_previous(execution, stage, execution.micro_batches + m), *sent]
+        case "weights":
+            return _previous(execution, stage, 2 * execution.micro_batches + m)
         case "send-forward":
             producer = event_at(execution, "forward", stage, m)
             return [producer, *_channel(execution, "send-forward", stage, stage, m)]
@@ -102,8 +110,8 @@ def _predecessors(execution: Execution, event: Event) -> list[Event]:
 
 
 def _action(execution: Execution, stage: int, place: int) -> Event:
-    action = int(execution.order[stage, place])
-    return event_at(execution, "forward" if action >= 0 else "backward", stage, action if action >= 0 else -1 - action)
+    action = decode(int(execution.order[stage, place]), stage, execution.micro_batches)
+    return event_at(execution, COMPUTE[action.kind], stage, action.micro_batch)
 
 
 def _previous(execution: Execution, stage: int, column: int) -> list[Event]:
@@ -115,7 +123,7 @@ def _previous(execution: Execution, stage: int, column: int) -> list[Event]:
 def _channel(execution: Execution, kind: Kind, stage: int, producer: int, column: int) -> list[Event]:
     """The transfer before, in the same channel: that of the producer's action of the same kind before this one."""
     place = int(execution.places[producer, column])
-    forwards = kind == "send-forward"
     earlier = execution.order[producer, :place]
-    same = earlier[earlier >= 0] if forwards else -1 - earlier[earlier < 0]
+    backwards = -1 - earlier[(earlier < 0) & (earlier >= -execution.micro_batches)]
+    same = earlier[earlier >= 0] if kind == "send-forward" else backwards
     return [event_at(execution, kind, stage, int(same[-1]))] if len(same) else []

@@ -1,8 +1,9 @@
 """The discrete-event run of a schedule, compiled: thousands of runs a second for the planner.
 
 Letters: S stages, M micro-batches. An *order* is int32 [S, 2M], the actions of each stage in the order in which its
-devices run them, each once: m is the forward of micro-batch m, -1 - m its backward. Row s of a transfer's array is
-the boundary between stages s and s + 1, whose two directions are two channels.
+devices run them, each once: m is the forward of micro-batch m, -1 - m its backward. Where gradients of weights are
+actions of their own it is [S, 3M], and -1 - M - m is that of micro-batch m. Row s of a transfer's array is the boundary
+between stages s and s + 1, whose two directions are two channels.
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.compiled import Floats, Integers, compiled
-from graph_passes.schedule import Schedule
+from graph_passes.schedule import Action, Schedule
 
 Order = NDArray[np.int32]
-Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
+Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
 
 
 def encode(schedule: Schedule) -> Order:
     """The order of a schedule, any whatever."""
+    sign, first = {"F": 1, "B": -1, "W": -1}, {"F": 0, "B": -1, "W": -1 - schedule.micro_batches}
     return np.array(
-        [[a.micro_batch if a.kind == "F" else -1 - a.micro_batch for a in actions] for actions in schedule.stages],
-        dtype=np.int32,
+        [[first[a.kind] + sign[a.kind] * a.micro_batch for a in actions] for actions in schedule.stages], dtype=np.int32
     )
+
+
+def has_weights(order: Order) -> bool:
+    """Whether gradients of weights are actions of their own in an order: no other's number is below -M."""
+    return bool(-order.min() > order.shape[1] // 2)
+
+
+def decode(action: int, stage: int, micro_batches: int) -> Action:
+    """The action of ``stage`` that this entry of an order stands for."""
+    if action >= 0:
+        return Action(stage, "F", action)
+    m = -1 - action
+    return Action(stage, "B", m) if m < micro_batches else Action(stage, "W", m - micro_batches)
 
 
 @compiled
@@ -48,21 +62,26 @@ def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
 
 
 @compiled
-def run(order: Order, forward: Floats, backward: Floats, send_forward: Floats, send_backward: Floats) -> Run:
-    """Start and end of every forward, backward, transfer forward and transfer backward: eight arrays [S, M], seconds.
+def run(
+    order: Order, forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
+) -> Run:
+    """Starts, ends of forwards, backwards, weights' gradients, transfers forward and back: arrays [S, M], seconds.
 
-    ``forward`` ... ``send_backward``: seconds per stage (a transfer's last entry is not read). A stage runs its
-    actions strictly in order. The forward of m waits for its transfer from the stage before, the backward for its
-    transfer from the stage after. A transfer starts when its producer has ended and its channel is free, first in
-    first out; it occupies no device. What never ran is NaN (so is the last row of transfers). The ninth result is how
-    many actions ran: fewer than 2 S M say that the order deadlocks.
+    ``forward`` ... ``send_backward``: seconds per stage (a transfer's last entry is not read); ``weights`` is of size 0
+    where the order has no such actions, as are its starts and ends then. A stage runs its actions strictly in order.
+    The forward of m waits for its transfer from the stage before, the backward for its transfer from the stage after.
+    A transfer starts when its producer has ended and its channel is free, first in first out; it occupies no
+    device. What never ran is NaN (so is the last row of transfers). The last result is how many actions ran: fewer
+    than the order has say that it deadlocks.
     """
     stages, length = order.shape
-    micro_batches = length // 2
+    micro_batches = length // 3 if len(weights) else length // 2
     start_f = np.full((stages, micro_batches), np.nan)
     end_f = np.full((stages, micro_batches), np.nan)
     start_b = np.full((stages, micro_batches), np.nan)
     end_b = np.full((stages, micro_batches), np.nan)
+    start_w = np.full((len(weights), micro_batches), np.nan)
+    end_w = np.full((len(weights), micro_batches), np.nan)
     start_send_f = np.full((stages, micro_batches), np.nan)
     end_send_f = np.full((stages, micro_batches), np.nan)
     start_send_b = np.full((stages, micro_batches), np.nan)
@@ -98,6 +117,12 @@ def run(order: Order, forward: Floats, backward: Floats, send_forward: Floats, s
                     if head[s + 1] < length and order[s + 1, head[s + 1]] == action:
                         waiting[count] = s + 1
                         count += 1
+            elif action < -micro_batches:
+                m = -1 - action - micro_batches
+                if np.isnan(end_b[s, m]):
+                    break
+                end = start + weights[s]
+                start_w[s, m], end_w[s, m] = start, end
             else:
                 m = -1 - action
                 if np.isnan(end_f[s, m]):
@@ -119,22 +144,29 @@ def run(order: Order, forward: Floats, backward: Floats, send_forward: Floats, s
             now[s] = end
             head[s] += 1
             done += 1
-    return start_f, end_f, start_b, end_b, start_send_f, end_send_f, start_send_b, end_send_b, done
+    return start_f, end_f, start_b, end_b, start_w, end_w, start_send_f, end_send_f, start_send_b, end_send_b, done
 
 
 @compiled
 def step_seconds(
-    order: Order, forward: Floats, backward: Floats, send_forward: Floats, send_backward: Floats, exposed: Floats
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    send_forward: Floats,
+    send_backward: Floats,
+    exposed: Floats,
 ) -> float:
-    """The last event: the latest stage's last backward and the ``exposed`` seconds of AllReduce that follow it.
+    """The last event: the latest stage's last gradients and the ``exposed`` seconds of AllReduce that follow them.
 
     What `run` says, without keeping when every event was; infinity for an order that deadlocks.
     """
     stages, length = order.shape
-    micro_batches = length // 2
+    micro_batches = length // 3 if len(weights) else length // 2
     arrival_f = np.full((stages, micro_batches), np.inf)
     arrival_b = np.full((stages, micro_batches), np.inf)
     arrival_f[0] = 0.0  # and at the last stage the end of a forward is the arrival of its backward
+    ended = -1.0  # in place of the arrival of a backward that has run
     head = np.zeros(stages, np.int64)
     now = np.zeros(stages)
     free_f = np.zeros(stages)
@@ -160,11 +192,16 @@ def step_seconds(
                         count += 1
                 else:
                     arrival_b[s, action] = now[s]
+            elif action < -micro_batches:
+                if arrival_b[s, -1 - action - micro_batches] != ended:
+                    break
+                now[s] += weights[s]
             else:
                 m = -1 - action
                 if arrival_b[s, m] == np.inf:
                     break
                 now[s] = max(now[s], arrival_b[s, m]) + backward[s]
+                arrival_b[s, m] = ended
                 if s:
                     free_b[s - 1] = max(now[s], free_b[s - 1]) + send_backward[s - 1]
                     arrival_b[s - 1, m] = free_b[s - 1]

@@ -12,13 +12,15 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     """Times (seconds) and the bytes that one device of ``stage`` holds from each on, the first at 0.
 
     Weights, gradients, slots and the largest working set are always there; a forward adds a stash when it starts, its
-    backward frees it when it ends.
+    backward frees it when it ends; where gradients of weights are actions of their own, these do.
     """
-    order, cost = execution.order[stage], execution.costs[stage]
+    order, cost, m = execution.order[stage], execution.costs[stage], execution.micro_batches
+    ends, frees = (execution.end_weights, -1 - m) if execution.splits else (execution.end_backward, -1)
+    order = order[(order >= 0) | (order <= frees)]  # less what changes nothing
     forwards = order >= 0
-    micro_batch = np.where(forwards, order, -1 - order)
+    micro_batch = np.where(forwards, order, frees - order)
     # A stage runs one action at a time, so its order is also the order of these times.
-    times = np.where(forwards, execution.start_forward[stage, micro_batch], execution.end_backward[stage, micro_batch])
+    times = np.where(forwards, execution.start_forward[stage, micro_batch], ends[stage, micro_batch])
     in_flight = np.cumsum(np.where(forwards, 1, -1))
     base = cost.fixed_bytes + cost.working_bytes
     return np.concatenate(([0.0], times)), np.concatenate(([base], base + in_flight * cost.stash_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dapple_tf.simulator.critical import Event, event_at
 from dapple_tf.simulator.timeline import Timeline, list_ranges
 from dapple_tf.timeline.chart import Chart, Curve, Row, Span
+from graph_passes.policies import short_name
 
 
 def make_chart(timeline: Timeline) -> Chart:
@@ -26,8 +27,10 @@ def make_chart(timeline: Timeline) -> Chart:
         for m in range(execution.micro_batches):
             add(event_at(execution, "forward", stage, m))
             add(event_at(execution, "backward", stage, m))
+            if execution.splits:
+                add(event_at(execution, "weights", stage, m))
         if cost.exposed_seconds:
-            end = float(execution.last_backward[stage])
+            end = float(execution.last_gradients[stage])
             add(Event("allreduce", stage, None, end, float(execution.allreduce_end[stage])))
         if stage + 1 < execution.stages:
             if cost.send_forward_seconds:
@@ -39,7 +42,7 @@ def make_chart(timeline: Timeline) -> Chart:
                 for m in range(execution.micro_batches):
                     add(event_at(execution, "send-backward", stage, m))
     return Chart(
-        title=f"{plan.model}: {plan.schedule}, M = {plan.micro_batches} · {timeline.summary}",
+        title=f"{plan.model}: {short_name(plan.schedule)}, M = {plan.micro_batches} · {timeline.summary}",
         seconds=timeline.step_seconds,
         rows=tuple(rows),
         spans=tuple(spans),

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.check import check_plan
 from dapple_tf.planner.plan import Plan
 from dapple_tf.simulator.costs import StageCosts, stage_costs
 from dapple_tf.simulator.critical import Event, critical_path, critical_stage
-from dapple_tf.simulator.engine import early_backward_order
+from dapple_tf.simulator.engine import decode
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
+from dapple_tf.simulator.orders import named_order
 from dapple_tf.simulator.ratio import activation_communication_ratio
 from dapple_tf.timeline.chart import scale_bytes, scale_time
-from graph_passes.schedule import named_warm_up
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -98,8 +96,8 @@ class Timeline:
 
     def actions(self, stage: int) -> str:
         """What the stage runs: ``0F0 0F1 0B0 ...``."""
-        order = self.execution.order[stage].tolist()
-        return " ".join(f"{stage}F{a}" if a >= 0 else f"{stage}B{-1 - a}" for a in order)
+        order, m = self.execution.order[stage].tolist(), self.execution.micro_batches
+        return " ".join(str(decode(action, stage, m)) for action in order)
 
     def to_json(self) -> dict[str, Any]:
         """What ``dapple simulate --json`` prints; seconds and bytes. An infinite ``acr`` is null."""
@@ -117,6 +115,7 @@ class Timeline:
                 {
                     "forward_seconds": cost.forward_seconds,
                     "backward_seconds": cost.backward_seconds,
+                    **({"weights_seconds": cost.weights_seconds} if self.execution.splits else {}),
                     "allreduce_seconds": cost.allreduce_seconds,
                     "actions": self.actions(stage),
                 }
@@ -181,8 +180,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
-    warm_up = named_warm_up(plan.schedule, len(plan.stages), plan.micro_batches)
-    order = early_backward_order(np.array(warm_up, np.int64), plan.micro_batches)
+    order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
     costs = stage_costs(plan, profile, cluster, optimizer_slots=optimizer_slots)
     b = plan.micro_batch_size
     alone = float(profile.forward_seconds(b).sum() + profile.backward_seconds(b).sum())

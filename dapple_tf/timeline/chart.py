@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-SpanKind = Literal["forward", "backward", "send-forward", "send-backward", "allreduce", "update"]
+SpanKind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
-# Forward blue, backward green, as in the DAPPLE paper's figures.
+# Forward blue, backward green, as in the DAPPLE paper's figures. Where backward is split, "backward" is the gradients
+# of inputs, and "weights" those of weights.
 COLOURS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "#4f81bd",
         "backward": "#6aa84f",
+        "weights": "#c27ba0",
         "send-forward": "#93b5dd",
         "send-backward": "#a9cf99",
         "allreduce": "#d98b2b",
@@ -24,6 +26,7 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "forward",
         "backward": "backward",
+        "weights": "weight gradients",
         "send-forward": "send forward",
         "send-backward": "send backward",
         "allreduce": "AllReduce",

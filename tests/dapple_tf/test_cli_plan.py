@@ -105,6 +105,33 @@ def test_options_reach_the_planner(command: Command) -> None:
     assert plain["predicted"]["peak_memory_bytes"] == [60 + 12 + 8]
 
 
+def test_a_schedule_may_be_a_file(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "order.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    options = ("--schedule", "order.txt", "--micro-batch-size", 4, "--json", "-o", "plan.json")
+    result = last(command(*PLAN, *options))
+    assert result["schedule"] == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    code, out, _ = command(*SIMULATE, "--json")
+    assert code == 0
+    assert [stage["actions"] for stage in json.loads(out.splitlines()[-1])["stages"]] == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1B0 1F1 1B1",
+    ]
+    assert "schedule given (0F0 0F1 0B0 0B1 ...)" in command(*PLAN, *options)[1]
+
+
+def test_a_file_that_is_no_schedule(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    for file, code, said in (
+        ("order.txt", 1, "error: order.txt: the stages of a schedule must have equally many actions"),
+        ("bytes.txt", 2, "bytes.txt cannot be read as text"),
+        ("none.txt", 2, "there is no file none.txt"),
+    ):
+        found = command(*PLAN, "--schedule", file)
+        assert (found[0], found[1]) == (code, "")
+        assert said in found[2]
+
+
 def test_a_graph_and_a_preset_will_do(command: Command) -> None:
     Path("two-pbs-4.txt").write_text(GRAPH)
     arguments = ("plan", "two-pbs-4.txt", "--cluster", "config-b:2", "--global-batch-size", 8, "--json")

@@ -17,7 +17,7 @@ from dapple_tf.runtime.prediction import BY_PROFILE, BY_TIMES, Prediction, predi
 from dapple_tf.runtime.recording import Recording, make_recording, simulated_recording
 from dapple_tf.runtime.timeline import Event, StageEvent, Timeline, Transfer
 from dapple_tf.runtime.trace_file import read_recording
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.test_timeline import TWO, event
 from tests.simulator.builders import cost

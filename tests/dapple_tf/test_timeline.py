@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dapple_tf.runtime.picture import make_chart
 from dapple_tf.runtime.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
-from graph_passes.schedule import Action, make_schedule
+from graph_passes.policies import make_schedule
+from graph_passes.schedule import Action
 from tests.dapple_tf.builders import X, chain, step_of
 
 
@@ -87,6 +89,18 @@ def test_stamps_are_paired_with_calls() -> None:
     assert {str(e.action) for e in found.events} == {"0F0", "1F0", "1B0", "0B0"}
     updates = [(e.kind, e.stage, e.end - e.start) for e in found.stage_events]
     assert sorted(updates, key=str) == [("update", 0, 1), ("update", 1, 1), ("update", None, 1)]
+
+
+def test_gradients_of_weights_are_actions_and_spans_of_their_own() -> None:
+    places = [("forward", 0, 1), ("backward", 1, 3), ("weights", 4, 5)]
+    stamps = [stamp(op, f"stage0/replica0/mb0/{op}", (0, 0, 0), 0, start, end) for op, start, end in places]
+    found = make_timeline(stamps)
+    assert " ".join(map(str, found.order(0))) == "0F0 0B0 0W0"
+    assert [(span.name, span.kind) for span in make_chart(found).spans] == [
+        ("0F0", "forward"),
+        ("0B0", "backward"),
+        ("0W0", "weights"),
+    ]
 
 
 def stamp(op: str, name: str, place: tuple[int | None, int | None, int | None], rank: int, *times: float) -> Stamp:

@@ -50,7 +50,9 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
     while sum(replicas) > 8:
         replicas[replicas.index(max(replicas))] -= 1
     micro_batches = draw(st.integers(1, 6))
-    schedule = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b", "dapple-a:D=n", "dapple-b:D=n"]))
+    schedule = draw(
+        st.sampled_from(["gpipe", "dapple-a", "dapple-b", "zb-h1", "dapple-a:D=n", "dapple-b:D=n", "zb-h1:D=n"])
+    )
     schedule = schedule.replace("n", str(draw(st.integers(1, 6)))) if ":" in schedule else schedule
     size = max(replicas) * micro_batches + draw(st.integers(0, 7))
     second = draw(st.one_of(st.just(size), st.integers(1, size)))  # an ordinary batch, or a short last one

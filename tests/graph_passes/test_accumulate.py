@@ -31,6 +31,18 @@ def test_two_micro_batches_are_summed_in_order() -> None:
     )
 
 
+def test_where_backward_is_split_the_gradients_of_weights_are_summed() -> None:
+    inputs = function("stage0/backward", "gradient h", "gradient x, carry c")
+    weights = function("stage0/weights", "carry c", "variable w")
+    before = """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %b = backward() {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4])
+        %g = weights(%b:1) {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4])
+    """
+    sums = "%stage0/replica0/gradients = gradients(%g:0) {replica=0, stage=0, variables=['w']} -> (float32[4])"
+    assert_graph(Accumulate()(calls(before, inputs, weights)), before + sums)
+
+
 def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
     before = ONE.replace("M", "0")
     assert_graph(

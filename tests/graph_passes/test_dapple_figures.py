@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.order import Order
-from graph_passes.schedule import Schedule, make_schedule
+from graph_passes.policies import make_schedule
+from graph_passes.schedule import Schedule
 from tests.graph_passes.builders import graph
 
 # III.A: "injects them into the pipeline concurrently".

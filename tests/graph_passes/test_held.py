@@ -38,6 +38,18 @@ def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
     assert held_variables(graph) == {"w", "n"}
 
 
+def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
+    graph = calls(
+        """
+        %got = exchange() {ranks=[0, 1]} -> (float32[9])
+        %stage1/replica0/refresh = refresh(%got:0) {received=1, replica=0, stage=1, variables=['t']}
+        %g = weights() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
+        """,
+        *STAGE,
+    )
+    assert held_variables(graph) == {"w"}
+
+
 def test_updates_reads_and_commits_are_on_the_variables_themselves() -> None:
     graph = calls(
         """

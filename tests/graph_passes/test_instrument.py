@@ -44,8 +44,8 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
 
 
 def test_timed_nodes_are_those_that_take_time_in_order() -> None:
-    found = timed_nodes(graph(CALLS))
-    assert [node.name for node in found] == ["stage0/replica0/mb0/forward", "stage0/replica0/mb0/backward"]
+    found = timed_nodes(graph(CALLS + "%stage0/replica0/mb0/weights = weights() {micro_batch=0, replica=0, stage=0}"))
+    assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", "weights"]
 
 
 def test_exposed_gradients_are_the_last_outputs() -> None:

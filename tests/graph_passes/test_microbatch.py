@@ -48,6 +48,47 @@ def test_two_stages_and_two_micro_batches() -> None:
     )
 
 
+def test_gradients_of_weights_follow_backward_and_take_what_it_carries() -> None:
+    functions = (
+        function("stage0/forward", "arg x, variable w", "boundary h"),
+        function("stage0/backward"),
+        function("stage0/weights", "arg x, gradient h", "variable w"),
+        function("stage1/forward", "boundary h, variable v", "loss loss, stash b"),
+        function("stage1/backward", "seed loss, stash b", "gradient h, carry c"),
+        function("stage1/weights", "boundary h, seed loss, carry c, variable v", "variable v"),
+    )
+    result = Microbatch(2, 1)(calls(X, *functions))
+    verify(result)
+    assert_graph(
+        result,
+        f"""
+        {X}
+        %batch/size = batch_size(%x:0) -> (int64[])
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
+        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0}} -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
+        | {{function='stage0/forward', micro_batch=0, replica=0, stage=0}} -> (float32[?,4])
+        %stage1/replica0/mb0/slice = slice(%batch/size:0)
+        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=1}} -> (float64[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
+        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[], float32[?,4])
+        %stage1/replica0/mb0/seed = cast(%stage1/replica0/mb0/slice:0)
+        | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
+        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/weights = weights(%stage0/replica0/mb0/forward:0, %stage1/replica0/mb0/seed:0,
+        | %stage1/replica0/mb0/backward:1)
+        | {{function='stage1/weights', micro_batch=0, replica=0, stage=1}} -> (float32[4])
+        %stage0/replica0/mb0/backward = backward()
+        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}}
+        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/backward:0)
+        | {{function='stage0/weights', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0) {{kind='mean'}} -> (float32[])
+        outputs %loss:0
+        """,
+    )
+
+
 def test_an_argument_is_sliced_in_each_stage_and_pass_that_takes_it() -> None:
     functions = (
         function("stage0/forward", "arg x", "boundary h"),

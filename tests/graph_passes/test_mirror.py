@@ -6,7 +6,7 @@ from graph_passes.ir import ancestors
 from graph_passes.microbatch import unfold
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from graph_passes.split_concat import SplitConcat
 from graph_passes.variables import Variables, find_variables
 from tests.graph_passes.builders import assert_graph, calls, function
@@ -66,6 +66,20 @@ def test_copies_are_refreshed_before_the_first_forward() -> None:
         %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
         """,
     )
+
+
+def test_the_first_gradients_of_weights_wait_for_the_copies_too() -> None:
+    call = "%stage1/replica0/mbM/weights = weights() {micro_batch=M, replica=0, stage=1}\n"
+    split = (*TIED[:3], function("stage1/backward", "seed loss", "gradient h"))
+    weights = function("stage1/weights", "boundary h, variable table", "variable table, variable w")
+    other = function("stage0/weights", "gradient h", "variable table")
+    text = FORWARDS + call.replace("M", "0") + call.replace("M", "1")
+    result = Mirror()(calls(text, *split, weights, other))
+    waits = {node.name: [control.source for control in node.controls] for node in result.nodes if node.op == "weights"}
+    assert waits == {
+        "stage1/replica0/mb0/weights": ["stage1/replica0/refresh"],
+        "stage1/replica0/mb1/weights": [],
+    }
 
 
 def test_what_forward_writes_is_committed_by_its_owner_over_its_replicas() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_passes.errors import ScheduleError
 from graph_passes.order import Order
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from tests.graph_passes.builders import assert_graph, graph, refused
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.
@@ -41,6 +41,21 @@ def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
         | {micro_batch=1, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/mb0/backward 'order: 0B1 after 0B0'
         """,
     )
+
+
+def test_gradients_of_weights_have_their_place_in_the_order() -> None:
+    weights = """
+        %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    """
+    split = graph("".join((DATA + weights).replace("M", m) for m in "012"))
+    result = Order(make_schedule("zb-h1", 2, 3))(split)
+    edges = [control.reason for node in result.nodes for control in node.controls]
+    wanted = ["0F1 after 0F0", "0B0 after 0F1", "0F2 after 0W0", "0B1 after 0F2", "0B2 after 0W1"]
+    wanted += ["1F1 after 1B0", "1W0 after 1B1", "1F2 after 1W0", "1W1 after 1B2", "1W2 after 1W1"]
+    assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
 
 
 def test_one_micro_batch_on_two_stages_needs_one_edge_for_what_no_data_orders() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from graph_passes.allreduce import AllReduce
@@ -60,6 +62,24 @@ def bucket_sums(replica: int) -> str:
     | -> (float32[4])
     | ^{here}/mb1/accumulate/bucket1 'accumulate: all micro-batches are summed'
     """
+
+
+def as_weights(text: str) -> str:
+    """The same where backward is split: the variables' gradients come from calls of their own."""
+    return text.replace("/backward", "/weights").replace("= backward(", "= weights(")
+
+
+def test_where_backward_is_split_buckets_hang_on_the_last_gradients_of_weights() -> None:
+    before = "".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1))
+    after = "".join(
+        calls_of(0, r) + sum_of(0, r) + calls_of(1, r, "stage0/last_weights", "inline=True, ") + bucket_sums(r)
+        for r in (0, 1)
+    )
+    inputs = function("stage0/backward", "seed loss", "gradient h, carry c")
+    weights = dataclasses.replace(BACKWARD, name="stage0/weights")
+    result = Overlap(32)(calls(as_weights(before), FORWARD, inputs, weights))
+    assert_graph(result, as_weights(after))
+    assert [f.name for f in result.functions][1:] == ["stage0/backward", "stage0/weights", "stage0/last_weights"]
 
 
 def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -> None:

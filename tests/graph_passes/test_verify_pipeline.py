@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.errors import GraphError
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from graph_passes.verify_pipeline import VerifyPipeline
 from tests.graph_passes.builders import calls, function, refused
 
@@ -182,6 +182,58 @@ def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> 
     said = "no control edge makes it wait for 'stage0/replica1/mb0/forward'"
     with refused(GraphError, "'stage0/replica1/mb0/backward' is inlined", said):
         verify(data)
+
+
+SPLIT = (
+    function("stage0/forward", "", "stash a"),
+    function("stage0/backward", "stash a", "gradient h, carry c"),
+    function("stage0/weights", "carry c", "variable w"),
+)
+SPLIT_GOOD = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/backward:1)
+    | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0) {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/backward:0) {replica=0, stage=0} @'a'
+"""
+
+
+def verify_split(text: str) -> None:
+    VerifyPipeline(make_schedule("zb-h1", 1, 1))(calls(text, *SPLIT))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "weights(%stage0/replica0/mb0/backward:1)",
+            "weights()",
+            "nothing makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/backward', as the schedule",
+        ),
+        (
+            "gradients(%stage0/replica0/mb0/weights:0)",
+            "gradients()",
+            "the gradient of 'w' from 'stage0/replica0/mb0/weights' reaches no update",
+        ),
+        (
+            "%stage0/update =",
+            "%stage0/replica0/mb1/weights = weights() {micro_batch=1, replica=0, stage=0} @'a'\n%stage0/update =",
+            "'stage0/replica0/mb1/weights' is not in the schedule",
+        ),
+        (
+            "{function='stage0/weights', ",
+            "{function='stage0/weights', inline=True, ",
+            "'stage0/replica0/mb0/weights' is inlined, and no control edge makes it wait for",
+        ),
+    ],
+)
+def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: str, said: str) -> None:
+    verify_split(SPLIT_GOOD)
+    assert SPLIT_GOOD.count(old) == 1
+    with refused(GraphError, said):
+        verify_split(SPLIT_GOOD.replace(old, new))
 
 
 def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:

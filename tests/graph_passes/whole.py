@@ -16,8 +16,8 @@ from graph_passes.microbatch import Microbatch
 from graph_passes.mirror import Mirror
 from graph_passes.order import Order
 from graph_passes.overlap import Overlap
+from graph_passes.policies import make_schedule
 from graph_passes.project import project
-from graph_passes.schedule import make_schedule
 from graph_passes.split_concat import SplitConcat
 from graph_passes.spread import spread_variables
 from graph_passes.text import parse_type
@@ -58,7 +58,7 @@ class Kind:
 @st.composite
 def kinds(draw: st.DrawFn) -> Kind:
     replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe"]))
+    schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
     flags = {name: draw(st.booleans()) for name in ("tied", "skip", "state", "clip", "overlap", "term")}
     return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
 
@@ -82,7 +82,7 @@ def whole_graph(kind: Kind) -> Graph:
     return run_passes(calls(X, *functions), order)
 
 
-def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, Function]:
+def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]:
     first, last = stage == 0, stage == stages - 1
     before = ["h"] + ["k"] * kind.skip + ["term float32[]"] * kind.term
     enters = [] if first else [f"boundary {name}{stage - 1 if name == 'h' else ''}" for name in before]
@@ -99,6 +99,10 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, Func
     seeds = ["seed loss"] if last else [f"gradient {name}" for name in leaves]
     back = [name.replace("boundary", "gradient") for name in enters]
     graded = [f"variable {name}" for name in _trained(stage, stages, kind)]
+    if kind.schedule == "zb-h1":
+        inputs = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, "carry c"]))
+        weights = function(f"stage{stage}/weights", ", ".join([*enters, "stash a, carry c"]), ", ".join(graded))
+        return forward, inputs, weights
     backward = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, *graded]))
     return forward, backward
 

@@ -44,7 +44,9 @@ def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any
     return {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": micro_batches, **more}
 
 
-def overlapped(*replicas: int, micro_batches: int, ends: Sequence[int], samples: int = 11) -> dict[str, Any]:
+def overlapped(
+    *replicas: int, micro_batches: int, ends: Sequence[int], samples: int = 11, schedule: str = "dapple-a"
+) -> dict[str, Any]:
     """A plan of stages that end with these layers, whose AllReduce runs during the last backward."""
     starts = (0, *(end + 1 for end in ends))
     devices = itertools.count()
@@ -53,7 +55,7 @@ def overlapped(*replicas: int, micro_batches: int, ends: Sequence[int], samples:
         for first, last, r in zip(starts, ends, replicas, strict=False)
     )
     size = -(-samples // micro_batches)
-    plan = Plan("chain", "by hand", samples, size, micro_batches, "dapple-a", False, stages, overlap=True)
+    plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, False, stages, overlap=True)
     return {"plan": plan}
 
 
@@ -356,6 +358,12 @@ CASES: dict[str, Case] = {
     "2:1, overlap": Case(Chain(width=WIDE), batches(width=WIDE), overlapped(2, 1, micro_batches=3, ends=[3, 11])),
     "tied, overlap": Case(
         Chain(width=WIDE, tied={3: 0}), batches(width=WIDE), overlapped(1, 2, micro_batches=3, ends=[3, 11])
+    ),
+    "1:1:1, zb-h1": Case(Chain(skips={3: 0}), batches(), layout(1, 1, 1, micro_batches=4, schedule="zb-h1")),
+    "2:1, overlap, zb-h1": Case(
+        Chain(width=WIDE, tied={3: 0}),
+        batches(width=WIDE),
+        overlapped(2, 1, micro_batches=3, ends=[3, 11], schedule="zb-h1"),
     ),
     "tied": Case(Chain(tied={3: 0}), batches(), layout(1, 1)),
     "tied, owner replicated": Case(Chain(tied={3: 0}), batches(), layout(2, 1)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dapple_tf.runtime.trace_file import read_recording
-from graph_passes.schedule import make_schedule
+from graph_passes.policies import make_schedule
 from tests.dapple_tf.test_scalars import read_curves
 from tests.processes import RanksError, needs_horovod, run_ranks
 

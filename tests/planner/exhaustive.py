@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.simulator.engine import encode, step_seconds
-from graph_passes.schedule import early_backward
+from graph_passes.policies import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -218,10 +218,8 @@ def step_of(costs: Costs, micro_batches: int, memory: float) -> dict[str, float]
 def _run(k: tuple[int, ...], micro_batches: int, costs: Costs) -> float:
     send = np.array([*costs.send, 0.0])
     order = _order(k, micro_batches)
-    seconds = step_seconds(
-        order, np.array(costs.forward), np.array(costs.backward), send, send, np.array(costs.exposed)
-    )
-    return float(seconds)
+    forward, backward, exposed = (np.array(row) for row in (costs.forward, costs.backward, costs.exposed))
+    return float(step_seconds(order, forward, backward, np.zeros(0), send, send, exposed))
 
 
 @cache

@@ -55,6 +55,30 @@ def test_more_stages_than_blocks_of_layers() -> None:
         plan(profile, planner="gpipe", stages=3)
 
 
+def test_zb_h1_is_planned_and_holds_fewer_where_memory_is_short() -> None:
+    """Three stages, one a layer: 10 bytes of weights and 30 of the rest, 4 bytes a stash of one of four samples."""
+    profile = make_profile(*[(4, 8, 0, 16, 10)] * 3)
+    options: dict[str, Any] = {"micro_batch_size": 1, "planner": "gpipe", "stages": 3}
+    whole = plan(profile, make_cluster(3), schedule="zb-h1", **options)
+    assert whole.schedule == "zb-h1"
+    assert whole.predicted
+    assert whole.predicted["step_seconds"] == 8 * 3 + 2 * (1 + 1 - 1)  # F = B = W = 1
+    assert whole.predicted["peak_memory_bytes"] == [40 + 4 * 3] * 3
+    tight = plan(profile, make_cluster(3, memory=40 + 4 * 2), schedule="zb-h1", **options)
+    assert tight.schedule == "zb-h1:D=2"
+    assert tight.predicted
+    assert tight.predicted["peak_memory_bytes"] == [40 + 4 * 2] * 3
+    with pytest.raises(PlanError, match=r"nothing that planner .gpipe. may choose fits|does not fit"):
+        plan(profile, make_cluster(3, memory=42), schedule="zb-h1", **options)
+
+
+def test_an_order_of_ones_own_is_planned_for_as_many_stages() -> None:
+    text = "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"
+    profile = make_profile((1, 2), (1, 2), (1, 2))
+    found = plan(profile, make_cluster(3), micro_batch_size=4, schedule=text)
+    assert (len(found.stages), found.micro_batches, found.schedule) == (2, 2, text)
+
+
 def test_a_schedule_that_does_not_exist() -> None:
     with pytest.raises(ScheduleError, match="no schedule is called 'dapple'"):
         plan(schedule="dapple")

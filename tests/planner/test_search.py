@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -19,6 +21,7 @@ from tests.planner.builders import AMPLE, Problem, problems
 from tests.planner.exhaustive import Costs as ReferenceCosts
 from tests.planner.exhaustive import divisors, formula_of, list_plans
 
+SCHEDULES = ("auto", "zb-h1", "zb-h1:D=1")
 ALL = {"width": 2000, "results": 10**6}
 
 
@@ -32,24 +35,28 @@ def whole_space(task: Task) -> Space:
 by_formula = problems(free=False, tight=False, batches=(12, 24, 36))
 
 
-def draw_tables(problem: Problem, data: st.DataObject, least: int = 1) -> tuple[Task, int, Tables]:
+def draw_tables(
+    problem: Problem, data: st.DataObject, least: int = 1, schedules: Sequence[str] = ("auto",)
+) -> tuple[Task, int, Tables]:
     """A task, a size of micro-batches, and the tables for it."""
     profile, cluster, batch, options = problem
-    task = make_task(profile, cluster, global_batch_size=batch, **options)
+    schedule = data.draw(st.sampled_from(schedules))
+    task = make_task(profile, cluster, global_batch_size=batch, schedule=schedule, **options)
     size = data.draw(st.sampled_from([size for size in divisors(batch) if size >= least]))
     return task, size, task.tables(whole_space(task), size)
 
 
 def draw_plan(task: Task, size: int, plans: tuple[Found, ...], data: st.DataObject) -> tuple[Found, Plan]:
-    """One of the plans found, under some schedule."""
+    """One of the plans found, under some schedule, or the task's."""
     found = data.draw(st.sampled_from(plans))
-    schedule = data.draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b", "dapple-b:D=2"]))
+    some = ["gpipe", "dapple-a", "dapple-b", "dapple-b:D=2"]
+    schedule = data.draw(st.sampled_from(some)) if task.schedule == "auto" else task.schedule
     return found, task.plan(task.stages(whole_space(task), found), size, schedule, "test")
 
 
 @given(problems(), st.data())
 def test_the_bound_never_exceeds_the_simulated_step(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data)
+    task, size, tables = draw_tables(problem, data, schedules=SCHEDULES)
     plans = search_by_bound(tables, **ALL).plans
     assume(plans)
     found, plan = draw_plan(task, size, plans, data)
@@ -58,7 +65,7 @@ def test_the_bound_never_exceeds_the_simulated_step(problem: Problem, data: st.D
 
 @given(problems(), st.data())
 def test_the_tables_agree_with_the_simulator(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data)
+    task, size, tables = draw_tables(problem, data, schedules=SCHEDULES)
     plans = search_by_bound(tables, **ALL).plans
     assume(plans)
     found, plan = draw_plan(task, size, plans, data)

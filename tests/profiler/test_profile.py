@@ -65,7 +65,10 @@ def test_a_profile_file_is_read_field_by_field(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("data", [VALID, EVERYTHING, {k: v for k, v in VALID.items() if k != "edges"}])
+MEASURED = {**VALID, "layers": [{**layer, "weights_seconds": 0.125} for layer in VALID["layers"]]}
+
+
+@pytest.mark.parametrize("data", [VALID, EVERYTHING, MEASURED, {k: v for k, v in VALID.items() if k != "edges"}])
 def test_the_file_a_profile_is_saved_to_is_the_contracts(tmp_path: Path, data: Any) -> None:
     Profile.load(written(tmp_path, data)).save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == data
@@ -100,6 +103,12 @@ def change_timing(**change: Any) -> dict[str, Any]:
         (change_layer(name=""), r"layers\[1\].name is empty"),
         (change_layer(name="embed"), r"layers\[1\].name is 'embed', as is that of layers\[0\]"),
         (change_layer(forward_second=1), r"layers\[1\].forward_second is no field.*mean 'forward_seconds'"),
+        (change_layer(weights_seconds=-1), r"layers\[1\].weights_seconds is -1, not a finite number from 0"),
+        (change_layer(weights_seconds="half"), r"layers\[1\].weights_seconds is 'half', not a finite number"),
+        (
+            change_layer(weights_seconds=0.75),
+            r"layers\[1\].weights_seconds \(dense\) is 0.75, more than its backward_seconds 0.5, of which it is a part",
+        ),
         (change_layer(forward_seconds=-0.5), r"layers\[1\].forward_seconds is -0.5, not a finite number from 0"),
         (change_layer(stash_bytes="4"), r"layers\[1\].stash_bytes is '4', not a finite number"),
         (change_layer(stash_bytes=True), r"layers\[1\].stash_bytes is True, not a finite number"),
@@ -211,6 +220,19 @@ def seconds_at(samples: float, **by_size: float) -> float:
 )
 def test_time_at_a_number_of_samples(samples: float, measured: dict[str, float], seconds: float) -> None:
     assert seconds_at(samples, **measured) == seconds
+
+
+def test_the_share_of_gradients_of_weights() -> None:
+    """A half where there are parameters and nobody measured, none without parameters; the same at any batch size."""
+    layers = (
+        LayerCost("plain", 1, 4, 1, 1, 8),
+        LayerCost("view", 1, 4, 1, 1, 0),
+        LayerCost("measured", 1, 4, 1, 1, 8, weights_seconds=1),
+        LayerCost("nothing", 0, 0, 1, 1, 8, weights_seconds=0),
+    )
+    profile = Profile("net", 4, "test", layers, timings=(Timing(8, (2, 2, 2, 0), (12, 8, 12, 0)),))
+    assert profile.weights_seconds(4).tolist() == [2, 0, 1, 0]
+    assert profile.weights_seconds(8).tolist() == [6, 0, 3, 0]
 
 
 def test_backward_has_its_own_times() -> None:

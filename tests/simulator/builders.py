@@ -13,7 +13,8 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.timeline import Timeline
-from graph_passes.schedule import Action, Schedule, early_backward, make_schedule
+from graph_passes.policies import early_backward, make_schedule
+from graph_passes.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 
@@ -37,10 +38,15 @@ def cost(
     return StageCosts(**{name: float(value) for name, value in fields.items()})
 
 
-def arrays(costs: Sequence[StageCosts]) -> tuple[Any, ...]:
+def arrays(costs: Sequence[StageCosts], splits: bool = False) -> tuple[Any, ...]:
     """What the kernels take after the order, exposed seconds last."""
-    names = ("forward", "backward", "send_forward", "send_backward", "exposed")
-    return tuple(np.array([getattr(c, f"{name}_seconds") for c in costs]) for name in names)
+    names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
+    found = {name: np.array([getattr(c, f"{name}_seconds") for c in costs]) for name in names}
+    if splits:
+        found["backward"] = found["backward"] - found["weights"]
+    else:
+        found["weights"] = np.zeros(0)
+    return tuple(found.values())
 
 
 def order_of(name: str, stages: int, micro_batches: int) -> Order:
@@ -97,22 +103,22 @@ seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnorm
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """GPipe, policies A and B, other warm-ups, and orders that no policy makes."""
+    """GPipe, policies A and B, ZB-H1, other warm-ups, and orders that no policy makes."""
     stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
-    kind = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b", "dapple-b:D=2", "K", "any"]))
+    kind = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "K", "any", "any W"]))
     if kind == "K":
         k = draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
         return early_backward(sorted(k, reverse=True), micro_batches)
-    if kind == "any":
-        return draw_order(draw, stages, micro_batches)
+    if kind.startswith("any"):
+        return draw_order(draw, stages, micro_batches, splits=kind == "any W")
     return make_schedule(kind, stages, micro_batches)
 
 
-def draw_order(draw: st.DrawFn, stages: int, micro_batches: int) -> Schedule:
+def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -> Schedule:
     """Actions one by one, each any that could run then."""
     ran: list[Action] = []
     random = draw(st.randoms(use_true_random=False))
-    while len(ran) < 2 * stages * micro_batches:
+    while len(ran) < (3 if splits else 2) * stages * micro_batches:
         ready = []
         for stage in range(stages):
             for m in range(micro_batches):
@@ -120,16 +126,24 @@ def draw_order(draw: st.DrawFn, stages: int, micro_batches: int) -> Schedule:
                 if forward not in ran:
                     if stage == 0 or Action(stage - 1, "F", m) in ran:
                         ready.append(forward)
-                elif backward not in ran and (stage == stages - 1 or Action(stage + 1, "B", m) in ran):
-                    ready.append(backward)
+                elif backward not in ran:
+                    if stage == stages - 1 or Action(stage + 1, "B", m) in ran:
+                        ready.append(backward)
+                elif splits and Action(stage, "W", m) not in ran:
+                    ready.append(Action(stage, "W", m))
         ran.append(random.choice(ready))
     return Schedule(tuple(tuple(a for a in ran if a.stage == stage) for stage in range(stages)))
 
 
 @st.composite
 def stage_costs(draw: st.DrawFn, stages: int) -> tuple[StageCosts, ...]:
-    """Seconds of everything, whole numbers (so that events tie) or not."""
-    return tuple(cost(*(draw(seconds) for _ in range(4)), exposed_seconds=draw(seconds)) for _ in range(stages))
+    """Seconds of everything, whole numbers (so that events tie) or not; a part of backward is gradients of weights."""
+    found = []
+    for _ in range(stages):
+        forward, inputs, weights, send, back, exposed = (draw(seconds) for _ in range(6))
+        more = {"exposed_seconds": exposed, "weights_seconds": weights}
+        found.append(cost(forward, inputs + weights, send, back, **more))
+    return tuple(found)
 
 
 @st.composite

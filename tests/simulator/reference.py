@@ -10,7 +10,7 @@ import networkx as nx
 from dapple_tf.simulator.costs import StageCosts
 from graph_passes.schedule import Schedule
 
-Name = tuple[str, int, int]  # F, B, SF or SB; stage (of a transfer: before the boundary); micro-batch
+Name = tuple[str, int, int]  # F, B, W, SF or SB; stage (of a transfer: before the boundary); micro-batch
 
 
 def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name, tuple[float, float]]:
@@ -34,7 +34,8 @@ def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name,
         kind, stage, _ = event
         seconds = {
             "F": costs[stage].forward_seconds,
-            "B": costs[stage].backward_seconds,
+            "B": costs[stage].backward_seconds - schedule.splits * costs[stage].weights_seconds,
+            "W": costs[stage].weights_seconds,
             "SF": costs[stage].send_forward_seconds,
             "SB": costs[stage].send_backward_seconds,
         }[kind]

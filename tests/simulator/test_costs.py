@@ -69,6 +69,21 @@ def test_recompute_runs_forward_again_and_keeps_what_enters() -> None:
     assert all(getattr(a, name) == getattr(b, name) for a, b in zip(plain, again, strict=True) for name in same)
 
 
+def test_a_schedule_that_puts_off_gradients_of_weights_tells_them_apart() -> None:
+    first, second = costs_of(replace(PLAN, schedule="zb-h1"))
+    assert (first.backward_seconds, first.weights_seconds) == (3, 1.5)  # half of it, of layers with parameters
+    assert (second.backward_seconds, second.weights_seconds) == (1.5, 0)
+    assert all(costs.weights_seconds == 0 for costs in costs_of(replace(PLAN, schedule="dapple-b")))
+    measured = replace(PROFILE, layers=(*PROFILE.layers[:2], replace(PROFILE.layers[2], weights_seconds=2)))
+    assert costs_of(replace(PLAN, schedule="zb-h1:D=1"), measured)[1].weights_seconds == 1
+
+
+def test_overlap_of_a_split_backward_hides_behind_its_gradients_of_weights_alone() -> None:
+    first, _ = costs_of(replace(PLAN, overlap=True, schedule="zb-h1"))
+    # Layer 1's are there after 0.5 s and reduced until 5.5; layer 0's after 1.5, and reduced from 5.5 to 8.
+    assert first.exposed_seconds == 6.5
+
+
 def test_overlap_hides_what_runs_during_the_last_backward() -> None:
     first, second = costs_of(replace(PLAN, overlap=True))
     # Layer 1 is done after 1 s and reduces until 6; layer 0 is done at 3 and reduces from 6 to 8.5.

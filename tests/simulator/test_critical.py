@@ -53,6 +53,15 @@ def test_an_allreduce_that_ends_last_ends_the_path() -> None:
     assert (path[-1].start, path[-1].end) == (3, 12)
 
 
+def test_the_path_of_zb_h1_by_hand() -> None:
+    # The times are those of test_zb_h1_by_hand: once its first gradient is there, stage 0 never waits.
+    path = critical_path(execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1)] * 2))
+    wanted = ["0F0", "0>1 F0", "1F0", "1B0", "1>0 B0", "0B0", "0W0", "0F2", "0B1", "0W1", "0B2", "0W2"]
+    assert [str(event) for event in path] == wanted
+    assert critical_stage(path) == 0
+    assert [event.start for event in path if event.end > event.start] == list(range(10))
+
+
 def test_the_first_of_equally_busy_stages_is_critical() -> None:
     path = critical_path(execute(order_of("gpipe", 3, 1), [cost(1, 1)] * 3))
     assert critical_stage(path) == 0

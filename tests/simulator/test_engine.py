@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.simulator.costs import StageCosts
-from dapple_tf.simulator.engine import early_backward_order, encode, run, step_seconds
+from dapple_tf.simulator.engine import decode, early_backward_order, encode, has_weights, run, step_seconds
 from dapple_tf.simulator.execution import execute
 from graph_passes.errors import ScheduleError
-from graph_passes.schedule import Action, Schedule, early_backward, named_warm_up, parse_schedule
+from graph_passes.policies import early_backward, named_warm_up
+from graph_passes.schedule import Action, Kind, Schedule
+from graph_passes.schedule_text import parse_schedule
 from tests.graph_passes.builders import refused
-from tests.simulator.builders import arrays, cost, order_of, runs, seconds, step_of
+from tests.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.simulator.reference import longest_paths
 
 
@@ -21,6 +23,14 @@ def test_a_schedule_becomes_numbers() -> None:
     order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"))
     assert order.dtype == np.int32
     assert order.tolist() == [[1, 0, -1, -2], [1, 0, -1, -2]]
+
+
+@given(schedules())
+def test_numbers_become_the_schedule(schedule: Schedule) -> None:
+    order, m = encode(schedule), schedule.micro_batches
+    assert has_weights(order) == schedule.splits
+    found = tuple(tuple(decode(action, s, m) for action in row) for s, row in enumerate(order.tolist()))
+    assert found == schedule.stages
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(7, 9))
@@ -38,6 +48,7 @@ def test_every_time_is_that_of_the_longest_path(drawn: tuple[Schedule, tuple[Sta
     for kind, starts, ends in (
         ("F", done.start_forward, done.end_forward),
         ("B", done.start_backward, done.end_backward),
+        ("W", done.start_weights, done.end_weights),
         ("SF", done.start_send_forward[:-1], done.end_send_forward[:-1]),
         ("SB", done.start_send_backward[:-1], done.end_send_backward[:-1]),
     ):
@@ -50,8 +61,9 @@ def test_every_time_is_that_of_the_longest_path(drawn: tuple[Schedule, tuple[Sta
 def test_the_step_ends_with_the_last_allreduce(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
     times = longest_paths(schedule, costs)
-    last = max(end + costs[stage].exposed_seconds for (kind, stage, _), (_, end) in times.items() if kind == "B")
-    assert step_seconds(encode(schedule), *arrays(costs)) == last
+    ends = [(stage, end) for (kind, stage, _), (_, end) in times.items() if kind == ("W" if schedule.splits else "B")]
+    last = max(end + costs[stage].exposed_seconds for stage, end in ends)
+    assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
     assert execute(encode(schedule), costs).step_seconds == last
 
 
@@ -85,6 +97,28 @@ def test_gpipes_transfers_are_stages_of_their_own(drawn: list[tuple[float, ...]]
             cost(each.send_forward_seconds, each.send_backward_seconds),
         ]
     assert step_of("gpipe", m, costs) == step_of("gpipe", m, line[:-1])
+
+
+@given(st.integers(1, 8), st.integers(0, 5), st.data())
+def test_zb_h1s_bubble_is_the_papers(s: int, more: int, data: st.DataObject) -> None:
+    # Qi et al., Table 1: (p - 1) (T_F + T_B - T_W), against (p - 1) (T_F + T_B + T_W) of 1F1B.
+    f, b = data.draw(small), data.draw(small)
+    w = data.draw(st.integers(0, min(f, b)))
+    costs = [cost(f, b + w, weights_seconds=w)] * s
+    work = (s + more) * (f + b + w)
+    assert step_of("zb-h1", s + more, costs) - work == (s - 1) * (f + b - w)
+    assert step_of("dapple-a", s + more, costs) - work == (s - 1) * (f + b + w)
+
+
+def test_zb_h1_by_hand() -> None:
+    # F = B = W = 1, S = 2, M = 3: two seconds less than 1F1B's 12, and one second idle on each stage.
+    #   stage 0: F0 0  F1 1        B0 3  W0 4  F2 5  B1 6  W1 7  B2 8  W2 9
+    #   stage 1:       F0 1  B0 2  F1 3  B1 4  W0 5  F2 6  B2 7  W1 8  W2 9
+    done = execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1)] * 2)
+    assert done.start_forward.tolist() == [[0, 1, 5], [1, 3, 6]]
+    assert done.start_backward.tolist() == [[3, 6, 8], [2, 4, 7]]
+    assert done.start_weights.tolist() == [[4, 7, 9], [5, 8, 9]]
+    assert done.step_seconds == 10
 
 
 def test_policy_a_waits_for_the_network_by_hand() -> None:
@@ -147,9 +181,9 @@ def test_a_step_is_no_shorter_than_a_stages_work_or_a_micro_batchs_way(
     drawn: tuple[Schedule, tuple[StageCosts, ...]],
 ) -> None:
     schedule, costs = drawn
-    m = len(schedule.stages[0]) // 2
-    found = step_seconds(encode(schedule), *arrays(costs))
-    way = sum(c.forward_seconds + c.backward_seconds for c in costs)
+    m = schedule.micro_batches
+    found = step_seconds(encode(schedule), *arrays(costs, schedule.splits))
+    way = sum(c.forward_seconds + c.backward_seconds - schedule.splits * c.weights_seconds for c in costs)
     way += sum(c.send_forward_seconds + c.send_backward_seconds for c in costs[:-1])
     work = max(m * (c.forward_seconds + c.backward_seconds) for c in costs)
     assert max(way, work) <= found * (1 + 1e-12)  # sums in another order round otherwise
@@ -161,21 +195,24 @@ DEADLOCKS = [
     ("0B0 0F0", 0),
     ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
     ("0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0\n2F1 2B1 2B0 2F0", 7),
+    ("0F0 0W0 0B0", 1),
+    ("0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1F1 1B1 1W0 1B0 1W1", 5),
 ]
 
 
 def unchecked(text: str) -> Schedule:
     rows = [line.split() for line in text.splitlines()]
-    return Schedule(tuple(tuple(Action(int(w[0]), "F" if w[1] == "F" else "B", int(w[2])) for w in r) for r in rows))
+    kinds: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
+    return Schedule(tuple(tuple(Action(int(w[0]), kinds[w[1]], int(w[2])) for w in r) for r in rows))
 
 
 @pytest.mark.parametrize(("text", "ran"), DEADLOCKS)
 def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
     order = encode(unchecked(text))
     costs = [cost(1, 1, 1)] * len(order)
-    *_, done = run(order, *arrays(costs)[:4])
+    *_, done = run(order, *arrays(costs, has_weights(order))[:5])
     assert done == ran
-    assert step_seconds(order, *arrays(costs)) == np.inf
+    assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf
     with refused(ScheduleError, f"the schedule deadlocks after {ran} of {order.size} actions"):
         execute(order, costs)
 

@@ -37,6 +37,23 @@ def test_rows_and_spans_by_hand() -> None:
     assert chart.curves[0].values == (0, 3, 6, 3, 6, 3, 6, 3, 0)
 
 
+def test_gradients_of_weights_are_spans_of_their_own() -> None:
+    timeline = make_timeline("zb-h1", 2, [cost(1, 2, weights_seconds=1)] * 2)
+    chart = make_chart(timeline)
+    spans = sorted((span.start, span.name, span.kind) for span in chart.spans if span.row == 1)
+    assert spans == [
+        (1, "1F0", "forward"),
+        (2, "1B0", "backward"),
+        (3, "1F1", "forward"),
+        (4, "1B1", "backward"),
+        (5, "1W0", "weights"),
+        (6, "1W1", "weights"),
+    ]
+    assert chart.kinds == ("forward", "backward", "weights")
+    assert timeline.actions(1) == "1F0 1B0 1F1 1B1 1W0 1W1"
+    assert [stage["weights_seconds"] for stage in timeline.to_json()["stages"]] == [1, 1]
+
+
 def test_rows_of_transfers_only_where_they_take_time() -> None:
     chart = make_chart(make_timeline("gpipe", 2, [cost(1, 1), cost(1, 1, 0, 1), cost(1, 1)]))
     assert [row.name for row in chart.rows] == ["stage 0", "stage 1", "2 to 1", "stage 2"]
