@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @add_options(MODEL, PLAN)
 @click.option("--steps", default=100, show_default=True, help="Training steps.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png, .html or .json.")
-@click.option("--tensorboard", default=None, metavar="DIR", help="Write curves for TensorBoard: loss, bubble, ...")
+@click.option("--tensorboard", default=None, metavar="DIR", help="Write curves for TensorBoard: loss, bubble, stages.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
 @click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
 @click.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite.")

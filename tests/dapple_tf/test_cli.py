@@ -302,6 +302,21 @@ def test_a_step_that_is_not_finite_fails_where_that_is_asked_for(command: Callab
     assert " is not finite" in err
 
 
+@pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
+def test_checked_steps_have_curves_of_what_is_known_without_recording(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--steps", 2, "--check-numerics", "--tensorboard", tmp_path)
+    code, out, err = command("train", MODEL, *options)
+    assert code == 0, err
+    curves = read_curves(tmp_path)
+    assert {name: [number for number, _ in points] for name, points in curves.items()} == {
+        "loss": [1, 2],
+        "samples_per_second": [1, 2],
+    }
+    assert f"curves for TensorBoard: {tmp_path}" in out
+
+
 def test_without_json_the_last_line_is_for_people(command: Callable[..., Any]) -> None:
     code, out, _ = command("train", MODEL, "--stages", 2, "--micro-batches", 2, "--steps", 1)
     assert code == 0
