@@ -25,6 +25,7 @@ from benchmarks import (
     table5,
     table7,
     table8,
+    timeline,
     zero_bubble,
 )
 from benchmarks.needs import NEEDS
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "prediction": prediction,
     "ranks": ranks,
     "startup": startup,
+    "timeline": timeline,
     "zero_bubble": zero_bubble,
     "hosts": hosts,
 }

@@ -14,6 +14,7 @@ import click
 from dapple_tf.commands.plan import plan
 from dapple_tf.commands.profile import profile
 from dapple_tf.commands.simulate import simulate
+from dapple_tf.commands.timeline import timeline
 from dapple_tf.commands.train import plain, train
 from dapple_tf.commands.verify import verify
 from dapple_tf.errors import ModelError
@@ -27,7 +28,7 @@ def cli() -> None:
     """Pipelined training of unmodified TensorFlow 2 models."""
 
 
-for _command in (train, plain, verify, profile, plan, simulate):
+for _command in (train, plain, verify, profile, plan, simulate, timeline):
     cli.add_command(_command)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "ScheduleError",
     "StepError",
     "TextError",
+    "TraceError",
     "UsageError",
 ]
 
@@ -51,6 +52,10 @@ class DeviceError(ValueError):
 
 class ModelError(ValueError):
     """A MODEL on the command line that cannot be loaded."""
+
+
+class TraceError(ValueError):
+    """A saved trace that cannot be read: not one of ours, or damaged."""
 
 
 class CheckpointError(RuntimeError):

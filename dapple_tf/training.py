@@ -19,6 +19,16 @@ from dapple_tf.workload import Workload
 
 
 @dataclass(frozen=True)
+class Done:
+    """A step that is done: its number from 1, loss, seconds and samples."""
+
+    number: int
+    loss: float
+    seconds: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class Run:
     """What a loop measured; ``seconds`` of each step but the first, which also builds."""
 
@@ -27,10 +37,15 @@ class Run:
     samples: int
 
     @property
-    def samples_per_second(self) -> float:
-        """Samples a second by the median step (which a busy machine disturbs least)."""
+    def step_seconds(self) -> float | None:
+        """Seconds of the median step (which a busy machine disturbs least); None where only the first was run."""
         ordered = sorted(self.seconds)
-        return self.samples / ordered[len(ordered) // 2] if ordered else 0.0
+        return ordered[len(ordered) // 2] if ordered else None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples a second by the median step."""
+        return self.samples / self.step_seconds if self.step_seconds else 0.0
 
 
 def batches(dataset: Iterable[Any], count: int | None = None) -> Iterator[tuple[Any, ...]]:
@@ -61,12 +76,13 @@ def run_steps(
     *,
     done: int = 0,
     after: Callable[[int], None] | None = None,
+    observe: Callable[[Done], None] | None = None,
     shown: bool = True,
 ) -> Run:
     """Train for ``steps`` batches of ``stream``, the first of which is step ``done + 1``.
 
     Progress (loss, samples/s, time left) goes to stderr if ``shown``; ``after`` is called with the number of each step
-    that is done.
+    that is done, then ``observe`` with what is known of it.
     """
     losses, seconds, samples = [], [], 0
     console = Console(file=sys.stderr, quiet=not shown)
@@ -90,6 +106,8 @@ def run_steps(
                 seconds.append(took)
             if after is not None:
                 after(done + number)
+            if observe is not None:
+                observe(Done(done + number, loss, took, samples))
             status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):

@@ -27,17 +27,20 @@ from dapple_tf.commands.common import (
     say,
     start,
 )
+from graph_passes.policies import short_name
 from profiler.detect import job_size
 
 if TYPE_CHECKING:
     from dapple_tf.checkpoint import Checkpoints
-from graph_passes.policies import short_name
+    from dapple_tf.planner.plan import Plan
+    from dapple_tf.training import Run
 
 
 @click.command()
 @add_options(MODEL, PLAN)
 @click.option("--steps", default=100, show_default=True, help="Training steps.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png, .html or .json.")
+@click.option("--tensorboard", default=None, metavar="DIR", help="Write curves for TensorBoard: loss, bubble, stages.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
 @click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
 @click.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite.")
@@ -45,6 +48,7 @@ from graph_passes.policies import short_name
 def train(
     steps: int,
     trace: str | None,
+    tensorboard: str | None,
     checkpoint_dir: str | None,
     checkpoint_every: int | None,
     check_numerics: bool,
@@ -58,7 +62,9 @@ def train(
     check_usage(steps, trace, checkpoint_every, check_numerics, compare)
     start(options["devices"])
     from dapple_tf.job import membership
-    from dapple_tf.runtime.picture import check_path, save_timeline
+    from dapple_tf.observation import Observer
+    from dapple_tf.runtime.picture import check_path, save_recording
+    from dapple_tf.scalars import Scalars, check_folder
     from dapple_tf.training import run_steps
 
     job = membership.current()
@@ -68,11 +74,15 @@ def train(
     everywhere = _call if job is None else job.together
     if trace:
         everywhere(lambda: check_path(trace) if leads else None)
+    if tensorboard:
+        everywhere(lambda: check_folder(tensorboard) if leads else None)
     plan, request = everywhere(lambda: (load_plan(options["plan_path"]), make_request(**options)))
     plain_speed = time_plain(compare, **options) if compare else None
     step, first, stream = everywhere(lambda: make_step(plan, request, options))
     step.check_numerics = check_numerics
-    step.build(*first)
+    # A step that takes times checks nothing.
+    curves = tensorboard is not None and not check_numerics
+    step.build(*first, record=curves)
     tell(describe(step.plan, step.layer_names))
     if step.choice is not None:
         tell(str(step.choice))
@@ -88,37 +98,68 @@ def train(
             tell(f"resumed after step {done} from {checkpoint_dir}")
             stream = itertools.islice(stream, position.batches, None)
         after = partial(save_at, saved, checkpoint_every or max(1, steps // 10), steps)
-    numbers = itertools.count(done + 1)
-
-    def one(*batch: Any) -> Any:
-        # The last two steps take times: the first of them also builds, the second is the one to look at.
-        return (step.record if trace and next(numbers) > steps - 2 else step)(*batch)
-
-    run = run_steps(one, stream, steps - done, "training", done=done, after=after, shown=leads)
+    scalars = everywhere(lambda: Scalars(tensorboard) if tensorboard and leads else None)
+    observer = Observer(
+        step, done + 1, steps, trace=trace is not None, curves=curves, scalars=scalars, job=job, tell=tell
+    )
+    try:
+        run = run_steps(
+            observer.run,
+            stream,
+            steps - done,
+            "training",
+            done=done,
+            after=after,
+            observe=observer.observe,
+            shown=leads,
+        )
+    finally:
+        if scalars is not None:
+            scalars.close()
     if job is not None:
         job.gather(None)  # Horovod ends for all when the first rank leaves
+    result, lines = report(run, step.plan, plain_speed)
+    if trace and leads:
+        title = (
+            f"{options['model'].rpartition(':')[2]}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}"
+        )
+        recording = dataclasses.replace(step.recording, title=title)
+        save_recording(recording, trace)
+        result |= {"trace": trace, "timeline": recording.to_json()}
+        lines += [str(recording), f"timeline of one step: {trace}"]
+    if tensorboard:
+        result["tensorboard"] = tensorboard
+        lines.append(f"curves for TensorBoard: {tensorboard}")
+    tell("\n".join(lines))
+    if options["as_json"]:
+        tell(json.dumps({"steps": steps, **result}))
+
+
+def report(run: Run, plan: Plan, plain_speed: float | None) -> tuple[dict[str, Any], list[str]]:
+    """What a training run gave, as JSON and in words; ``plain_speed``: samples a second un-pipelined, if measured."""
+    from dapple_tf.runtime.describe import write_seconds
+    from dapple_tf.runtime.recording import planned_seconds, tell_error
+
     result = {
-        "steps": steps,
         "first_loss": run.losses[0],
         "last_loss": run.losses[-1],
         "losses": run.losses,
         "samples_per_second": run.samples_per_second,
-        "plan": dataclasses.asdict(step.plan),
+        "plan": dataclasses.asdict(plan),
     }
-    tell(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps")
-    speed = f"{run.samples_per_second:.1f} samples/s"
+    lines = [f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps"]
+    lines.append(f"{run.samples_per_second:.1f} samples/s")
     if plain_speed is not None:
         result["plain_samples_per_second"] = plain_speed
         ratio = run.samples_per_second / plain_speed
-        speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    tell(speed)
-    if trace and leads:
-        name = options["model"].rpartition(":")[2]
-        save_timeline(step.timeline, trace, f"{name}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}")
-        result["trace"] = trace
-        tell(f"timeline of one step: {trace}")
-    if options["as_json"]:
-        tell(json.dumps(result))
+        lines[-1] += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
+    planned = planned_seconds(plan)
+    if planned is not None and run.step_seconds and run.samples == plan.global_batch_size:
+        error = planned / run.step_seconds - 1
+        result |= {"planned_step_seconds": planned, "step_seconds": run.step_seconds, "planner_error": error}
+        took = write_seconds(run.step_seconds)
+        lines.append(f"a step took {took}; the planner predicted {write_seconds(planned)}, {tell_error(error)}")
+    return result, lines
 
 
 def make_step(plan: Any, request: Any, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Iterator[Any]]:

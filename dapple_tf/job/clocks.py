@@ -5,29 +5,40 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dapple_tf.job.membership import Job
-from dapple_tf.runtime.timeline import Stamp
 
 _ROUNDS = 9
 
 
-def clock_offsets(job: Job) -> tuple[float, ...]:
-    """Seconds that each rank's clock is ahead of rank 0's; every rank must call it.
+class Clocks:
+    """The clocks of the ranks of ``job``; every rank must make the same calls of it."""
 
-    Ranks of one host read the same clock. The others meet a few times and look at their clocks when they part, which
-    they do at the same time but for the network's latency: that is how exact it is (the median of nine).
-    """
-    hosts = job.gather(_running_system())
-    if len(set(hosts)) == 1:
-        return (0.0,) * job.size
-    parted = []
-    for _ in range(_ROUNDS):
-        job.gather(None)
-        parted.append(time.time())
-    return compare_clocks(hosts, job.gather(parted))
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._hosts: tuple[str, ...] = ()
+
+    def gather(self, times: Any) -> list[Any]:
+        """Every rank's ``times`` (an array of seconds, by its own clock), by rank 0's clock, on every rank."""
+        return self._job.gather(times - self.offsets()[self._job.rank])
+
+    def offsets(self) -> tuple[float, ...]:
+        """Seconds that each rank's clock is ahead of rank 0's.
+
+        Ranks of one host read the same clock. The others meet a few times and look at their clocks when they part,
+        which they do at the same time but for the network's latency: that is how exact it is (the median of nine).
+        """
+        if not self._hosts:
+            self._hosts = tuple(self._job.gather(_running_system()))
+        if len(set(self._hosts)) == 1:
+            return (0.0,) * self._job.size
+        parted = []
+        for _ in range(_ROUNDS):
+            self._job.gather(None)
+            parted.append(time.time())
+        return compare_clocks(self._hosts, self._job.gather(parted))
 
 
 def compare_clocks(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -40,10 +51,3 @@ def compare_clocks(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tu
 def _running_system() -> str:
     """What only processes under the same kernel read."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def gather_stamps(job: Job, own: Sequence[Stamp]) -> tuple[Stamp, ...]:
-    """The time stamps of all ranks, by rank 0's clock, on every rank."""
-    ahead = clock_offsets(job)[job.rank]
-    moved = [replace(stamp, start=stamp.start - ahead, end=stamp.end - ahead) for stamp in own]
-    return tuple(stamp for stamps in job.gather(moved) for stamp in stamps)

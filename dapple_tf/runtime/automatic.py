@@ -24,6 +24,7 @@ from dapple_tf.planner.simple import fitted_candidates, simple_candidates
 from dapple_tf.planner.task import Candidate, Task
 from dapple_tf.profiling import profile
 from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.timeline import Timeline
 from profiler.cluster import Cluster
 
 _TRIED = (2, 8, 32)  # numbers of micro-batches at whose sizes times are taken where M is open
@@ -31,10 +32,11 @@ _TRIED = (2, 8, 32)  # numbers of micro-batches at whose sizes times are taken w
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, and why it has its schedule, where that was left open."""
+    """A plan, why it has its schedule, where that was left open, and its step, where it was simulated for that."""
 
     plan: Plan
-    choice: Choice | None
+    choice: Choice | None = None
+    simulated: Timeline | None = None
 
 
 def plan_automatically(
@@ -63,9 +65,9 @@ def plan_automatically(
     found = _on_every_rank(task, candidates, replicable) if ranks else _fastest(candidates)
     size = _samples(batch)
     if not request.open_schedule:
-        return Decided(_settle(task, found, "best", size), None)
+        return _settle(task, found, "best", size, None)
     choice = _choose(task, found.stages, (found.micro_batch_size,))
-    return Decided(_settle(task, dataclasses.replace(found, schedule=choice.schedule), "best", size), choice)
+    return _settle(task, dataclasses.replace(found, schedule=choice.schedule), "best", size, choice)
 
 
 def complete_plan(
@@ -90,7 +92,7 @@ def complete_plan(
     sizes = [size for size in task.micro_batch_sizes if size >= max(plan.replicas)]
     choice = _choose(task, plan.stages, sizes)
     chosen = Candidate(plan.stages, task.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested")
-    return Decided(_settle(task, chosen, "requested", _samples(batch)), choice)
+    return _settle(task, chosen, "requested", _samples(batch), choice)
 
 
 def _find_cluster(cluster: Cluster | None, devices: int, ranks: bool) -> Cluster:
@@ -143,10 +145,11 @@ def _choose(task: Task, stages: tuple[StagePlan, ...], sizes: Sequence[int]) -> 
     return choose_schedule(costs, task.cluster.device_memory, policies=policies, measured=True)
 
 
-def _settle(task: Task, chosen: Candidate, planner: str, size: int) -> Plan:
+def _settle(task: Task, chosen: Candidate, planner: str, size: int, choice: Choice | None) -> Decided:
     """The plan with its prediction, for the whole batch of ``size`` samples."""
-    plan, _ = predicted(task, chosen, planner)
-    return dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // plan.micro_batches))
+    plan, simulated = predicted(task, chosen, planner)
+    whole = dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // plan.micro_batches))
+    return Decided(whole, choice, simulated)
 
 
 def _samples(batch: Sequence[Any]) -> int:

@@ -17,7 +17,6 @@ from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
 from dapple_tf.job import membership
-from dapple_tf.job.clocks import gather_stamps
 from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
@@ -28,8 +27,11 @@ from dapple_tf.planner.requested import Costs, Request, check_batch, plan_reques
 from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
-from dapple_tf.runtime.timeline import Timeline, make_timeline, read_stamps
+from dapple_tf.runtime.recorder import Recorder
+from dapple_tf.runtime.recording import Recording
+from dapple_tf.runtime.timeline import Timeline
 from dapple_tf.shapes import infer_shapes, mark_batch
+from dapple_tf.simulator.timeline import Timeline as Simulated
 from dapple_tf.variable_names import name_variables
 from graph_passes.expose import exposed
 from graph_passes.ir import Graph, Shape
@@ -101,8 +103,9 @@ class PipelinedStep:
         self._buffers: Buffers | None = None
         self._starts: tuple[str, ...] = ()  # names of the layers that start a stage
         self._lock = threading.RLock()
-        self._timeline: Timeline | None = None
+        self._simulated: Simulated | None = None  # a step of the plan, where it was made here
         self._job = membership.current()
+        self._recorder = Recorder(self._job)
         self.check_numerics = False
         self._rank_programs = None if self._job is None else RankPrograms(self._job)
         if example_batch is not None:
@@ -139,10 +142,18 @@ class PipelinedStep:
 
     @property
     def timeline(self) -> Timeline:
-        """When each forward and backward of the last recorded step ran; see ``record``."""
-        if self._timeline is None:
-            raise UsageError("no step was recorded: call step.record(batch) first")
-        return self._timeline
+        """When everything of the last recorded step ran; see ``record``. Its ``str`` tells what made it so long."""
+        return self._recorder.timeline
+
+    @property
+    def recording(self) -> Recording:
+        """The last recorded step beside its prediction; UsageError before ``record``."""
+        return self._recorder.recording
+
+    @property
+    def recording_seconds(self) -> float:
+        """About what it costs to record a step, as the last one has shown."""
+        return self._recorder.cost_seconds
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
@@ -155,17 +166,16 @@ class PipelinedStep:
         In a job every rank must call it, and each finds the times of all.
         """
         model, (*outputs, stamps) = self._run(batch, "times")
-        if self._job is None:
-            found = read_stamps(self.graph, stamps.numpy())
-        else:
-            own = read_stamps(self.graph, stamps.numpy(), f"rank:{self._job.rank}")
-            found = gather_stamps(self._job, own)
-        self._timeline = make_timeline(found)
+        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
+        if size == self.plan.global_batch_size:
+            self._recorder.take(self.graph, stamps, self.plan, self._simulated)
+        else:  # what was predicted is not for so many samples
+            self._recorder.take(self.graph, stamps, dataclasses.replace(fit_plan(self.plan, size), predicted=None))
         return model.pack(outputs)
 
-    def build(self, *batch: Any) -> None:
-        """Decide and build everything for batches like this one, without running it."""
-        self._prepare(batch, self._extra)
+    def build(self, *batch: Any, record: bool = False) -> None:
+        """Decide and build everything for batches like this one, without running it; ``record``: what records them."""
+        self._prepare(batch, "times" if record else self._extra)
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Like a call, but returns the loss and the gradient of every trained variable by name (numpy)."""
@@ -286,7 +296,7 @@ class PipelinedStep:
         if self._plan is None:
             choose = partial(self._choose, captured, layers, costs, batch)
             decided = choose() if self._job is None else self._job.decide(choose)
-            self._plan, self._choice = decided.plan, decided.choice
+            self._plan, self._choice, self._simulated = decided.plan, decided.choice, decided.simulated
         plan = self._plan
         if plan.stages[-1].last_layer != len(layers.layers) - 1:
             raise PlanError(
@@ -325,7 +335,7 @@ class PipelinedStep:
         # Between processes an exchange takes its time while both compute: more forwards first hide it.
         plan = plan_request(self._request, layers, costs, size, devices, "dapple-b" if ranks else "dapple-a")
         if self._cluster is None and not self._request.open_micro_batches:
-            return Decided(plan, None)
+            return Decided(plan)
         return complete_plan(
             self._loss_fn,
             batch,

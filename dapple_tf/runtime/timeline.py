@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graph_passes.instrument import timed_nodes
 from graph_passes.ir import Graph
@@ -14,6 +15,9 @@ from graph_passes.project import crossing
 from graph_passes.schedule import Action, Kind
 
 _KINDS: Mapping[str, Kind] = {"forward": "F", "backward": "B", "weights": "W"}
+
+if TYPE_CHECKING:
+    from dapple_tf.runtime.critical import Part
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Event:
     device: str
     start: float
     end: float
+
+    def __str__(self) -> str:
+        return str(self.action) + (f" of replica {self.replica}" if self.replica else "")
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,10 @@ class StageEvent:
     start: float
     end: float
 
+    def __str__(self) -> str:
+        name = "AllReduce" if self.kind == "allreduce" else "update"
+        return name if self.stage is None else f"{name} of stage {self.stage}"
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -101,20 +112,59 @@ class Timeline:
         """The fraction of the step in which ``device`` runs an action."""
         return sum(event.end - event.start for event in self.events if event.device == device) / self.seconds
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, int, str], ...]:
+        """Stage, replica and device of every row of actions, in that order."""
+        found = {(event.action.stage, event.replica, event.device) for event in self.events}
+        return tuple(sorted(found, key=lambda place: (*place[:2], _device_order(place[2]))))
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """Of each stage the fraction of the step in which its devices run its actions, over its replicas."""
+        busy: dict[int, float] = {}
+        for event in self.events:
+            stage = event.action.stage
+            busy[stage] = busy.get(stage, 0.0) + event.end - event.start
+        replicas = Counter(stage for stage, _, _ in self.places)
+        return tuple(busy[stage] / replicas[stage] / self.seconds for stage in sorted(busy))
+
+    @cached_property
+    def critical_path(self) -> tuple[Part, ...]:
+        """What made the step as long as it is: see ``find_critical_path``."""
+        from dapple_tf.runtime.critical import find_critical_path
+
+        return find_critical_path(self)
+
+    @property
+    def critical_stage(self) -> int:
+        """The stage whose compute fills most of the critical path."""
+        from dapple_tf.runtime.critical import critical_stage
+
+        return critical_stage(self.critical_path)
+
+    def __str__(self) -> str:
+        from dapple_tf.runtime.describe import describe_timeline
+
+        return describe_timeline(self)
+
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """The actions of one replica in the order in which they ran."""
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
 
 
-def read_stamps(graph: Graph, stamps: Any, device: str | None = None) -> tuple[Stamp, ...]:
-    """The time stamps [2 x nodes] of an instrumented graph with its nodes; ``device``: say that it is there."""
+def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
+    """The nodes that an instrumented graph times, without the times; ``device``: say that they are there."""
     found = []
-    for i, node in enumerate(timed_nodes(graph)):
+    for node in timed_nodes(graph):
         stage, replica, m = (node.integer(k) if node.has(k) else None for k in ("stage", "replica", "micro_batch"))
-        where = node.device if device is None else device
-        start, end = float(stamps[2 * i]), float(stamps[2 * i + 1])
-        found.append(Stamp(node.op, node.name, stage, replica, m, where, start, end))
+        found.append(Stamp(node.op, node.name, stage, replica, m, node.device if device is None else device, 0.0, 0.0))
     return tuple(found)
+
+
+def fill_stamps(named: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
+    """The stamps with the graph's times [2 x nodes], start and end of each."""
+    pairs = zip(named, times[::2], times[1::2], strict=True)
+    return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
 def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
@@ -128,7 +178,7 @@ def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
 
 def read_timeline(graph: Graph, stamps: Any) -> Timeline:
     """The timeline of an instrumented graph that ran in one process."""
-    return make_timeline(read_stamps(graph, stamps))
+    return make_timeline(fill_stamps(name_stamps(graph), stamps))
 
 
 def _event(stamp: Stamp) -> Event:
@@ -160,3 +210,9 @@ def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
             kind: Literal["allreduce", "update"] = "allreduce" if stamp.op == "allreduce" else "update"
             found.append(StageEvent(kind, stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end))
     return found
+
+
+def _device_order(name: str) -> tuple[str, int]:
+    """``CPU:10`` after ``CPU:9``."""
+    kind, _, index = name.rpartition(":")
+    return (kind, int(index)) if index.isdecimal() else (name, 0)

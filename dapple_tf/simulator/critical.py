@@ -13,7 +13,7 @@ from dapple_tf.simulator.execution import Execution
 from graph_passes import schedule
 
 Kind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce"]
-_COMPUTE: Mapping[schedule.Kind, Kind] = {"F": "forward", "B": "backward", "W": "weights"}
+COMPUTE: Mapping[schedule.Kind, Kind] = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def critical_stage(path: Sequence[Event]) -> int:
     """The stage whose compute fills most of ``path``; the first of several."""
     busy: dict[int, float] = {}
     for event in path:
-        if event.kind in _COMPUTE.values():
+        if event.kind in COMPUTE.values():
             busy[event.stage] = busy.get(event.stage, 0.0) + event.end - event.start
     return max(sorted(busy), key=lambda stage: busy[stage])
 
@@ -111,7 +111,7 @@ def _predecessors(execution: Execution, event: Event) -> list[Event]:
 
 def _action(execution: Execution, stage: int, place: int) -> Event:
     action = decode(int(execution.order[stage, place]), stage, execution.micro_batches)
-    return event_at(execution, _COMPUTE[action.kind], stage, action.micro_batch)
+    return event_at(execution, COMPUTE[action.kind], stage, action.micro_batch)
 
 
 def _previous(execution: Execution, stage: int, column: int) -> list[Event]:

@@ -22,7 +22,8 @@ def make_chart(timeline: Timeline) -> Chart:
         spans.append(shown)
 
     for stage, cost in enumerate(timeline.costs):
-        rows.append(Row(f"stage {stage}", f"devices {list_ranges(plan.stages[stage].devices)}"))
+        devices = list_ranges(plan.stages[stage].devices)
+        rows.append(Row(f"stage {stage}", f"devices {devices}", until=timeline.step_seconds))
         for m in range(execution.micro_batches):
             add(event_at(execution, "forward", stage, m))
             add(event_at(execution, "backward", stage, m))

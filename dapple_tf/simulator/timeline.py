@@ -128,10 +128,12 @@ class Timeline:
 
         Raises UsageError for another suffix or a path that cannot be written.
         """
+        from dapple_tf.runtime.recording import simulated_recording
+        from dapple_tf.runtime.trace_file import recording_data
         from dapple_tf.simulator.picture import make_chart
         from dapple_tf.timeline.save import check_path, save_chart
 
-        save_chart(make_chart(self), check_path(path))
+        save_chart(make_chart(self), check_path(path), recording_data(simulated_recording(self)))
 
     @property
     def summary(self) -> str:

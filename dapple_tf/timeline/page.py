@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from string import Template
 
-from dapple_tf.timeline.chart import COLOURS, CRITICAL, LABELS, Chart, Curve, scale_bytes
+from dapple_tf.timeline.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart, Curve, scale_bytes
 
 _WIDE = 1000.0  # the whole time, in the drawing's units; the script fits it to the window
 _GAP = 0.1  # of a row's height, above and below its spans
@@ -22,9 +22,9 @@ _PAGE = Template("""\
 <title>$title</title>
 <style>
 :root { color-scheme: light dark; --page: #fff; --ink: #222; --faint: #8885; --critical: $critical; --tip: #fffffff2;
-  $colours }
+  --idle: $idle; $colours }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; --critical: #ff6b5e; --tip: #2a2d33f2; } }
+  :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; --critical: #fff; --tip: #2a2d33f2; --idle: #2b2e35; } }
 body { margin: 16px; background: var(--page); color: var(--ink); font: 14px system-ui, sans-serif; }
 h1 { font-size: 17px; font-weight: 600; margin: 0 0 8px; }
 h2 { font-size: 14px; font-weight: 600; margin: 12px 0 4px; }
@@ -34,8 +34,10 @@ h2 { font-size: 14px; font-weight: 600; margin: 12px 0 4px; }
 .hint { opacity: .7; }
 svg { display: block; width: 100%; cursor: grab; touch-action: none; user-select: none; }
 svg text { fill: var(--ink); font-size: 12px; }
-.spans rect { stroke: var(--page); stroke-width: .8px; vector-effect: non-scaling-stroke; }
-.spans rect.critical { stroke: var(--critical); stroke-width: 1.6px; }
+svg .heading { font-weight: 600; }
+.idle { fill: var(--idle); background: var(--idle); }
+.spans rect { stroke: var(--page); stroke-width: var(--line, .8px); vector-effect: non-scaling-stroke; }
+.spans rect.mark { fill: var(--critical); stroke: none; pointer-events: none; }
 .spans path { fill: none; stroke-width: 1.6px; vector-effect: non-scaling-stroke; }
 svg .numbers text { fill: #fff; font-size: 11px; text-anchor: middle; pointer-events: none; }
 svg .ticks text { text-anchor: middle; }
@@ -77,6 +79,8 @@ const make = (kind, attributes, text) => {
 const labelled = [...document.querySelectorAll("rect[data-m]")].map(rect => ({
   start: +rect.getAttribute("x"), wide: +rect.getAttribute("width"), text: rect.dataset.m,
   y: +rect.getAttribute("y") + +rect.getAttribute("height") / 2 + 4 }));
+const widths = labelled.map(({ wide }) => wide).sort((a, b) => a - b);
+const typical = widths[Math.floor(widths.length / 4)] ?? WIDE;  // lines around spans must not hide them
 const time = seconds => {
   const [scale, unit] = SECONDS >= 1 ? [1, "s"] : SECONDS >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
   return (seconds * scale).toPrecision(5).replace(/\\.?0+$/, "") + " " + unit;
@@ -100,6 +104,7 @@ function place() {
   const unit = width() / WIDE * zoom;
   for (const svg of plots) {
     svg.querySelector(".clip rect").setAttribute("width", width());
+    svg.style.setProperty("--line", Math.min(.8, typical * unit / 8) + "px");
     svg.querySelector(".spans").setAttribute("transform", `translate(${LEFT - shift * unit},0) scale(${unit},1)`);
     for (const line of svg.querySelectorAll(".across")) line.setAttribute("x2", LEFT + width());
     ticks(svg);
@@ -156,14 +161,19 @@ def make_page(chart: Chart) -> str:
     """The page's whole text."""
     classes = [f".{kind} {{ fill: var(--{kind}); background: var(--{kind}); }}" for kind in chart.kinds]
     legend = [f'<span><i class="{kind}"></i>{LABELS[kind]}</span>' for kind in chart.kinds]
+    if any(row.until for row in chart.rows):
+        legend.append('<span><i class="idle"></i>idle</span>')
     if any(span.critical for span in chart.spans):
-        legend.append('<span><i style="outline: 2px solid var(--critical)"></i>critical path</span>')
+        legend.append(
+            '<span><i style="height: 4px; vertical-align: 3px; background: var(--critical)"></i>critical path</span>'
+        )
     plots = [_draw_rows(chart)]
     if chart.curves:
         plots.append(_draw_memory(chart))
     return _PAGE.substitute(
         title=escape(chart.title),
         critical=CRITICAL,
+        idle=IDLE,
         colours=" ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items()),
         classes="\n".join(classes),
         legend="\n".join(legend),
@@ -190,14 +200,26 @@ def _draw_rows(chart: Chart) -> str:
         if not row.network:
             tip = escape(f"{row.name}: {row.detail}" if row.detail else row.name)
             names.append(f'<text x="4" y="{top + pixels / 2 + 4:g}" data-n="{tip}">{escape(row.name)}</text>')
+            if row.until:
+                place = f'x="0" width="{row.until * wide:.6f}" y="{top + _GAP * pixels:g}"'
+                rects.append(f'<rect {place} height="{(1 - 2 * _GAP) * pixels:g}" class="idle"/>')
+    for caption, top in chart.headings:
+        y = (top + HEADING / 2) * pixels + 4
+        names.append(f'<text x="4" y="{y:g}" class="heading">{escape(caption)}</text>')
     for span in chart.spans:
         height = chart.rows[span.row].height * pixels
         number = "" if span.micro_batch is None or chart.rows[span.row].network else f' data-m="{span.micro_batch}"'
         rects.append(
-            f'<rect class="{span.kind}{" critical" if span.critical else ""}" x="{span.start * wide:.6f}" '
+            f'<rect class="{span.kind}" x="{span.start * wide:.6f}" '
             f'width="{(span.end - span.start) * wide:.6f}" y="{tops[span.row] + _GAP * height:g}" '
             f'height="{(1 - 2 * _GAP) * height:g}" data-n="{escape(span.name)} ({LABELS[span.kind]})"{number}/>'
         )
+        if span.critical:
+            thick = (1.5 if chart.rows[span.row].network else 1.0) * MARK * height
+            rects.append(
+                f'<rect x="{span.start * wide:.6f}" width="{(span.end - span.start) * wide:.6f}" '
+                f'y="{tops[span.row] + (1 - _GAP) * height - thick:g}" height="{thick:g}" class="mark"/>'
+            )
     return _svg("rows", bottom, _left(chart), "\n".join(rects), "\n".join(names))
 
 

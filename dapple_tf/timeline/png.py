@@ -5,9 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapple_tf.timeline.chart import COLOURS, CRITICAL, LABELS, Chart, Span, scale_bytes, scale_time
+from dapple_tf.timeline.chart import (
+    COLOURS,
+    CRITICAL,
+    HEADING,
+    IDLE,
+    LABELS,
+    MARK,
+    Chart,
+    Span,
+    scale_bytes,
+    scale_time,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 _DPI = 130
@@ -60,6 +72,7 @@ def _is_labelled(chart: Chart, span: Span) -> bool:
 
 def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     from matplotlib.collections import PolyCollection
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     scale, _ = scale_time(chart.seconds)
@@ -73,12 +86,25 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
         left, right = span.start * scale, span.end * scale
         return [(left, low), (right, low), (right, low + _SHARE * height), (left, low + _SHARE * height)]
 
+    idle = [
+        [(0.0, top + 0.1), (row.until * scale, top + 0.1), (row.until * scale, top + 0.9), (0.0, top + 0.9)]
+        for row, top in zip(chart.rows, tops, strict=True)
+        if row.until and not row.network
+    ]
+    axes.add_collection(PolyCollection(idle, facecolors=IDLE, edgecolors="none"))
+    for caption, top in chart.headings:
+        axes.text(0, top + HEADING / 2, caption, va="center", fontsize=9.5, fontweight="bold")
+
+    def mark(span: Span) -> list[tuple[float, float]]:
+        (left, _), (right, _), (_, low), _ = box(span)
+        high = low - (1.5 if chart.rows[span.row].network else 1.0) * MARK * chart.rows[span.row].height
+        return [(left, low), (right, low), (right, high), (left, high)]
+
     for kind in chart.kinds:
         boxes = [box(span) for span in chart.spans if span.kind == kind]
         axes.add_collection(PolyCollection(boxes, facecolors=COLOURS[kind], edgecolors="white", linewidths=line))
-    outlined = [box(span) for span in chart.spans if span.critical]
-    if outlined:
-        axes.add_collection(PolyCollection(outlined, facecolors="none", edgecolors=CRITICAL, linewidths=1.6 * line))
+    marks = [mark(span) for span in chart.spans if span.critical]
+    axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none"))
     for span in chart.spans:
         room = (span.end - span.start) * inches
         if _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
@@ -97,9 +123,11 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     axes.set_yticks([tops[i] + 0.5 for i in named], [chart.rows[i].name for i in named])
     axes.set_ylim(chart.height, 0)
     axes.set_title(chart.title, fontsize=11, loc="left", pad=24)
-    handles = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in chart.kinds]
-    if outlined:
-        handles.append(Patch(facecolor="none", edgecolor=CRITICAL, label="critical path"))
+    handles: list[Artist] = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in chart.kinds]
+    if idle:
+        handles.append(Patch(color=IDLE, label="idle"))
+    if marks:
+        handles.append(Line2D([], [], color=CRITICAL, linewidth=3, label="critical path"))
     axes.legend(
         handles=handles,
         loc="lower left",

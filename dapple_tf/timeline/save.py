@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.timeline.chart import Chart
@@ -23,9 +25,10 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def save_chart(chart: Chart, path: str | os.PathLike[str]) -> None:
+def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, Any] | None = None) -> None:
     """A picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json), all or nothing.
 
+    ``data`` is what a trace keeps besides, under ``dapple``, where those leave it alone.
     Raises UsageError for another suffix or a path that cannot be written.
     """
     target = check_path(path)
@@ -33,7 +36,8 @@ def save_chart(chart: Chart, path: str | os.PathLike[str]) -> None:
         case ".json":
             from dapple_tf.timeline.chrome import trace_events
 
-            write_atomically(target, json.dumps(trace_events(chart)))
+            kept = {} if data is None else {"dapple": data}
+            write_atomically(target, json.dumps({**trace_events(chart), **kept}))
         case ".html":
             from dapple_tf.timeline.page import make_page
 

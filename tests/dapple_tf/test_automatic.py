@@ -14,6 +14,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.runtime.automatic import count_slots, usable_devices
+from dapple_tf.runtime.prediction import BY_PROFILE, BY_TIMES
 from profiler.cluster import Link
 from profiler.presets import config
 from tests.equality.small_models import chain, data, sgd, values, weights
@@ -50,6 +51,24 @@ def test_a_batch_that_the_micro_batches_do_not_divide() -> None:
     step = dapple.pipeline(chain(matrices), optimizer=sgd(), micro_batches=4)
     np.testing.assert_allclose(step(*batch), loss, rtol=1e-12)
     assert (step.plan.global_batch_size, step.plan.micro_batches) == (11, 4)
+
+
+def test_a_recorded_step_stands_beside_the_one_simulated_for_the_plan() -> None:
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), micro_batches=4)
+    step.record(*data(16))
+    recording = step.recording
+    assert recording.predicted is not None
+    assert recording.predicted.source == BY_PROFILE
+    assert step.plan.predicted is not None
+    assert recording.predicted.timeline.seconds == recording.planned_seconds == step.plan.predicted["step_seconds"]
+    step.record(*data(3))  # as many micro-batches as samples: that is not what was simulated
+    assert step.recording.predicted is not None
+    assert step.recording.predicted.source == BY_TIMES
+    assert len(step.recording.predicted.timeline.events) == len(step.timeline.events)
+    step.record(*data(12))  # as many micro-batches, but smaller ones
+    assert step.recording.predicted is not None
+    assert step.recording.predicted.source == BY_TIMES
+    assert step.recording.planned_seconds is None
 
 
 def test_what_draws_random_numbers_is_not_replicated() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from dapple_tf.cli import main
 from dapple_tf.planner.plan import Plan
+from tests.dapple_tf.test_scalars import read_curves
 
 MODEL = '''
 import keras
@@ -83,7 +84,7 @@ def last(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     trace = tmp_path_factory.mktemp("trace") / "deep" / "t.json"
     options = ("--stages", 2, "--micro-batches", 2, "--steps", 6, "--json", "--seed", 3, "--trace", trace)
-    return dapple("train", model, *options), trace
+    return dapple("train", model, *options, "--tensorboard", trace.parents[1] / "curves"), trace
 
 
 def test_train_prints_results_to_stdout_and_progress_to_stderr(
@@ -105,10 +106,89 @@ def test_train_prints_results_to_stdout_and_progress_to_stderr(
 
 def test_train_saves_a_timeline_of_every_action(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     rows = json.loads(trained[1].read_text())["traceEvents"]
-    names = [row["name"] for row in rows if row["ph"] == "X"]
-    actions = [name for name in names if name != "update"]
-    assert sorted(actions) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
-    assert "update" in names  # of the stages that have weights
+    processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert processes == {0: "predicted: stages", 1: "measured: stages"}
+    for pid in processes:
+        names = [row["name"] for row in rows if row["ph"] == "X" and row["pid"] == pid]
+        actions = [name for name in names if name != "update"]
+        assert sorted(actions) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
+        assert "update" in names  # of the stages that have weights
+
+
+def test_train_tells_what_made_the_step_so_long(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    run, _ = trained
+    found = last(run)["timeline"]
+    assert set(found["critical_path_seconds"]) == {"compute", "transfer", "allreduce", "update", "waiting"}
+    assert sum(found["critical_path_seconds"].values()) == pytest.approx(found["step_seconds"])
+    assert found["predicted"]["source"] == "simulated with the measured times of each action"
+    assert "measured: " in run.stdout
+    assert "critical path: compute " in run.stdout
+    assert "the simulated step is " in run.stdout
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader deprecated
+def test_train_writes_curves_of_every_step(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    run, trace = trained
+    curves = read_curves(trace.parents[1] / "curves")
+    assert [number for number, _ in curves["loss"]] == list(range(1, 7))
+    assert [loss for _, loss in curves["loss"]] == pytest.approx(last(run)["losses"])
+    recorded = [number for number, _ in curves["bubble"]]
+    assert recorded[:4] == [1, 2, 3, 4], "these show what recording costs"
+    assert recorded[-2:] == [5, 6], "of these the trace is"
+    assert last(run)["tensorboard"] == str(trace.parents[1] / "curves")
+
+
+def test_a_trace_is_read_drawn_and_told(
+    trained: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    run, trace = trained
+    code, out, err = command("timeline", trace, "-o", tmp_path / "t.png", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out.splitlines()[-1]) == last(run)["timeline"]
+    assert out.splitlines()[0].startswith("tiny: dapple-a, M = 2 · ")
+    assert "slowest for their kind: " in out
+    assert f"timeline: {tmp_path}/t.png" in out
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_trace_that_is_none_is_told_in_one_line(command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"traceEvents": []}')
+    code, out, err = command("timeline", tmp_path / "t.json")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {tmp_path}/t.json: a trace, but not one that dapple_tf saved")
+    code, _, err = command("timeline", "absent.json", "-o", "t.gif")
+    assert code == 1
+    assert err.startswith("error: t.gif: a timeline is saved as"), "before anything is read"
+
+
+def test_a_plan_files_prediction_is_held_against_the_run(
+    command: Callable[..., Any], model: str, tmp_path: Path
+) -> None:
+    plan = {
+        "format": "dapple-plan/1",
+        "model": "tiny",
+        "planner": "test",
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": False,
+        "stages": [{"first_layer": 0, "last_layer": 1, "devices": [0]}],
+        "predicted": {"step_seconds": 3600},
+    }
+    _, out, _ = command("train", MODEL, "--stages", 1, "--micro-batches", 2, "--steps", 1, "--json")
+    plan["stages"] = json.loads(out.splitlines()[-1])["plan"]["stages"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    options = ("--plan", tmp_path / "plan.json", "--steps", 3, "--trace", tmp_path / "t.json", "--json")
+    code, out, err = command("train", MODEL, *options)
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert found["planned_step_seconds"] == found["timeline"]["planned_step_seconds"] == 3600
+    assert found["planner_error"] == pytest.approx(3600 / found["step_seconds"] - 1)
+    assert "; the planner predicted 3600 s, " in out
+    code, out, _ = command("timeline", tmp_path / "t.json")
+    assert out.splitlines()[0].startswith("tiny: gpipe, M = 2 · ")
+    assert "planner said 3600 s (+" in out.splitlines()[0]
 
 
 def test_a_run_resumed_from_a_checkpoint_has_the_same_losses(
@@ -222,13 +302,30 @@ def test_a_step_that_is_not_finite_fails_where_that_is_asked_for(command: Callab
     assert " is not finite" in err
 
 
+@pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
+def test_checked_steps_have_curves_of_what_is_known_without_recording(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--steps", 2, "--check-numerics", "--tensorboard", tmp_path)
+    code, out, err = command("train", MODEL, *options)
+    assert code == 0, err
+    curves = read_curves(tmp_path)
+    assert {name: [number for number, _ in points] for name, points in curves.items()} == {
+        "loss": [1, 2],
+        "samples_per_second": [1, 2],
+    }
+    assert f"curves for TensorBoard: {tmp_path}" in out
+
+
 def test_without_json_the_last_line_is_for_people(command: Callable[..., Any]) -> None:
     code, out, _ = command("train", MODEL, "--stages", 2, "--micro-batches", 2, "--steps", 1)
     assert code == 0
     assert out.splitlines()[-1].endswith("samples/s")
 
 
-@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("verify", "-h"), ("--version",)])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("train", "--help"), ("verify", "-h"), ("timeline", "-h"), ("--version",)]
+)
 def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -> None:
     code, out, err = command(*words)
     assert (code, err) == (0, "")
@@ -282,6 +379,10 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         ((MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
         ((MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png, .html or .json", 1),
         ((MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
+        ((MODEL, "--tensorboard", "setup.py"), "setup.py cannot hold TensorBoard's events: File exists", 1),
+        # Paths are looked at before the model is.
+        (("absent.py:f", "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
+        (("absent.py:f", "--tensorboard", "setup.py/d"), "setup.py/d cannot hold TensorBoard's events: Not a dir", 1),
         ((MODEL, "--checkpoint-dir", "setup.py"), "setup.py cannot hold checkpoints: File exists", 1),
     ],
 )
@@ -307,8 +408,9 @@ def test_train_says_why_it_took_its_schedule(command: Callable[..., Any], model:
     assert re.search(r"schedule dapple-[ab], M = [1248]: ACR \d\.\d{3}; ", out)
 
 
-def test_a_bad_trace_path_fails_before_any_training(command: Callable[..., Any]) -> None:
-    _, out, err = command("train", MODEL, "--trace", "t.gif", "--steps", 1)
+@pytest.mark.parametrize("words", [("--trace", "t.gif"), ("--tensorboard", "setup.py")])
+def test_a_bad_path_fails_before_any_training(command: Callable[..., Any], words: tuple[str, ...]) -> None:
+    _, out, err = command("train", MODEL, *words, "--steps", 1)
     assert "loss" not in out + err
 
 

@@ -24,13 +24,17 @@ def main() -> None:
         return loss_fn(x, y)
 
     step = dapple.pipeline(slow_to_trace, optimizer=sgd(), micro_batches=4)
-    losses = [float(step(*data(SAMPLES))) for _ in range(STEPS)]
+    losses = [float(step.record(*data(SAMPLES))) for _ in range(STEPS)]
+    predicted = step.recording.predicted
+    assert predicted is not None
     step.gather()
     plan = [list(stage.devices) for stage in step.plan.stages]
     found = {
         "plan": plan,
         "planner": step.plan.planner,
         "losses": losses,
+        "predicted": [predicted.source, predicted.timeline.seconds],
+        "planned": step.plan.predicted["step_seconds"] if step.plan.predicted else None,
         "values": np.stack(values(matrices)).tolist(),
     }
     print(json.dumps(found), flush=True)

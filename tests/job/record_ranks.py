@@ -9,14 +9,15 @@ import dataclasses
 import json
 import sys
 
+import numpy as np
+
 import dapple_tf as dapple
 
 dapple.init()
 
-from dapple_tf.job.clocks import clock_offsets, gather_stamps  # noqa: E402 - after the job is joined
+from dapple_tf.job.clocks import Clocks  # noqa: E402 - after the job is joined
 from dapple_tf.job.membership import current  # noqa: E402
 from dapple_tf.runtime.picture import save_timeline  # noqa: E402
-from dapple_tf.runtime.timeline import Stamp  # noqa: E402
 from tests.job.gather_model import X, make_model  # noqa: E402
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     assert timeline is not None
     if job.rank == 0:
         save_timeline(timeline, sys.argv[1])
-    mine = Stamp("forward", f"of rank {job.rank}", job.rank, 0, 0, "", 1.0, 2.0)
+    clocks = Clocks(job)
     print(
         json.dumps(
             {
@@ -41,8 +42,8 @@ def main() -> None:
                 "events": [[str(e.action), e.replica, e.device, e.start, e.end] for e in timeline.events],
                 "transfers": [dataclasses.astuple(t) for t in timeline.transfers],
                 "stages": [[s.kind, s.stage, s.device, s.start, s.end] for s in timeline.stage_events],
-                "offsets": clock_offsets(job),
-                "gathered": [dataclasses.astuple(stamp) for stamp in gather_stamps(job, [mine])],
+                "offsets": clocks.offsets(),
+                "gathered": [times.tolist() for times in clocks.gather(np.full(2, float(job.rank)))],
             }
         )
     )

@@ -14,6 +14,7 @@ from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.automatic import plan_automatically
+from dapple_tf.runtime.prediction import BY_PROFILE
 from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from tests.dapple_tf.builders import step_of
@@ -38,6 +39,7 @@ def test_all_ranks_carry_out_rank_0s_plan_and_equal_one_device() -> None:
     assert first == second
     assert first["planner"] == "best"
     assert sorted(device for stage in first["plan"] for device in stage) == [0, 1]
+    assert first["predicted"] == [BY_PROFILE, first["planned"]], "the step that rank 0 simulated is beside the measured"
     matrices = weights(auto_ranks.LAYERS)
     step = step_of(chain(matrices), optimizer=sgd(), stages=1, micro_batches=1)
     losses = [float(step(*data(auto_ranks.SAMPLES))) for _ in range(auto_ranks.STEPS)]
@@ -73,7 +75,7 @@ def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bo
         cluster=cluster,
         replicable=replicable,
         ranks=True,
-    )
+    ).plan
 
 
 @pytest.mark.usefixtures("busy_machines_are_no_failure")

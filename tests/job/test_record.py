@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from dapple_tf.runtime.trace_file import read_recording
 from graph_passes.policies import make_schedule
-from tests.processes import needs_horovod, run_ranks
+from tests.dapple_tf.test_scalars import read_curves
+from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
 
@@ -68,8 +70,47 @@ def test_allreduce_and_updates_come_last(ranks: list[dict[str, Any]]) -> None:
 
 def test_ranks_of_one_host_read_one_clock(ranks: list[dict[str, Any]]) -> None:
     assert [rank["offsets"] for rank in ranks] == [[0.0, 0.0, 0.0]] * 3
-    assert [stamp[1] for stamp in ranks[2]["gathered"]] == ["of rank 0", "of rank 1", "of rank 2"]
+    assert ranks[2]["gathered"] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 def test_the_picture_is_saved(ranks: list[dict[str, Any]], picture: Path) -> None:
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# --- dapple train
+
+MODEL = "tests/job/checkpoint_model.py:chain"
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
+def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
+    options = ["--stages", "2", "--micro-batches", "2", "--steps", "6", "--json"]
+    options += ["--trace", str(tmp_path / "t.json"), "--tensorboard", str(tmp_path / "curves")]
+    first, second = run_ranks(["-m", "dapple_tf", "train", MODEL, *options], 2)
+    assert second.stdout == ""
+    found = json.loads(first.stdout.splitlines()[-1])
+    recording = read_recording(tmp_path / "t.json")
+    assert recording.measured is not None
+    assert {event.device for event in recording.measured.events} == {"rank:0", "rank:1"}
+    assert {(t.source, t.target, t.micro_batch) for t in recording.measured.transfers} == {
+        *((0, 1, m) for m in range(2)),
+        *((1, 0, m) for m in range(2)),
+    }
+    assert recording.to_json() == found["timeline"]
+    curves = read_curves(tmp_path / "curves")
+    assert [number for number, _ in curves["loss"]] == list(range(1, 7))
+    assert [loss for _, loss in curves["loss"]] == pytest.approx(found["losses"])
+    recorded = [number for number, _ in curves["bubble"]]
+    assert recorded[:4] == [1, 2, 3, 4], "these show what recording costs"
+    assert recorded[-2:] == [5, 6], "of these the trace is"
+
+
+@pytest.mark.slow
+def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RanksError) as caught:
+        run_ranks(["-m", "dapple_tf", "train", "absent.py:f", "--tensorboard", str(tmp_path / "file")], 2)
+    assert caught.value.exit_code == 1
+    told = [rank.stderr for rank in caught.value.ranks]
+    assert f"{tmp_path}/file cannot hold TensorBoard's events: File exists" in told[0]
+    assert not any("absent.py" in text for text in told)

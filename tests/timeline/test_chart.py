@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.timeline.chart import Chart, Curve, Row, Span, scale_bytes, scale_time
+from dapple_tf.timeline.chart import Chart, Curve, Row, Span, scale_bytes, scale_time, stack_charts
 from dapple_tf.timeline.chrome import trace_events
 from dapple_tf.timeline.page import make_page
 from dapple_tf.timeline.save import save_chart
@@ -35,6 +35,30 @@ def test_where_rows_lie() -> None:
     assert list(CHART.tops()) == [0, 1, 1.3]
     assert CHART.height == pytest.approx(2.3)
     assert CHART.kinds == ("forward", "backward", "send-forward", "allreduce")
+
+
+def test_charts_are_stacked_on_one_axis() -> None:
+    short = Chart("1 s", 1.0, (Row("stage 0", until=1.0),), (Span(0, "0F0", "forward", 0.0, 1.0, 0),))
+    stacked = stack_charts("both", (("predicted", short), ("measured", CHART)))
+    assert (stacked.title, stacked.seconds, stacked.curves) == ("both", 4, ())
+    assert [(row.group, row.name) for row in stacked.rows] == [
+        ("predicted", "stage 0"),
+        ("measured", "stage 0"),
+        ("measured", "0 to 1"),
+        ("measured", "stage 1"),
+    ]
+    assert [span.row for span in stacked.spans] == [0, 1, 2, 3, 3]
+    assert stacked.headings == (("predicted: 1 s", 0), ("measured: one & <two>", pytest.approx(1.8)))
+    assert list(stacked.tops()) == pytest.approx([0.8, 2.6, 3.6, 3.9])
+    assert stacked.height == pytest.approx(4.9)
+    names = [e["args"]["name"] for e in trace_events(stacked)["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["predicted: stages", "measured: stages", "measured: network"]
+    places = [(e["pid"], e["tid"]) for e in trace_events(stacked)["traceEvents"] if e["ph"] == "X"]
+    assert places == [(0, 0), (1, 1), (2, 2), (1, 3), (1, 3)]
+    page = Page(make_page(stacked))
+    (idle,) = [rect for rect in page.named("rect") if rect.get("class") == "idle"]
+    assert (float(idle["x"] or 1), float(idle["width"] or 0)) == (0, 250)
+    assert len([text for text in page.named("text") if text.get("class") == "heading"]) == 2
 
 
 def test_a_trace_has_processes_threads_spans_and_counters() -> None:
@@ -92,9 +116,9 @@ class Page(HTMLParser):
 def test_a_page_draws_every_span_where_it_is() -> None:
     page = Page(make_page(CHART))
     assert page.open == []
-    spans = [rect for rect in page.named("rect") if "class" in rect]
+    spans = [rect for rect in page.named("rect") if "data-n" in rect]
     assert [(s["class"], float(s["x"] or 0), float(s["width"] or 0), s["data-n"]) for s in spans] == [
-        ("forward critical", 0, 250, "0F0 (forward)"),
+        ("forward", 0, 250, "0F0 (forward)"),
         ("send-forward", 250, 125, "0>1 F0 (send forward)"),
         ("backward", 375, 500, "1B0 (backward)"),
         ("allreduce", 875, 125, "1 AllReduce (AllReduce)"),
@@ -102,6 +126,9 @@ def test_a_page_draws_every_span_where_it_is() -> None:
     assert [s.get("data-m") for s in spans] == ["0", None, "0", None]  # numbers in the stages' rows alone
     heights = [(float(s["y"] or 0), float(s["height"] or 0)) for s in spans]
     assert heights[0][0] + heights[0][1] < heights[1][0] < heights[2][0] == heights[3][0]
+    (mark,) = [rect for rect in page.named("rect") if rect.get("class") == "mark"]
+    assert (mark["x"], mark["width"]) == (spans[0]["x"], spans[0]["width"])
+    assert heights[0][0] < float(mark["y"] or 0) < sum(heights[0])
     assert [path["data-n"] for path in page.named("path")] == ["stage 0: at most 3 MB", "stage 1: at most 2 MB"]
 
 

@@ -1,0 +1,35 @@
+"""``dapple timeline``: what a saved trace says, in words and as a picture."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from dapple_tf.commands.common import say
+
+
+@click.command()
+@click.argument("trace")
+@click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+def timeline(trace: str, output: str | None, as_json: bool) -> None:
+    """Read a TRACE (.json) that dapple saved: bubble, utilisation, critical path, and predicted against measured."""
+    from dapple_tf.runtime.describe import find_slowest
+    from dapple_tf.runtime.picture import save_recording
+    from dapple_tf.runtime.trace_file import read_recording
+    from dapple_tf.timeline.save import check_path
+
+    if output:
+        check_path(output)
+    recording = read_recording(trace)
+    say(recording.headline)
+    say(str(recording))
+    slowest = find_slowest(recording.measured) if recording.measured is not None else ()
+    if slowest:
+        say(f"slowest for their kind: {', '.join(map(str, slowest))}")
+    if output:
+        save_recording(recording, output)
+        say(f"timeline: {output}")
+    if as_json:
+        click.echo(json.dumps(recording.to_json()))
