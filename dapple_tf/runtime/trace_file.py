@@ -15,7 +15,7 @@ from dapple_tf.errors import TraceError
 from dapple_tf.runtime.prediction import Prediction
 from dapple_tf.runtime.recording import Recording
 from dapple_tf.runtime.timeline import Event, StageEvent, Timeline, Transfer
-from graph_passes.schedule import Action
+from graph_passes.schedule import Action, Kind
 from profiler.fields import Fields, locating, read_json
 
 FORMAT = "dapple-timeline/1"
@@ -109,7 +109,7 @@ def _read_timeline(fields: Fields, where: str) -> Timeline:
 
 
 def _read_action(fields: Fields) -> Event:
-    kind: Literal["F", "B"] = _choice(fields, "kind", get_args(get_type_hints(Action)["kind"]))
+    kind: Kind = _choice(fields, "kind", get_args(get_type_hints(Action)["kind"]))
     action = Action(fields.integer("stage"), kind, fields.integer("micro_batch"))
     return Event(action, fields.integer("replica"), fields.text("device"), *_read_span(fields))
 

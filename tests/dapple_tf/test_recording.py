@@ -67,6 +67,14 @@ def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
     assert found.source == BY_TIMES
 
 
+def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
+    """Backwards of 1 and gradients of weights of 2 s: a step that went by the schedule is what is simulated of it."""
+    run = simulated("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
+    measured = unroll(run.execution, ((0, 0, "a:0"), (1, 0, "a:1")))
+    assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
+    assert predict_from_times(measured, make_schedule("zb-h1", 2, 3)).timeline == measured
+
+
 def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -> None:
     # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
     sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
@@ -180,6 +188,7 @@ RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, make_schedul
         RECORDING,
         Recording("", TWO),
         simulated_recording(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
+        simulated_recording(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
     ],
 )
 def test_what_is_read_is_what_was_saved(tmp_path: Path, recording: Recording) -> None:
