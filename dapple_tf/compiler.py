@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from graph_passes.partition import partition
 from graph_passes.place import Place
 from graph_passes.policies import make_schedule
 from graph_passes.project import Project
+from graph_passes.recompute import Recompute, find_runs
 from graph_passes.split_concat import SplitConcat
 from graph_passes.split_weights import SplitWeights
 from graph_passes.spread import Spread
@@ -47,7 +48,7 @@ class StagedModel:
     ``graph`` holds the input nodes and the stage functions. ``variables`` (the model's and the optimizer's) and
     ``constants`` are by name. ``gradients`` names the variables that are trained (``trained`` are the objects the
     optimizer knows), ``ungraded`` those no gradient reaches. ``shared`` names boundary tensors: see ``SplitConcat``.
-    ``stateful``: see ``Captured``.
+    ``stateful``: see ``Captured``. ``runs``: see ``Recompute``.
     """
 
     graph: Graph
@@ -63,12 +64,20 @@ class StagedModel:
     gradients: tuple[str, ...]
     ungraded: tuple[str, ...]
     shared: frozenset[str]
+    runs: tuple[tuple[frozenset[str], ...], ...]
 
 
-def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optimizer: Any | None) -> StagedModel:
+def stage_model(
+    captured: Captured,
+    layers: Layers,
+    starts: Sequence[int],
+    optimizer: Any | None,
+    recompute: Collection[int] = (),
+) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer.
 
-    Without an optimizer the pipelined graph gives gradients and changes nothing but state.
+    Without an optimizer the pipelined graph gives gradients and changes nothing but state. ``recompute``: the layers
+    that backward makes again.
     """
     stages = partition(layers, starts)
     joint, found = differentiate(captured, stages)
@@ -104,6 +113,13 @@ def stage_model(captured: Captured, layers: Layers, starts: Sequence[int], optim
         gradients=trained,
         ungraded=tuple(name for name in captured.trainable if name not in reached),
         shared=frozenset(map(str, stages.shared)),
+        runs=tuple(
+            tuple(
+                frozenset(name for layer in run for name in layers.layers[layer].nodes)
+                for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
+            )
+            for stage in stages.stages
+        ),
     )
 
 
@@ -119,6 +135,7 @@ def passes(
         wanted = sorted({d for stage in plan.stages for d in stage.devices})
         raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
     order: list[Pass] = [
+        *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
         *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
         Microbatch(model.stages, plan.micro_batches, aux),  # calls of stages exist from here on
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica

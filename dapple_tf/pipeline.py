@@ -7,6 +7,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.recomputed import Recompute
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
@@ -21,7 +22,7 @@ def pipeline(
     replicas: Sequence[int] | None = None,
     micro_batches: int | str = 8,
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: Recompute = False,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -34,8 +35,9 @@ def pipeline(
     ``cluster`` or the devices at hand), ``replicas`` of each stage, ``micro_batches`` (or "auto") and ``schedule``
     ("gpipe", "dapple-a", "dapple-b", "zb-h1", with ":D=n" where memory holds n micro-batches; "K=3,2,1"; the actions of
     every stage, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or "auto"). With stages and a
-    ``cluster`` the simulator chooses what is "auto" from a profile taken now: ``step.choice`` says why. ``devices``:
-    names or indices. Without ``loss_fn`` it is a decorator.
+    ``cluster`` the simulator chooses what is "auto" from a profile taken now: ``step.choice`` says why. ``recompute``:
+    backward makes activations again instead of keeping them: True (of all layers), one truth for each stage, or the
+    names of layers. ``devices``: names or indices. Without ``loss_fn`` it is a decorator.
 
     Raises subclasses of ValueError that say what cannot be done and what can.
     """

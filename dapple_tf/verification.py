@@ -22,6 +22,7 @@ import tensorflow as tf
 from dapple_tf.capture import batch_signature
 from dapple_tf.compiler import StagedModel
 from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.recomputed import Recompute
 from dapple_tf.planner.requested import Request
 from dapple_tf.runtime.step import PipelinedStep
 from graph_passes.policies import short_name
@@ -121,6 +122,7 @@ def verify(
     replicas: Sequence[int] | None = None,
     micro_batches: int | str = 8,
     schedule: str = "auto",
+    recompute: Recompute = False,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
@@ -131,7 +133,7 @@ def verify(
     (dropout, batch norm), one device's result depends on how the batch is cut: the plain step then runs
     the same micro-batches one after the other, and the report says so.
     """
-    request = Request(stages, replicas, micro_batches, schedule)
+    request = Request(stages, replicas, micro_batches, schedule, recompute)
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     step.build(*batch)
     model = step.model(batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from graph_passes.ir import Function, Graph, Node, Port, Value, attributes, topological
 
-_ROLES = ("arg", "boundary", "gradient", "seed", "stash", "carry", "variable")  # the order of a function's inputs
+ROLES = ("arg", "boundary", "gradient", "seed", "stash", "carry", "variable")  # the order of a function's inputs
 
 PortOf = Callable[[Value], tuple[str, str] | None]
 """The role and name under which a value enters the function; None for a value that is made inside."""
@@ -42,7 +42,7 @@ def close_over(
         if node.name in members and node.op not in ("arg", "variable")
     ]
     results = tuple(map(take, values))
-    ordered = sorted(inputs.values(), key=lambda entry: _ROLES.index(entry[0].role))
+    ordered = sorted(inputs.values(), key=lambda entry: ROLES.index(entry[0].role))
     nodes = topological([*(node for _, node in ordered), *body])
     inside = Graph(name, nodes, tuple(node.name for _, node in ordered), results)
     return Function(name, inside, tuple(port for port, _ in ordered), tuple(outputs))

@@ -70,9 +70,13 @@ class Layers:
 
         Raises PartitionError for a name that is unknown (naming the nearest) or ambiguous (naming all).
         """
+        return self.find_all(name)[0]
+
+    def find_all(self, name: str) -> tuple[int, ...]:
+        """All layers that ``name`` stands for (see ``find``): one, or those whose paths have it as a part."""
         for index, layer in enumerate(self.layers):
             if layer.name == name:
-                return index
+                return (index,)
         wanted = tuple(name.split("/"))
         found: dict[tuple[str, ...], int] = {}
         for index, layer in enumerate(self.layers):
@@ -81,7 +85,8 @@ class Layers:
                 if parts[end - len(wanted) : end] == wanted:
                     found.setdefault(parts[:end], index)
         if len(set(found.values())) == 1:
-            return next(iter(found.values()))
+            (path, *_) = found
+            return tuple(i for i, layer in enumerate(self.layers) if tuple(layer.name.split("/"))[: len(path)] == path)
         if found:
             names = ", ".join("/".join(parts) for parts in list(found)[:6])
             raise PartitionError(f"layer name {name!r} is ambiguous: it may be {names}. Write the longer name.")

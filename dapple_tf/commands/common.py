@@ -32,6 +32,12 @@ PLAN = [
     click.option(
         "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
     ),
+    click.option(
+        "--recompute",
+        default="none",
+        show_default=True,
+        help="What backward makes again: all, none, stages:0,1 or layer names (a,b,c).",
+    ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
@@ -63,7 +69,7 @@ def describe(plan: Any, layers: Sequence[str]) -> str:
     """A plan in a few lines, with the names of its layers."""
     lines = [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches of {plan.micro_batch_size} samples, "
-        f"schedule {short_name(plan.schedule)}"
+        f"schedule {short_name(plan.schedule)}{describe_recompute(plan, len(layers))}"
     ]
     for i, stage in enumerate(plan.stages):
         devices = ", ".join(map(str, stage.devices))
@@ -72,15 +78,22 @@ def describe(plan: Any, layers: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def describe_recompute(plan: Any, layers: int) -> str:
+    """What backward makes again of so many layers, as the end of a line; nothing where that is none."""
+    count = len(plan.recomputed)
+    return f", recompute of {'all' if count == layers else f'{count} of {layers}'} layers" if count else ""
+
+
 def make_request(
     stages: str,
     replicas: str | None,
     micro_batches: str,
     schedule: str,
+    recompute: str,
     plan_path: str | None = None,
     **_: Any,
 ) -> Any:
-    """The Request that the options of PLAN make; UsageError for replicas or micro-batches that are no numbers."""
+    """The Request that the options of PLAN make; UsageError where what is counted is no number."""
     from dapple_tf.planner.requested import Request
 
     wanted: Any = stages
@@ -90,12 +103,11 @@ def make_request(
         wanted = stages.split(",")
     counts = None
     if replicas is not None:
-        if not all(part.strip().isdigit() for part in replicas.split(",")):
-            raise click.UsageError(f"--replicas {replicas}: give one whole number a stage, such as 2,1")
-        counts = tuple(int(part) for part in replicas.split(","))
+        counts = read_numbers(replicas, f"--replicas {replicas}: give one whole number a stage, such as 2,1")
     if micro_batches != "auto" and not micro_batches.lstrip("-").isdecimal():
         raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
-    return Request(wanted, counts, "auto" if micro_batches == "auto" else int(micro_batches), schedule)
+    number = "auto" if micro_batches == "auto" else int(micro_batches)
+    return Request(wanted, counts, number, schedule, read_recompute(recompute))
 
 
 def load_named_cluster(cluster: str | None, **_: Any) -> Any:
@@ -103,6 +115,25 @@ def load_named_cluster(cluster: str | None, **_: Any) -> Any:
     from dapple_tf.commands.clusters import load_cluster
 
     return load_cluster(cluster) if cluster else None
+
+
+def read_recompute(text: str) -> Any:
+    """What ``--recompute`` asks for, as ``dapple.pipeline`` takes it; UsageError for stages that are no numbers."""
+    from dapple_tf.planner.recomputed import StageNumbers
+
+    if text in ("all", "none"):
+        return text == "all"
+    kind, colon, numbers = text.partition(":")
+    if colon and kind == "stages":
+        return StageNumbers(read_numbers(numbers, f"--recompute {text}: give numbers of stages, such as stages:0,1"))
+    return tuple(text.split(","))
+
+
+def read_numbers(text: str, problem: str) -> tuple[int, ...]:
+    """Whole numbers between commas; UsageError that tells the ``problem`` otherwise."""
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise click.UsageError(problem)
+    return tuple(int(part) for part in text.split(","))
 
 
 def load_plan(path: str | None) -> Any:

@@ -42,6 +42,7 @@ def verify(**options: Any) -> None:
         replicas=request.replicas,
         micro_batches=request.micro_batches,
         schedule=request.schedule,
+        recompute=request.recompute,
         cluster=load_named_cluster(**options),
     )
     say(str(report))

@@ -105,7 +105,7 @@ def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, 
     )
     if stage.fixed_bytes > memory:
         return f"{text}. Its weights alone do not fit: use more stages, or an optimizer of fewer slots"
-    return f"{text}. Use more micro-batches, recompute=True, or more stages"
+    return f"{text}. Use more micro-batches, or more stages: recompute=True saves nothing of one micro-batch in flight"
 
 
 def _compare(seconds: float, ours: float) -> str:

@@ -28,7 +28,7 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
         f"{plan.micro_batch_size} samples, schedule {short_name(plan.schedule)}"
-        + (", recompute" if plan.recompute else "")
+        + _recomputed(plan)
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),
     ]
@@ -36,6 +36,12 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
         first, last = profile.layers[stage.first_layer].name, profile.layers[stage.last_layer].name
         lines.append(f"stage {index}: {_short(first)} .. {_short(last)}")
     return "\n".join(lines)
+
+
+def _recomputed(plan: Plan) -> str:
+    if isinstance(plan.recompute, bool):
+        return ", recompute" if plan.recompute else ""
+    return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
 
 
 def describe_decision(

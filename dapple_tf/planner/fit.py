@@ -47,7 +47,7 @@ def fit_cuts(task: Task, devices: Sequence[Sequence[int]], micro_batch_size: int
         task.global_batch_size // micro_batch_size,
         2.0 + task.optimizer_slots,
         usable_bytes(task.cluster.device_memory),
-        task.recompute,
+        bool(task.recompute),
     )
     if len(starts) == 0:
         return None

@@ -14,6 +14,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.policies import make_schedule
+from graph_passes.recompute import find_runs
 from graph_passes.schedule_text import is_text
 from profiler.fields import Fields, locating, read_json
 from profiler.files import write_atomically
@@ -39,7 +40,8 @@ class StagePlan:
 class Plan:
     """A plan. Batch sizes are samples; ``predicted`` holds what a simulator said, if one was asked.
 
-    ``overlap``: AllReduce starts during the last backward, layer by layer, instead of after it.
+    ``recompute``: the layers that backward makes again instead of keeping what it needs of them: all (True), none, or
+    those with these numbers. ``overlap``: AllReduce starts during the last backward, layer by layer, not after it.
     """
 
     model: str
@@ -48,7 +50,7 @@ class Plan:
     micro_batch_size: int
     micro_batches: int
     schedule: str
-    recompute: bool
+    recompute: bool | tuple[int, ...]
     stages: tuple[StagePlan, ...]
     predicted: Mapping[str, Any] | None = None
     overlap: bool = False
@@ -71,6 +73,8 @@ class Plan:
                     f"stages[{index}].devices is {list(stage.devices)}: name at least one device, each once, from 0"
                 )
             expected = stage.last_layer + 1
+        if not isinstance(self.recompute, bool):
+            _check_layers(self.recompute, expected)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -81,6 +85,18 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers that backward makes again."""
+        if isinstance(self.recompute, bool):
+            return tuple(range(self.stages[-1].last_layer + 1)) if self.recompute else ()
+        return self.recompute
+
+    def runs(self, stage: int) -> tuple[range, ...]:
+        """Rows of a stage's layers that are re-computed together."""
+        place = self.stages[stage]
+        return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it."""
@@ -103,6 +119,26 @@ class Plan:
             return _from_json(read_json(path, PlanError))
 
 
+def _check_layers(layers: tuple[int, ...], count: int) -> None:
+    """PlanError unless these are numbers of some of ``count`` layers, ascending."""
+    for index, layer in enumerate(layers):
+        if layer not in range(count):
+            raise PlanError(f"recompute[{index}] is layer {layer}, but the layers are 0 to {count - 1}")
+        if index and layer <= layers[index - 1]:
+            raise PlanError(f"recompute[{index}] is layer {layer} after {layers[index - 1]}: name each once, ascending")
+
+
+def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
+    if not top.has("recompute"):
+        return False
+    value = top.data["recompute"]
+    if isinstance(value, list):
+        return top.integers("recompute")
+    if not isinstance(value, bool):
+        raise PlanError(f"recompute is {value!r}, not true or false, nor a list of layer numbers")
+    return value
+
+
 def _from_json(data: Any) -> Plan:
     top = Fields.of(data, PlanError, known=[field.name for field in fields(Plan)], file_format=FORMAT)
     plan = Plan(
@@ -112,7 +148,7 @@ def _from_json(data: Any) -> Plan:
         micro_batch_size=top.integer("micro_batch_size"),
         micro_batches=top.integer("micro_batches"),
         schedule=top.text("schedule"),
-        recompute=top.flag("recompute") if top.has("recompute") else False,
+        recompute=_read_recompute(top),
         stages=tuple(
             StagePlan(stage.integer("first_layer"), stage.integer("last_layer"), stage.integers("devices"))
             for stage in top.each("stages", known=[field.name for field in fields(StagePlan)])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.plan import Plan, StagePlan
+from dapple_tf.planner.recomputed import Recompute, check_recompute, choose_recompute
 from graph_passes.layers import Layers
 from graph_passes.partition import balance
 from graph_passes.policies import check_name
@@ -19,15 +20,15 @@ class Request:
     """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage.
 
     "auto" with replicas is as many stages as those name; without (``automatic``) it is for a planner to say.
-    ``micro_batches`` and ``schedule`` may be "auto": the simulator says. Raises PlanError for values of other kinds,
-    and ScheduleError for a schedule that is none.
+    ``micro_batches`` and ``schedule`` may be "auto": the simulator says. ``recompute``: see ``choose_recompute``. Raises
+    PlanError for values of other kinds, and ScheduleError for a schedule that is none.
     """
 
     stages: int | Sequence[str] | str = "auto"
     replicas: Sequence[int] | None = None
     micro_batches: int | str = 8
     schedule: str = "auto"
-    recompute: bool = False
+    recompute: Recompute = False
 
     @property
     def automatic(self) -> bool:
@@ -69,6 +70,7 @@ class Request:
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _all(self.stages, str):
             raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
+        check_recompute(self.recompute)
 
 
 def _all(items: object, kind: type) -> bool:
@@ -118,7 +120,7 @@ def plan_request(
         micro_batch_size=-(-global_batch_size // micro_batches),
         micro_batches=micro_batches,
         schedule=schedule,
-        recompute=request.recompute,
+        recompute=choose_recompute(request.recompute, layers, stages),
         stages=tuple(stages),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from dapple_tf.planner.even import even_starts
 from dapple_tf.planner.task import Task, micro_batch_sizes
@@ -21,6 +22,8 @@ def describe_shortage(task: Task) -> str:
         f"memory, with one micro-batch of {size} samples in flight, the stage of layers {first} to {last} "
         f"({layers[first].name} .. {layers[last].name}) needs {show_bytes(need)} and lacks {show_bytes(need - memory)}"
     )
+    if not task.recompute:  # backward would make all of the stash again
+        text += ". Recompute would not help: it saves nothing of a micro-batch that is alone in flight"
     remedies = _remedies(task, size)
     if remedies:
         return f"{text}. It would fit with {', or with '.join(remedies)}"
@@ -28,7 +31,7 @@ def describe_shortage(task: Task) -> str:
 
 
 def _remedies(task: Task, size: int) -> list[str]:
-    """What would do, each of itself, or else both together; with one micro-batch in flight recompute saves nothing."""
+    """What would do, each of itself, or else smaller micro-batches and more devices together."""
     memory, devices = usable_bytes(task.cluster.device_memory), task.cluster.devices
     smaller = [divisor for divisor in micro_batch_sizes(task.global_batch_size, None) if divisor < size][::-1]
     more = range(devices + 1, len(task.chain.parameter_bytes) + 1)
@@ -37,6 +40,8 @@ def _remedies(task: Task, size: int) -> list[str]:
     found = [] if less is None else [f"micro-batches of {less} samples"]
     if count is not None:
         found.append(f"{count} devices")
+    if task.recompute and _tightest(replace(task, recompute=False), size, devices)[0] <= memory:
+        found.append("no recompute")  # what enters a stage, kept beside all that is made again, was too much
     if not found:
         both = ((b, n) for b in smaller for n in more if _tightest(task, b, n)[0] <= memory)
         found = [f"micro-batches of {b} samples and {n} devices" for b, n in itertools.islice(both, 1)]

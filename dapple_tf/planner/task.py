@@ -29,7 +29,8 @@ class Task:
     """Plan ``profile`` on ``cluster`` for a global batch (samples), with any of these micro-batch sizes (ascending).
 
     ``schedule`` is a name, or "auto" for the best policy. ``optimizer_slots``: values the optimizer keeps of each
-    weight. ``recompute``: stash only what enters a stage. ``overlap``: AllReduce during the last backward.
+    weight. ``recompute``: as in ``Plan``, but what is searched has all layers re-computed or none. ``overlap``:
+    AllReduce during the last backward.
     """
 
     profile: Profile
@@ -37,7 +38,7 @@ class Task:
     global_batch_size: int
     micro_batch_sizes: tuple[int, ...]
     schedule: str = "auto"
-    recompute: bool = False
+    recompute: bool | tuple[int, ...] = False
     optimizer_slots: int = 2
     overlap: bool = False
 
@@ -58,7 +59,7 @@ class Task:
             self.global_batch_size,
             micro_batch_size,
             optimizer_slots=self.optimizer_slots,
-            recompute=self.recompute,
+            recompute=bool(self.recompute),
             overlap=self.overlap,
             splits=splits_backward(self.schedule),
         )

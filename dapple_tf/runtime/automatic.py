@@ -89,10 +89,18 @@ def complete_plan(
     known = cluster or (None if ranks else Cluster.detect(sum(plan.replicas)))
     where = _find_cluster(known, devices, ranks)
     task = _measure(loss_fn, batch, request, where, [r for r in plan.replicas if r > 1], slots)
+    task = dataclasses.replace(task, recompute=plan.recompute)
     sizes = [size for size in task.micro_batch_sizes if size >= max(plan.replicas)]
     choice = _choose(task, plan.stages, sizes)
     chosen = Candidate(plan.stages, task.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested")
     return _settle(task, chosen, "requested", _samples(batch), choice)
+
+
+def with_recompute(decided: Decided, recompute: bool | tuple[int, ...]) -> Decided:
+    """What was decided, with this in the plan; a prediction for something else is dropped."""
+    if decided.plan.recompute == recompute:
+        return decided
+    return dataclasses.replace(decided, plan=dataclasses.replace(decided.plan, recompute=recompute, predicted=None))
 
 
 def _find_cluster(cluster: Cluster | None, devices: int, ranks: bool) -> Cluster:
@@ -129,6 +137,7 @@ def _measure(
         global_batch_size=size if request.open_micro_batches else micro_batches * samples,
         micro_batch_size=None if request.open_micro_batches else samples,
         schedule=request.schedule,
+        recompute=request.recompute is True,
         optimizer_slots=slots,
     )
 

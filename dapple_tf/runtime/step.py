@@ -23,8 +23,9 @@ from dapple_tf.loss import check_loss
 from dapple_tf.planner.choice import Choice
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
+from dapple_tf.planner.recomputed import choose_recompute
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
-from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically
+from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically, with_recompute
 from dapple_tf.runtime.bindings import Buffers
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.recorder import Recorder
@@ -82,8 +83,10 @@ class PipelinedStep:
             )
         if plan is not None and (request.stages != "auto" or request.replicas is not None):
             raise PlanError("give a plan, or stages and replicas, not both")
-        if request.recompute or (plan is not None and plan.recompute):
-            raise PlanError("recompute is not there yet: leave it False")
+        if plan is not None and request.recompute:
+            raise PlanError(
+                "give a plan, or recompute, not both: a plan says itself what is re-computed (its field recompute)"
+            )
         if cluster is not None and (plan is not None or not request.open):
             raise PlanError(
                 "a cluster is for planning, and nothing is left to plan: leave it out, or leave stages, micro_batches "
@@ -273,7 +276,7 @@ class PipelinedStep:
         # Other dtypes may come with other casts: later traces are cut at the same layers by name.
         known = [layers.find(name) for name in self._starts] if self._models else None
         starts = self._decide(captured, layers, shapes, batch) if known is None else known
-        staged = stage_model(captured, layers, starts, self._optimizer)
+        staged = stage_model(captured, layers, starts, self._optimizer, self._find_recomputed(layers))
         if staged.ungraded:
             warnings.warn(
                 f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and "
@@ -315,13 +318,20 @@ class PipelinedStep:
         self._starts = tuple(self.layer_names[start] for start in plan.starts)
         return list(plan.starts)
 
+    def _find_recomputed(self, layers: Layers) -> tuple[int, ...]:
+        """The layers of a trace that backward makes again: all, or those that the first trace had by these names."""
+        if self.plan.recompute is True:
+            return tuple(range(len(layers.layers)))
+        names = {self.layer_names[i] for i in self.plan.recomputed}
+        return tuple(i for i, layer in enumerate(layers.layers) if layer.name in names)
+
     def _choose(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> Decided:
         """The plan that was asked for."""
         ranks = self._job is not None
         devices = len(list_devices(self._wanted_devices)) if self._job is None else self._job.size
         slots = count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable])
         if self._request.automatic:
-            return plan_automatically(
+            decided = plan_automatically(
                 self._loss_fn,
                 batch,
                 self._request,
@@ -331,6 +341,7 @@ class PipelinedStep:
                 replicable=not captured.stateful,
                 ranks=ranks,
             )
+            return with_recompute(decided, choose_recompute(self._request.recompute, layers, decided.plan.stages))
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         # Between processes an exchange takes its time while both compute: more forwards first hide it.
         plan = plan_request(self._request, layers, costs, size, devices, "dapple-b" if ranks else "dapple-a")

@@ -41,8 +41,8 @@ class StageCosts:
 def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:
     """The costs of every stage of ``plan`` under the design's cost model.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). With
-    recompute, backward runs the stage's forward again and only what enters the stage is stashed (DAPPLE, VI.E).
+    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). Of layers that
+    are re-computed backward runs the forward again, a run at a time; only what enters a run is stashed (DAPPLE, VI.E).
     """
     tables = link_tables(cluster)
     homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
@@ -63,11 +63,9 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
         if index + 1 < len(plan.stages):
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
             send = latency + per_byte * float(crossing[stage.last_layer]) * scale
-        again = float(forward.sum()) if plan.recompute else 0.0
-        kept, work = float(stash[held].sum()) * scale / r, float(working[held].max()) * scale / r
-        if plan.recompute:
-            entering = float(crossing[stage.first_layer - 1]) if stage.first_layer else 0.0
-            kept, work = entering * scale / r, work + kept
+        runs = plan.runs(index)
+        again = sum(float(forward[run.start - held.start : run.stop - held.start].sum()) for run in runs)
+        kept, work = _memory(held, runs, stash, working, crossing)
         ring = allreduce_cost(homes[index], tables) * parameters[held]
         total = float(ring.sum())
         found.append(
@@ -79,12 +77,25 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
                 allreduce_seconds=total,
                 exposed_seconds=exposed_seconds(weights if splits else backward, ring) if plan.overlap else total,
                 fixed_bytes=float(parameters[held].sum()) * (2 + optimizer_slots),
-                stash_bytes=kept,
-                working_bytes=work,
+                stash_bytes=kept * scale / r,
+                working_bytes=work * scale / r,
                 weights_seconds=float(weights.sum()) if splits else 0.0,
             )
         )
     return tuple(found)
+
+
+def _memory(
+    held: slice, runs: Sequence[range], stash: Floats, working: Floats, crossing: Floats
+) -> tuple[float, float]:
+    """Bytes of a stage's stash and of its largest working set, what a run makes again included, at the profile's batch.
+
+    ``held``: the stage's layers; ``crossing``: bytes over the cut after each layer.
+    """
+    entering = sum(float(crossing[run.start - 1]) for run in runs if run.start)
+    kept = [layer for layer in range(held.start, held.stop) if not any(layer in run for run in runs)]
+    again = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
+    return float(stash[kept].sum()) + entering, max([float(working[held].max()), *again])
 
 
 def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:

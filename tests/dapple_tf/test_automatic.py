@@ -126,6 +126,19 @@ def test_given_stages_get_their_schedule_from_a_cluster() -> None:
     assert (step.plan.planner, len(step.plan.stages), step.plan.micro_batches) == ("requested", 3, 8)
 
 
+def test_what_is_recomputed_is_in_the_automatic_plan() -> None:
+    options = {"micro_batches": 2, "example_batch": data(8), "cluster": config("a", 2)}
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), recompute=True, **options)
+    assert step.plan.recompute is True
+    assert step.plan.predicted is not None
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), recompute=["layer1"], **options)
+    assert [step.layer_names[i] for i in step.plan.recomputed] == ["layer1/matmul", "layer1/Tanh"]
+    assert step.plan.predicted is None  # it was planned without
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=2, recompute=[True, False], **options)
+    assert step.plan.recompute == tuple(range(step.plan.starts[0]))
+    assert step.plan.predicted is not None
+
+
 def test_the_number_of_micro_batches_is_left_to_the_simulator() -> None:
     matrices, batch = weights(4), data(12)
     loss = chain(matrices)(*batch)

@@ -271,6 +271,31 @@ def test_a_plan_file_goes_round(command: Callable[..., Any], model: str, tmp_pat
     assert json.loads(out.splitlines()[-1])["plan"] == data
 
 
+@pytest.mark.parametrize(
+    ("recompute", "found", "told"),
+    [
+        ("all", True, ", recompute of all layers"),
+        ("stages:0", [0, 1], ", recompute of 2 of 7 layers"),  # of which the first is a cast
+        ("one,two", [1, 2], ", recompute of 2 of 7 layers"),
+    ],
+)
+def test_what_is_recomputed_is_chosen_and_told(
+    command: Callable[..., Any], recompute: str, found: Any, told: str
+) -> None:
+    options = ("--stages", "two", "--micro-batches", 2, "--steps", 1, "--recompute", recompute, "--json")
+    code, out, err = command("train", MODEL, *options)
+    assert code == 0, err
+    assert f"schedule dapple-a{told}\n" in out
+    assert json.loads(out.splitlines()[-1])["plan"]["recompute"] == found
+
+
+def test_verify_takes_recompute(command: Callable[..., Any]) -> None:
+    options = ("--stages", 2, "--micro-batches", 2, "--recompute", "stages:1", "--json")
+    code, out, err = command("verify", MODEL, *options)
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["plan"]["recompute"][0] > 0
+
+
 def test_options_reach_the_model(command: Callable[..., Any]) -> None:
     code, out, err = command(
         "train", MODEL, "--batch-size", 6, "--micro-batches", 2, "--stages", 2, "--steps", 1, "--json"
@@ -344,6 +369,10 @@ def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -
         (("train", MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
         (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that takes"),
         (("train", MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number a stage, such as 2,1"),
+        (
+            ("train", MODEL, "--recompute", "stages:a"),
+            "--recompute stages:a: give numbers of stages, such as stages:0,1",
+        ),
         (("verify", MODEL, "--replicas", "two"), "--replicas two: give one whole number a stage"),
     ],
 )
@@ -370,6 +399,8 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         ((MODEL, "--stages", 0), "stages=0: there must be at least one", 1),
         ((MODEL, "--stages", 2, "--replicas", "1"), "replicas=[1] names 1 stages, but there are 2", 1),
         ((MODEL, "--stages", 2, "--replicas", "1,9"), "need 10 devices, but there are 8", 1),
+        ((MODEL, "--stages", 2, "--recompute", "stages:2"), "recompute names stage 2, but the stages are 0 to 1", 1),
+        ((MODEL, "--recompute", "three"), "no layer is called 'three'; the nearest are ", 1),
         ((MODEL, "--micro-batches", 9), "micro_batches=9 is more than the 8 samples of the batch", 1),
         ((MODEL, "--schedule", "zigzag"), "no schedule is called 'zigzag'; there are gpipe, dapple-a", 1),
         ((MODEL, "--cluster", "absent.yaml"), "absent.yaml: ", 1),

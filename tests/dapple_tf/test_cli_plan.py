@@ -180,7 +180,8 @@ def test_a_model_too_large_says_what_would_fit(command: Command) -> None:
     assert (code, out) == (1, "")
     # The two layers of a stage: 80 bytes fixed, (4 + 4 kept + 8 worked on) / 4.
     assert "'net' does not fit 2 devices of 60 B" in err
-    assert "lacks 24 B. It would fit with 3 devices" in err
+    assert "lacks 24 B. Recompute would not help: it saves nothing of a micro-batch that is alone in flight. " in err
+    assert "It would fit with 3 devices" in err
     assert not Path("plan.json").exists()
 
 

@@ -72,7 +72,10 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"schedule": "dapple-a:4"}, ScheduleError, "'dapple-a:4' is not a schedule such as"),
         ({"schedule": "dapple-a:D=0"}, ScheduleError, "D=0: a stage must hold at least one micro-batch"),
         ({"schedule": "gpipe:D=1"}, ScheduleError, "gpipe holds all M=2 micro-batches, but D=1: use dapple-a"),
-        ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
+        ({"recompute": "all"}, PlanError, "recompute='all': give True or False, one of these for each stage, such as"),
+        ({"recompute": [True, "layer_0"]}, PlanError, r"recompute=\[True, 'layer_0'\]: give True or False"),
+        ({"recompute": [True] * 3}, PlanError, r"recompute=\[True, True, True\] is for 3 stages, but there are 2"),
+        ({"recompute": ["nosuch"]}, PartitionError, "no layer is called 'nosuch'; the nearest are "),
         ({"cluster": "cluster.yaml"}, PlanError, r"cluster is a str: read a file with dapple.Cluster.load\(path\)"),
         (
             {"cluster": config("a", 2), "schedule": "gpipe"},
@@ -88,6 +91,11 @@ def matrix(name: str = "w") -> tf.Variable:
             {"plan": make_plan((0, 4, (0,))), "stages": 2},
             PlanError,
             "give a plan, or stages and replicas, not both",
+        ),
+        (
+            {"plan": make_plan((0, 4, (0,))), "stages": "auto", "recompute": True},
+            PlanError,
+            "give a plan, or recompute, not both: a plan says itself what is re-computed",
         ),
         ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
         (
@@ -164,7 +172,7 @@ def test_a_plan_for_another_model(loss: Loss) -> None:
     [
         ({"micro_batches": 16}, PlanError, "micro_batches=16 is more than the 8 samples of the batch"),
         ({"schedule": "zigzag"}, ScheduleError, "no schedule is called 'zigzag'"),
-        ({"recompute": True}, PlanError, "recompute is not there yet: leave it False"),
+        ({"recompute": (3, 5)}, PlanError, r"recompute\[1\] is layer 5, but the layers are 0 to 4"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out(

@@ -76,7 +76,7 @@ def plans(draw: st.DrawFn) -> Plan:
         model=draw(text),
         schedule=draw(text.filter(lambda some: not is_text(some))),
         micro_batches=draw(st.integers(1, 99)),
-        recompute=draw(st.booleans()),
+        recompute=draw(st.booleans() | st.sets(st.integers(0, first - 1)).map(sorted).map(tuple)),
         predicted=draw(st.none() | st.dictionaries(text, st.integers() | st.lists(st.floats(0, 1)), max_size=3)),
     )
 
@@ -117,7 +117,11 @@ STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
         ({"schedule": "0F0 0X0"}, "schedule: '0X0' is not an action such as 2F0"),
         ({"schedule": "0B0 0F0"}, "schedule: the schedule deadlocks"),
         ({"schedule": "0F0 0B0; 1F0 1B0; 2F0 2B0"}, "schedule: the schedule's text is for 3 stages x 1 micro-batches"),
-        ({"recompute": "no"}, "recompute is 'no', not true or false"),
+        ({"recompute": "no"}, "recompute is 'no', not true or false, nor a list of layer numbers"),
+        ({"recompute": 1}, "recompute is 1, not true or false, nor a list of layer numbers"),
+        ({"recompute": [0, "1"]}, r"recompute\[1\] is '1', not a whole number"),
+        ({"recompute": [0, 99]}, r"recompute\[1\] is layer 99, but the layers are 0 to "),
+        ({"recompute": [1, 1]}, r"recompute\[1\] is layer 1 after 1: name each once, ascending"),
         ({"predicted": [1]}, r"predicted is \[1\], not an object"),
         ({"stages": {}}, "stages is {}, not a list"),
         ({"stages": []}, "a plan needs at least one stage"),

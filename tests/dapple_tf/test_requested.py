@@ -8,6 +8,7 @@ import pytest
 
 from dapple_tf.errors import PartitionError, PlanError
 from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.recomputed import StageNumbers
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
 from graph_passes.ir import Graph, Node, Value, tensor
 from graph_passes.layers import Layers, find_layers
@@ -76,6 +77,26 @@ def test_auto_with_replicas_takes_as_many_stages() -> None:
     assert len(plan(replicas=[1, 2, 1]).stages) == 3
 
 
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        (True, True),
+        (False, False),
+        ([], False),
+        ([True, True, True], True),
+        ([False, False, False], False),
+        ([True, False, True], (0, 3)),
+        ([False, True, False], (1, 2)),
+        (StageNumbers((1,)), (1, 2)),
+        (StageNumbers((2, 0, 1)), True),
+        (["d", "b"], (1, 3)),
+        (("c",), (2,)),
+    ],
+)
+def test_layers_to_recompute_are_those_of_stages_or_named(recompute: Any, expected: Any) -> None:
+    assert plan(stages=["b", "d"], recompute=recompute).recompute == expected
+
+
 def test_what_else_a_plan_says() -> None:
     found = plan(stages=2, micro_batches=5, batch=16)
     assert (found.model, found.planner) == ("net", "requested")
@@ -95,6 +116,8 @@ def test_what_else_a_plan_says() -> None:
             {"stages": 2, "replicas": [8, 1]},
             r"2 stages with replicas \[8, 1\] need 9 devices, but there are 8: .* dapple.init\(devices=n\)",
         ),
+        ({"stages": 2, "recompute": [True]}, r"recompute=\[True\] is for 1 stages, but there are 2"),
+        ({"stages": 2, "recompute": StageNumbers((0, 2))}, "recompute names stage 2, but the stages are 0 to 1"),
         ({"stages": ["c", "b"]}, r"stages=\['c', 'b'\]: 'b' does not come after the layer before it in the model"),
         ({"stages": ["b", "b"]}, "'b' does not come after"),
         ({"stages": ["a", "a"]}, "'a' does not come after"),
@@ -127,6 +150,10 @@ def test_a_wish_that_cannot_be_granted(request_: dict[str, Any], message: str) -
         ({"replicas": [2, 1.0]}, r"replicas=\[2, 1.0\]: give one whole number"),
         ({"micro_batches": 2.5}, "micro_batches=2.5: give a whole number"),
         ({"schedule": None}, "schedule=None: give a name, such as 'dapple-a'"),
+        ({"recompute": "block"}, "recompute='block': give True or False, one of these for each stage, such as"),
+        ({"recompute": 1}, "recompute=1: give True or False"),
+        ({"recompute": [1, 0]}, r"recompute=\[1, 0\]: give True or False"),
+        ({"recompute": [True, "a"]}, r"recompute=\[True, 'a'\]: .* or layer names, such as \['block_2'\]"),
     ],
 )
 def test_a_wish_that_makes_no_sense(request_: dict[str, Any], message: str) -> None:
@@ -144,6 +171,8 @@ def test_more_stages_than_layers() -> None:
 def test_an_unknown_layer() -> None:
     with pytest.raises(PartitionError, match="no layer is called 'z'; the nearest are"):
         plan(stages=["z"])
+    with pytest.raises(PartitionError, match="no layer is called 'y'; the nearest are"):
+        plan(recompute=["a", "y"])
 
 
 @pytest.mark.parametrize(("size", "micro_batches", "replicas"), [(8, 8, (1, 1)), (8, 4, (2, 1)), (7, 3, (2, 2))])

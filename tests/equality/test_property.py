@@ -27,7 +27,7 @@ GROUPS = [tuple(KINDS)[i::8] for i in range(8)]  # every kind of operation is in
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the way it is pipelined."""
+    """A model and the way it is pipelined. ``recompute``: as ``dapple.pipeline`` takes it."""
 
     model: Model
     stages: int | tuple[str, ...]
@@ -36,6 +36,7 @@ class Case:
     schedule: str
     optimizer: str
     sizes: tuple[int, int]
+    recompute: bool | tuple[str, ...]
 
 
 @st.composite
@@ -57,7 +58,9 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
     size = max(replicas) * micro_batches + draw(st.integers(0, 7))
     second = draw(st.one_of(st.just(size), st.integers(1, size)))  # an ordinary batch, or a short last one
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
-    return Case(model, stages, tuple(replicas), micro_batches, schedule, optimizer, (size, second))
+    names = st.sets(st.sampled_from([model.layer(i) for i in range(len(model.ops))]), min_size=1)
+    recompute = draw(st.one_of(st.booleans(), st.builds(tuple, st.builds(sorted, names))))
+    return Case(model, stages, tuple(replicas), micro_batches, schedule, optimizer, (size, second), recompute)
 
 
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
@@ -77,6 +80,7 @@ def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:
                 replicas=case.replicas,
                 micro_batches=case.micro_batches,
                 schedule=case.schedule,
+                recompute=case.recompute,
             )
         except PartitionError as error:  # a cut that cannot be, for the reason that the message gives
             refused.append(str(error))

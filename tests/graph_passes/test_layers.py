@@ -255,6 +255,14 @@ def test_a_layer_is_found_by_name_or_by_a_part_of_its_path(name: str, index: int
     assert chain(*NET).find(name) == index
 
 
+@pytest.mark.parametrize(
+    ("name", "indices"),
+    [("net/block1/norm", (1,)), ("block2", (2, 3)), ("net", (0, 1, 2, 3, 4)), ("op5", (5,))],
+)
+def test_all_layers_of_a_part_of_a_path_are_found(name: str, indices: tuple[int, ...]) -> None:
+    assert chain(*NET).find_all(name) == indices
+
+
 def test_an_ambiguous_name_is_refused_with_all_it_may_be() -> None:
     with refused(PartitionError, "layer name 'conv' is ambiguous: it may be net/block1/conv, net/block2/conv. Write"):
         chain(*NET).find("conv")

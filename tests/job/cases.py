@@ -45,7 +45,12 @@ def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any
 
 
 def overlapped(
-    *replicas: int, micro_batches: int, ends: Sequence[int], samples: int = 11, schedule: str = "dapple-a"
+    *replicas: int,
+    micro_batches: int,
+    ends: Sequence[int],
+    samples: int = 11,
+    schedule: str = "dapple-a",
+    recompute: bool | tuple[int, ...] = False,
 ) -> dict[str, Any]:
     """A plan of stages that end with these layers, whose AllReduce runs during the last backward."""
     starts = (0, *(end + 1 for end in ends))
@@ -55,7 +60,7 @@ def overlapped(
         for first, last, r in zip(starts, ends, replicas, strict=False)
     )
     size = -(-samples // micro_batches)
-    plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, False, stages, overlap=True)
+    plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, recompute, stages, overlap=True)
     return {"plan": plan}
 
 
@@ -403,5 +408,16 @@ CASES: dict[str, Case] = {
     "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
     "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
     "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equal=False),
+    "dropout, recompute": Case(
+        dropped, batches(EVEN), layout(1, 1, stages=["dense_1"], recompute=["dense_0", "drop_0", "drop_1"]), in_turn=2
+    ),
+    "batch norm, recompute": Case(
+        normalized, batches(EVEN), layout(1, 1, stages=["dense_1"], recompute=True), in_turn=2
+    ),
+    "2:1, overlap, recompute": Case(
+        Chain(width=WIDE),
+        batches(width=WIDE),
+        overlapped(2, 1, micro_batches=3, ends=[3, 11], recompute=(0, 1, 2, 3, 6, 7)),
+    ),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }

@@ -25,11 +25,13 @@ QUICK = {
         *("integers and booleans", "bfloat16 crosses", "two unknown axes", "batch norm", "a GRU"),
         *("bfloat16 weights, 2", "complex64 weights, 2"),
         *("DP 2, overlap, M = 1", "DP 2, overlap, M = 4"),
+        "dropout, recompute",
     ],
     3: [
         *("2:1 float64", "1:2 float64", "1:1:1 float64", "a short last batch", "tied, user replicated", "skips"),
         *("integers and booleans, split", "dropout, replicated"),
         *("2:1, overlap", "tied, overlap", "regularized, 2:1", "1:1:1, zb-h1", "2:1, overlap, zb-h1"),
+        "2:1, overlap, recompute",
     ],
     4: [
         *("2:2 float64", "3:1 float64", "1:2:1 float64", "straight 4 float64", "DP 4 float64"),

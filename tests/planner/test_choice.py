@@ -90,7 +90,10 @@ def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("fixed", "remedy"),
-    [(50.0, "Use more micro-batches, recompute=True, or more stages"), (500.0, "Its weights alone do not fit")],
+    [
+        (50.0, "Use more micro-batches, or more stages: recompute=True saves nothing of one micro-batch"),
+        (500.0, "Its weights alone do not fit"),
+    ],
 )
 def test_nothing_fits(fixed: float, remedy: str) -> None:
     message = f"no schedule fits: with M = 8 and one micro-batch in flight stage 1 needs .* and lacks .* {remedy}"

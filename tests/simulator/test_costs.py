@@ -84,6 +84,25 @@ def test_overlap_of_a_split_backward_hides_behind_its_gradients_of_weights_alone
     assert first.exposed_seconds == 6.5
 
 
+def test_recompute_of_some_layers_keeps_the_others_and_what_enters_each_run() -> None:
+    whole = make_plan((0, 2, (0,)), micro_batch_size=4)
+    costs = {
+        layers: costs_of(replace(whole, recompute=layers))[0] for layers in ((), (0,), (1,), (0, 2), (1, 2), (0, 1, 2))
+    }
+    forward, backward = 4 + 2 + 1, 8 + 4 + 3
+    assert {c.forward_seconds for c in costs.values()} == {forward}
+    again = {layers: c.backward_seconds - backward for layers, c in costs.items()}
+    assert again == {(): 0, (0,): 4, (1,): 2, (0, 2): 4 + 1, (1, 2): 2 + 1, (0, 1, 2): forward}
+    # Layers keep 6, 2 and 1; 8 bytes enter layer 1, and 4 layer 2.
+    kept = {layers: c.stash_bytes for layers, c in costs.items()}
+    assert kept == {(): 9, (0,): 3, (1,): 6 + 8 + 1, (0, 2): 2 + 4, (1, 2): 6 + 8, (0, 1, 2): 0}
+    # Layers work on 8, 8 + 4 and 4 + 2, and on what their run has made again.
+    work = {layers: c.working_bytes for layers, c in costs.items()}
+    assert work == {(): 12, (0,): 8 + 6, (1,): 12 + 2, (0, 2): 8 + 6, (1, 2): 12 + 3, (0, 1, 2): 12 + 9}
+    assert costs_of(replace(whole, recompute=True)) == (costs[0, 1, 2],)
+    assert costs_of(replace(whole, recompute=False)) == (costs[()],)
+
+
 def test_overlap_hides_what_runs_during_the_last_backward() -> None:
     first, second = costs_of(replace(PLAN, overlap=True))
     # Layer 1 is done after 1 s and reduces until 6; layer 0 is done at 3 and reduces from 6 to 8.5.
