@@ -20,8 +20,8 @@ class Request:
     """``stages``: a count, the names of layers that start a stage, or "auto"; ``replicas`` per stage.
 
     "auto" with replicas is as many stages as those name; without (``automatic``) it is for a planner to say.
-    ``micro_batches`` and ``schedule`` may be "auto": the simulator says. ``recompute``: see ``choose_recompute``. Raises
-    PlanError for values of other kinds, and ScheduleError for a schedule that is none.
+    ``micro_batches`` and ``schedule`` may be "auto": the simulator says. ``recompute``: see ``choose_recompute``.
+    Raises PlanError for values of other kinds, and ScheduleError for a schedule that is none.
     """
 
     stages: int | Sequence[str] | str = "auto"
