@@ -298,6 +298,22 @@ def test_a_run_waits_neither_for_itself_nor_for_one_before_it() -> None:
     assert gate_of(result, 0) == (["h"], ["g"])
 
 
+def test_a_run_waits_for_the_gradient_that_meets_what_is_computed_from_it_alone() -> None:
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Exp(%a:0)
+        """,
+        "%a:0 %b:0",
+        """
+        %da = Mul(%g:0, %b:0)
+        %slope = Neg(%a:0)
+        %dh = Mul(%da:0, %slope:0)
+        """,
+    )
+    assert gate_of(recomputed({"a"}, text=text), 0) == (["h"], ["da"])
+
+
 def test_what_a_run_takes_from_another_is_stashed() -> None:
     """Else the later run could not be made again before the earlier one, whose gradients come later."""
     text = stage(
