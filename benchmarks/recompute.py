@@ -55,7 +55,7 @@ def measure(model: str) -> list[Row]:
 def sizes(step: Any, stage: int, role: str, samples: int) -> list[int]:
     """Bytes of what the stage's forward keeps ("stash") or takes ("boundary") for a micro-batch of so many samples.
 
-    An unknown length that is no batch's (of sizes) counts as one.
+    An unknown length counts as the batch's, which is too much for that of a size.
     """
     function = step.graph.function(f"stage{stage}/forward")
     ports: list[Port] = [port for _, port in function.output_ports(role)]
