@@ -17,7 +17,7 @@ from dapple_tf.planner.search import Found, search_by_bound, search_by_formula
 from dapple_tf.planner.task import Task
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.timeline import simulate
-from tests.planner.builders import AMPLE, Problem, problems
+from tests.planner.builders import AMPLE, Problem, make_cluster, make_profile, problems
 from tests.planner.exhaustive import Costs as ReferenceCosts
 from tests.planner.exhaustive import divisors, formula_of, list_plans
 
@@ -96,7 +96,21 @@ def test_every_plan_that_fits_is_found_once(problem: Problem, data: st.DataObjec
     plain = {tuple((s.first_layer, s.last_layer, s.devices) for s in stages) for stages in found}
     if task.cluster.device_memory < AMPLE:
         expected = {stages for stages in expected if fits_one(task, stages, size)}
-    assert plain == expected
+    # A layer without work may be a block of its own, where one of its two cuts sends less and the other can be split.
+    assert {stages for stages in plain if all(has_work(task, *stage[:2]) for stage in stages)} == expected
+
+
+def has_work(task: Task, first: int, last: int) -> bool:
+    """Whether any of these layers takes time or memory, or none of the model does."""
+    costs = [(c.forward_seconds, c.backward_seconds, c.stash_bytes, c.parameter_bytes) for c in task.profile.layers]
+    return any(map(any, costs[first : last + 1])) or not any(map(any, costs))
+
+
+def test_a_layer_without_work_that_could_be_a_stage() -> None:
+    profile = make_profile((1, 0, 0), (0, 0, 1), (1, 0, 0), batch_size=1, unsplittable=(1,))
+    task = make_task(profile, make_cluster(6), global_batch_size=1)
+    found = search_by_bound(task.tables(whole_space(task), 1), **ALL).plans
+    assert max(len(plan.starts) for plan in found) == 3
 
 
 @given(problems(), st.data(), st.sampled_from([1, 3, 20]), st.sampled_from([1, 4, 50]), st.booleans())
