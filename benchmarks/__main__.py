@@ -10,6 +10,7 @@ import dapple_tf as dapple
 from benchmarks import (
     equality,
     hosts,
+    memory,
     never_slower,
     order,
     overhead,
@@ -24,6 +25,7 @@ from benchmarks import (
     startup,
     table4,
     table5,
+    table6,
     table7,
     table8,
     timeline,
@@ -52,6 +54,8 @@ BENCHMARKS = {
     "timeline": timeline,
     "zero_bubble": zero_bubble,
     "hosts": hosts,
+    "memory": memory,
+    "table6": table6,
 }
 
 

@@ -86,6 +86,7 @@ def train(
     tell(describe(step.plan, step.layer_names))
     if step.choice is not None:
         tell(str(step.choice))
+    tell(str(step.report))
     done, after = 0, None
     if checkpoint_dir:
         from dapple_tf.checkpoint import Checkpoints
@@ -119,6 +120,8 @@ def train(
     if job is not None:
         job.gather(None)  # Horovod ends for all when the first rank leaves
     result, lines = report(run, step.plan, plain_speed)
+    memory = step.report
+    result["memory"] = memory.to_json()
     if trace and leads:
         title = (
             f"{options['model'].rpartition(':')[2]}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}"
@@ -126,7 +129,7 @@ def train(
         recording = dataclasses.replace(step.recording, title=title)
         save_recording(recording, trace)
         result |= {"trace": trace, "timeline": recording.to_json()}
-        lines += [str(recording), f"timeline of one step: {trace}"]
+        lines += [str(recording), f"timeline of one step: {trace}", str(memory)]
     if tensorboard:
         result["tensorboard"] = tensorboard
         lines.append(f"curves for TensorBoard: {tensorboard}")

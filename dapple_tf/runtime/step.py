@@ -20,6 +20,7 @@ from dapple_tf.job import membership
 from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
 from dapple_tf.loss import check_loss
+from dapple_tf.memory.report import Report
 from dapple_tf.planner.choice import Choice
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
 from dapple_tf.planner.plan import Plan, StagePlan
@@ -27,6 +28,7 @@ from dapple_tf.planner.recomputed import choose_recompute
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
 from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically, with_recompute
 from dapple_tf.runtime.bindings import Buffers
+from dapple_tf.runtime.memory import Built, MemoryRecorder
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.recording import Recording
@@ -101,6 +103,7 @@ class PipelinedStep:
         self._cluster = cluster
         self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
         self._last: Program | None = None
+        self._built: Built | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self.layer_names: tuple[str, ...] = ()
         self._buffers: Buffers | None = None
@@ -109,6 +112,7 @@ class PipelinedStep:
         self._simulated: Simulated | None = None  # a step of the plan, where it was made here
         self._job = membership.current()
         self._recorder = Recorder(self._job)
+        self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
         self._rank_programs = None if self._job is None else RankPrograms(self._job)
         if example_batch is not None:
@@ -158,17 +162,31 @@ class PipelinedStep:
         """About what it costs to record a step, as the last one has shown."""
         return self._recorder.cost_seconds
 
+    @property
+    def report(self) -> Report:
+        """What a step needs of every device's memory: predicted, and measured where one was recorded; print it."""
+        recorded = self._memory.built
+        if recorded is not None:
+            return self._memory.report(recorded, self.timeline)
+        if self._built is None:
+            raise UsageError("nothing has been built: call the step with a batch first, or give example_batch")
+        return self._memory.report(self._built, None)
+
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch: the mean loss over it, or (loss, aux)."""
         model, outputs = self._run(batch, self._extra)
         return model.pack(outputs)
 
     def record(self, *batch: Any) -> Any:
-        """Like a call, and takes the times of all actions, found in ``timeline`` afterwards.
+        """Like a call, and takes the times of all actions and the memory: see ``timeline`` and ``report`` afterwards.
 
-        In a job every rank must call it, and each finds the times of all.
+        In a job every rank must call it, and each finds what all have taken.
         """
-        model, (*outputs, stamps) = self._run(batch, "times")
+        with self._lock:
+            self._prepare(batch, "times")  # what building it takes is none of the step's
+            assert self._built is not None
+            with self._memory.watch(self._built, list_devices(self._wanted_devices)):
+                model, (*outputs, stamps) = self._run(batch, "times")
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         if size == self.plan.global_batch_size:
             self._recorder.take(self.graph, stamps, self.plan, self._simulated)
@@ -250,7 +268,7 @@ class PipelinedStep:
             self._begin(f"to build another program{f' ({extra})' if extra else ''}", size, key[1])
             self._buffers = self._buffers or Buffers(home_device())
             model.programs[wanted] = self._build(model, plan, extra, self._buffers)
-        self._last = model.programs[wanted]
+        self._last, self._built = model.programs[wanted], Built(model.captured, model.staged, plan, size)
         return model, self._last
 
     def _begin(self, what: str, size: int, signature: Sequence[tf.TensorSpec]) -> None:

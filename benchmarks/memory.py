@@ -1,0 +1,120 @@
+"""Memory of activations against M, schedule by schedule; and what is predicted against what is measured.
+
+Every run is a process of its own with a fixed micro-batch. Measured is what a recorded step holds above what was there
+before it (weights, sums of gradients, the batch), by the heap: TensorFlow runs without oneDNN, whose allocator hands
+out blocks up to twice as large as asked for. Activations outweigh weights, whose gradients may wait to be added up.
+"""
+
+from __future__ import annotations
+
+import os
+
+if __name__ == "__main__":  # before TensorFlow is imported
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.common import Row, cores, pinned
+from benchmarks.needs import lack_of_ranks
+
+STAGES, MICRO_BATCHES = 2, (4, 32)
+SAMPLES = {"dense": 512, "gpt": 4}  # of a micro-batch
+RECORDED = 3  # steps; the last is looked at
+
+
+def run() -> Iterator[Row]:
+    """Slopes of both models, then the prediction in one process and on two ranks."""
+    for model in ("dense", "gpt"):
+        found = {
+            (schedule, m): pinned("benchmarks.memory", cores()[:STAGES], model, schedule, str(m))
+            for schedule in ("gpipe", "dapple-a", "dapple-b")
+            for m in MICRO_BATCHES
+        }
+        yield from compare_slopes(model, found)
+        yield compare_seen(model, found)
+        yield compare_predicted(f"{model}: one process, all stages at the recorded overlap", list(found.values()))
+        if lack_of_ranks() is None:
+            yield compare_ranks(model)
+
+
+def compare_slopes(model: str, found: dict[tuple[str, int], Any]) -> Iterator[Row]:
+    """How the measured peak grows with M, as a share of GPipe's growth."""
+    few, many = MICRO_BATCHES[0], MICRO_BATCHES[-1]
+    slopes = {s: (found[s, many]["measured"] - found[s, few]["measured"]) / (many - few) for s, _ in found}
+    for schedule in ("dapple-a", "dapple-b"):
+        share = slopes[schedule] / slopes["gpipe"]
+        peaks = ", ".join(f"{found[schedule, m]['measured'] / 1e6:.0f}" for m in MICRO_BATCHES)
+        gpipe = ", ".join(f"{found['gpipe', m]['measured'] / 1e6:.0f}" for m in MICRO_BATCHES)
+        figure = f"{model}: growth of the measured peak with M, {schedule} over GPipe, M = {few} to {many}"
+        measured = f"{share:.1%}: {peaks} MB at M = {', '.join(map(str, MICRO_BATCHES))}; GPipe {gpipe} MB"
+        yield Row(figure, "under 2%", measured, share < 0.02)
+
+
+def compare_seen(model: str, found: dict[tuple[str, int], Any]) -> Row:
+    """Micro-batches that each stage held, by time stamps, against K."""
+    right = sum(run["seen"] == run["planned"] for run in found.values())
+    figure = f"{model}: stage i holds K_i stashes, by time stamps, three schedules, M to {MICRO_BATCHES[-1]}"
+    return Row(figure, "all", f"{right} of {len(found)}", right == len(found))
+
+
+def compare_predicted(what: str, runs: list[Any]) -> Row:
+    """The predicted peak over the measured one, the worst of several runs."""
+    errors = [run["predicted"] / run["measured"] - 1 for run in runs]
+    worst = max(errors, key=abs)
+    measured = f"{worst:+.1%} at worst, {sum(map(abs, errors)) / len(errors):.1%} on average of {len(errors)} runs"
+    return Row(f"{what}: predicted peak over measured", "within 10%", measured, abs(worst) <= 0.1)
+
+
+def compare_ranks(model: str) -> Row:
+    """Two ranks, each stage by itself."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(STAGES)]
+    command += ["--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "benchmarks.memory", model, "gpipe", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    stages = json.loads(done.stdout.strip().splitlines()[-1])["stages"]
+    return compare_predicted(f"{model}: two ranks, GPipe, M = 8, stage by stage", stages)
+
+
+def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
+    """What a step of this process, or of this job, holds: bytes above the start of the step."""
+    import dapple_tf as dapple
+    from benchmarks.workloads import dense, small_gpt
+
+    samples = SAMPLES[model] * micro_batches
+    timed = dense(layers=24, width=256, batch_size=samples) if model == "dense" else small_gpt(samples)
+    step = dapple.pipeline(
+        timed.workload.loss_fn,
+        optimizer=timed.workload.optimizer,
+        stages=STAGES,
+        micro_batches=micro_batches,
+        schedule=schedule,
+    )
+    for _ in range(RECORDED):
+        step.record(*timed.batch)
+    report = step.report
+    found: dict[str, Any] = {
+        "seen": [stage.seen for stage in report.stages],
+        "planned": [stage.predicted.most_held for stage in report.stages],
+        "stages": [
+            {"predicted": stage.predicted.in_step, "measured": stage.measured.above_start}
+            for stage in report.stages
+            if stage.measured is not None
+        ],
+    }
+    if report.measured is not None:
+        found |= {"predicted": report.together, "measured": report.measured.above_start}
+    return found
+
+
+if __name__ == "__main__":
+    import dapple_tf as dapple
+
+    dapple.init(STAGES)
+    result = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(json.dumps(result))

@@ -1,0 +1,161 @@
+"""What a step says of its memory: before it runs, and after one was recorded."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import UsageError
+from dapple_tf.memory.kept import Kept
+from dapple_tf.memory.meter import Measured
+from dapple_tf.memory.predict import StageMemory
+from dapple_tf.memory.report import count_seen, make_report
+from dapple_tf.memory.table import format_megabytes
+from dapple_tf.memory.together import predict_together
+from dapple_tf.runtime.timeline import Event, Timeline
+from graph_passes.policies import make_schedule
+from graph_passes.schedule import Action
+from tests.dapple_tf.builders import X, chain, make_plan, step_of
+
+
+def memory(stage: int, *kept: Kept, working: int = 0, update: int = 0) -> StageMemory:
+    """Memory of a stage of which only what it holds during a step matters."""
+    works = {"F": 0, "B": working}
+    return StageMemory(stage, 5_000_000, 5_000_000, 10_000_000, 0, 1, kept, 0, 0, works, update, 7_000_000)
+
+
+def timeline(*events: tuple[str, float, float]) -> Timeline:
+    """A timeline of actions such as ``0F1``."""
+    return Timeline(
+        tuple(Event(Action(int(a[0]), a[1], int(a[2])), 0, f"/device:CPU:{a[0]}", *times) for a, *times in events)
+    )
+
+
+def test_there_is_no_report_before_anything_is_built() -> None:
+    _, loss = chain()
+    with pytest.raises(UsageError, match="call the step with a batch first, or give example_batch"):
+        _ = step_of(loss).report
+
+
+def test_a_step_that_was_not_recorded_reports_what_is_predicted() -> None:
+    _, loss = chain()
+    step = step_of(loss, example_batch=(X,))
+    report = step.report
+    assert [(stage.seen, stage.measured) for stage in report.stages] == [(None, None)] * 2
+    assert report.measured is None
+    lines = str(report).splitlines()
+    assert lines[0].startswith(
+        "memory of one device of each of 2 stages, 2 micro-batches of 4 samples, schedule dapple"
+    )
+    assert lines[1].split()[:6] == ["stage", "weights", "gradients", "slots", "copies", "K"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+    assert {len(line) for line in lines[1:]} == {len(lines[1])}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple-a", "dapple-b", "K=3,2,2"])
+def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
+    _, loss = chain()
+    step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
+    step.record(X)
+    held = [stage.seen for stage in step.report.stages]
+    assert held == list(make_schedule(schedule, 3, 4).warm_up)
+    assert held == [stage.predicted.most_held for stage in step.report.stages]
+
+
+def test_a_recorded_step_is_measured() -> None:
+    """As one: logical CPU devices share their memory."""
+    _, loss = chain()
+    step = step_of(loss)
+    step.record(X)
+    report = step.report
+    assert report.measured is not None
+    assert report.measured.device == "CPU"
+    assert report.together is not None
+    assert report.together > 0
+    assert "all stages in the recorded step: " in str(report)
+    found = report.to_json()
+    assert found["measured"]["above_start"] == report.measured.above_start
+    assert [stage["most_held"] for stage in found["stages"]] == [2, 1]
+
+
+def test_a_larger_model_is_predicted_within_a_tenth() -> None:
+    """All that 6 micro-batches of 1 MB a layer hold, by the allocator; small tensors are a hundredth of it."""
+    stack = [keras.layers.Dense(256, activation="relu", name=f"d{i}") for i in range(8)]
+    model = keras.Sequential([keras.Input((256,)), *stack])
+    batch = tf.constant(np.ones((6 * 1024, 256), np.float32))
+    step = dapple.pipeline(
+        lambda x: tf.reduce_mean(tf.square(model(x))),
+        optimizer=keras.optimizers.SGD(0.01),
+        stages=["d4"],
+        micro_batches=6,
+        schedule="gpipe",
+    )
+    for _ in range(3):  # the first also makes what stays
+        step.record(batch)
+    report = step.report
+    assert report.together is not None
+    assert report.measured is not None
+    assert report.together > 6 * 8 * 1024 * 256 * 4
+    assert report.together == pytest.approx(report.measured.above_start, rel=0.1)
+
+
+def test_measurements_go_to_the_stages_of_their_devices() -> None:
+    plan = make_plan((0, 0, (0, 2)), (1, 1, (1,)), micro_batches=1)
+    found = [(rank, Measured(f"GPU:{rank}", "allocator", 10, 10 + peak)) for rank, peak in ((0, 5), (1, 6), (2, 7))]
+    report = make_report(plan, make_schedule("gpipe", 2, 1), [memory(0), memory(1)], None, found)
+    assert [stage.measured and stage.measured.above_start for stage in report.stages] == [7, 6]
+    assert report.measured is None
+
+
+def test_the_table_is_plain() -> None:
+    kept = Kept("F", "B", 3_000_000)
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=1)
+    events = timeline(("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 3), ("0B0", 3, 4))
+    shared = [(None, Measured("CPU", "allocator", 10_000_000, 14_000_000))]
+    stages = [memory(0, kept, working=1_000_000), memory(1)]
+    lines = str(make_report(plan, make_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
+    assert [line.split()[-10:] for line in lines[1:3]] == [
+        ["1", "1", "3.0", "3.0", "0", "0", "1.0", "7.0", "27.0", "-"],
+        ["1", "1", "0", "0", "0", "0", "0", "7.0", "27.0", "-"],
+    ]
+    assert {len(line) for line in lines[:3]} == {len(lines[0])}
+    assert lines[3] == "all stages in the recorded step: 4.0 MB measured (allocator), 4.0 MB predicted (+0%)"
+
+
+def test_what_is_seen_is_counted_by_time() -> None:
+    schedule = make_schedule("gpipe", 1, 3)
+    apart = timeline(("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
+    assert count_seen(apart, schedule, 0) == 1
+    over = timeline(("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
+    assert count_seen(over, schedule, 0) == 2
+
+
+def test_stages_together_hold_what_overlaps() -> None:
+    held = Kept("F", "B", 10)
+    events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
+    both = [memory(0, held, working=5), memory(1, held, working=7)]
+    assert predict_together(both, timeline(*events)) == 10 + 10 + 7
+    assert predict_together([memory(0, held, update=50), memory(1, held)], timeline(*events)) == 50
+
+
+def test_a_tensor_that_two_stages_hold_counts_once() -> None:
+    """On logical CPU devices it is sent by handing it over."""
+    made, taken = Kept("F", "B", 10, "h"), Kept("sent forward", "B", 10, "h")
+    events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
+    assert predict_together([memory(0, made), memory(1, taken)], timeline(*events)) == 10
+    assert predict_together([memory(0), memory(1, taken)], timeline(*events)) == 10
+    other = Kept("sent forward", "B", 10, "another")
+    assert predict_together([memory(0, made), memory(1, other)], timeline(*events)) == 20
+
+
+def test_figures_have_as_many_digits_as_say_something() -> None:
+    assert [format_megabytes(count) for count in (0, 1234, 54_321, 1_234_567, 123_456_789)] == [
+        "0",
+        "0.0012",
+        "0.054",
+        "1.2",
+        "123",
+    ]
