@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":  # before TensorFlow is imported
-    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import json
 import subprocess

@@ -126,6 +126,19 @@ def test_train_tells_what_made_the_step_so_long(trained: tuple[subprocess.Comple
     assert "the simulated step is " in run.stdout
 
 
+def test_train_tells_the_memory_of_every_stage(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Predicted before the first step; measured too where a step was recorded."""
+    run, _ = trained
+    found = last(run)["memory"]
+    assert [(stage["most_held"], stage["seen"]) for stage in found["stages"]] == [(2, 2), (1, 1)]
+    assert sum(stage["weights"] for stage in found["stages"]) > 0
+    assert found["measured"]["device"] == "CPU"
+    before, _, after = run.stdout.partition("loss ")
+    assert "memory of one device of each of 2 stages" in before
+    assert "all stages in the recorded step" not in before
+    assert "all stages in the recorded step: " in after
+
+
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader deprecated
 def test_train_writes_curves_of_every_step(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     run, trace = trained

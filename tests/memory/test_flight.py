@@ -16,6 +16,7 @@ from graph_passes.policies import make_schedule
         ("dapple-b", [7, 5, 3, 1]),
         ("dapple-a:D=2", [2, 2, 2, 1]),
         ("K=5,3,3,2", [5, 3, 3, 2]),
+        ("zb-h1", [4, 4, 4, 4]),  # until the weights' gradients are made too
     ],
 )
 def test_the_most_micro_batches_that_a_stage_holds_is_k(name: str, wanted: list[int]) -> None:

@@ -65,6 +65,16 @@ def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
     assert held == [stage.predicted.most_held for stage in step.report.stages]
 
 
+def test_a_split_backward_holds_its_stash_until_the_weights_part_is_done() -> None:
+    _, loss = chain()
+    step = step_of(loss, stages=3, micro_batches=4, schedule="zb-h1")
+    step.record(X)
+    stages = step.report.stages
+    assert [stage.seen for stage in stages] == [stage.predicted.most_held for stage in stages] == [3, 3, 3]
+    assert any(piece.until == "W" for piece in stages[2].predicted.kept)
+    assert set(stages[2].predicted.working) == {"F", "B", "W"}
+
+
 def test_a_recorded_step_is_measured() -> None:
     """As one: logical CPU devices share their memory."""
     _, loss = chain()
