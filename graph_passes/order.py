@@ -1,4 +1,8 @@
-"""Control edges that make each device run its calls in the schedule's order (DAPPLE, section V.C, Fig. 11)."""
+"""Control edges that make each device run its calls in the schedule's order (DAPPLE, section V.C, Fig. 11).
+
+A call also waits until the gradients of the one before it have been added up, or those of several micro-batches would
+be alive at once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 from graph_passes.errors import ScheduleError
 from graph_passes.ir import Graph
-from graph_passes.names import at, micro_batch_count, replica_counts
+from graph_passes.names import at, micro_batch_count, nodes_of, replica_counts
 from graph_passes.schedule import Action, Schedule
 
 _OPS = {"F": "forward", "B": "backward", "W": "weights"}
@@ -33,6 +37,8 @@ def call_name(action: Action, replica: int) -> str:
 def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     """The graph with an edge between each two neighbours of a stage's schedule that no data edge orders.
 
+    And with an edge to the second from the sums of the first's gradients.
+
     Raises ScheduleError when the schedule is for other stages or micro-batches than the graph's.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
@@ -48,9 +54,16 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
             for first, second in itertools.pairwise(actions):
                 source, target = call_name(first, replica), call_name(second, replica)
                 after[target] = (source, f"order: {second} after {first}")
+    sums: dict[str, list[str]] = {}
+    for node in nodes_of(graph, "accumulate"):
+        sums.setdefault(node.inputs[0].node, []).append(node.name)
     nodes = []
     for node in graph.nodes:
-        if node.name in after and after[node.name][0] not in {v.node for v in node.inputs}:
-            node = node.after(*after[node.name])
+        if node.name in after:
+            source, reason = after[node.name]
+            if source not in {v.node for v in node.inputs}:
+                node = node.after(source, reason)
+            for name in sums.get(source, ()):
+                node = node.after(name, f"{reason}, whose gradients are added up")
         nodes.append(node)
     return graph.replace(nodes=tuple(nodes)).sorted()

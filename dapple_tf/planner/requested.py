@@ -85,13 +85,11 @@ class Costs:
     cuts: Sequence[float]
 
 
-def plan_request(
-    request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int, policy: str = "dapple-a"
-) -> Plan:
+def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int) -> Plan:
     """Carry out ``request`` for a model, a batch of so many samples, and so many devices.
 
-    ``policy``: what the schedule "auto" stands for. Raises PlanError (counts that do not fit) or PartitionError (cuts
-    that cannot be made).
+    The schedule "auto" is dapple-a until the simulator has been asked. Raises PlanError (counts that do not fit) or
+    PartitionError (cuts that cannot be made).
     """
     starts = _starts(request, layers, costs)
     count = len(starts) + 1
@@ -112,7 +110,7 @@ def plan_request(
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
         stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
         used += r
-    schedule = policy if request.open_schedule else request.schedule
+    schedule = "dapple-a" if request.open_schedule else request.schedule
     return Plan(
         model=layers.graph.name,
         planner="requested",

@@ -10,7 +10,7 @@ from dapple_tf.capture import Captured
 from dapple_tf.compiler import StagedModel, pipeline_graph
 from dapple_tf.job.membership import Job
 from dapple_tf.memory.meter import Measured, MemoryMeter
-from dapple_tf.memory.predict import predict_memory
+from dapple_tf.memory.predict import StageMemory, predict_memory
 from dapple_tf.memory.report import Measurement, Report, make_report
 from dapple_tf.planner.plan import Plan
 from dapple_tf.runtime.timeline import Timeline
@@ -61,15 +61,19 @@ class MemoryRecorder:
 
     def report(self, built: Built, timeline: Timeline | None) -> Report:
         """The report of what was built; with a ``timeline``, that of the last recorded step, and what it held."""
-        plan = built.plan
-        schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-        # The whole job's graph, wherever its devices are: a rank's own says nothing of the other stages.
-        devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
-        graph = pipeline_graph(built.staged, built.captured, plan, devices, "home")
-        predicted = predict_memory(
-            graph, schedule, built.staged, built.captured.signature, built.batch_size, ranks=self._job is not None
-        )
-        return make_report(plan, schedule, predicted, timeline, () if timeline is None else self._measured)
+        schedule = make_schedule(built.plan.schedule, len(built.plan.stages), built.plan.micro_batches)
+        predicted = predict_built(built, ranks=self._job is not None)
+        return make_report(built.plan, schedule, predicted, timeline, () if timeline is None else self._measured)
+
+
+def predict_built(built: Built, *, ranks: bool) -> tuple[StageMemory, ...]:
+    """The predicted memory of every stage of what was built; ``ranks``: its devices are a job's processes."""
+    plan = built.plan
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    # The whole job's graph, wherever its devices are: a rank's own says nothing of the other stages.
+    devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
+    graph = pipeline_graph(built.staged, built.captured, plan, devices, "home")
+    return predict_memory(graph, schedule, built.staged, built.captured.signature, built.batch_size, ranks=ranks)
 
 
 def attribute(measured: Sequence[Measured], devices: Sequence[str], job: Job | None) -> tuple[Measurement, ...]:

@@ -28,6 +28,7 @@ from dapple_tf.planner.recomputed import choose_recompute
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
 from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically, with_recompute
 from dapple_tf.runtime.bindings import Buffers
+from dapple_tf.runtime.given import choose_for_stages, cluster_at_hand
 from dapple_tf.runtime.memory import Built, MemoryRecorder
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.recorder import Recorder
@@ -293,8 +294,12 @@ class PipelinedStep:
         layers = find_layers(captured.graph)
         # Other dtypes may come with other casts: later traces are cut at the same layers by name.
         known = [layers.find(name) for name in self._starts] if self._models else None
-        starts = self._decide(captured, layers, shapes, batch) if known is None else known
+        costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
+        planned = self._plan is not None
+        starts = self._decide(captured, layers, costs, batch) if known is None else known
         staged = stage_model(captured, layers, starts, self._optimizer, self._find_recomputed(layers))
+        if not planned and self._choice is None and self._request.open_schedule:
+            self._settle(Built(captured, staged, self.plan, size), costs, shapes)
         if staged.ungraded:
             warnings.warn(
                 f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and "
@@ -304,13 +309,10 @@ class PipelinedStep:
             )
         return _Model(captured, staged)
 
-    def _decide(
-        self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
-    ) -> list[int]:
+    def _decide(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> list[int]:
         """Make the plan, or check the one given; the layers that start a stage."""
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         self.layer_names = tuple(layer.name for layer in layers.layers)
-        costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
         if self._job is not None:
             asked = {"number of samples": size, "call of dapple.pipeline": self._request, "plan": self._plan}
             self._job.compare({**asked, "layers of the model": self.layer_names})
@@ -335,6 +337,20 @@ class PipelinedStep:
             )
         self._starts = tuple(self.layer_names[start] for start in plan.starts)
         return list(plan.starts)
+
+    def _settle(self, built: Built, costs: Costs, shapes: Mapping[str, Sequence[Shape]]) -> None:
+        """Take policy and D for the plan's stages by an estimate, where nothing was profiled."""
+        slots = count_slots(self._optimizer, [built.staged.variables[name] for name in built.staged.gradients])
+        ranks = self._job is not None
+        choose = partial(
+            choose_for_stages, built, costs, shapes, slots, cluster_at_hand(built.plan, ranks=ranks), ranks=ranks
+        )
+        try:
+            self._choice = choose() if self._job is None else self._job.decide(choose)
+        except PlanError as error:  # by an estimate, and of memory that devices may share: no reason to give up
+            warnings.warn(f"{error}. Trying dapple-a all the same", DappleWarning, stacklevel=6)
+            return
+        self._plan = dataclasses.replace(self.plan, schedule=self._choice.schedule)
 
     def _find_recomputed(self, layers: Layers) -> tuple[int, ...]:
         """The layers of a trace that backward makes again: all, or those that the first trace had by these names."""
@@ -361,8 +377,7 @@ class PipelinedStep:
             )
             return with_recompute(decided, choose_recompute(self._request.recompute, layers, decided.plan.stages))
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-        # Between processes an exchange takes its time while both compute: more forwards first hide it.
-        plan = plan_request(self._request, layers, costs, size, devices, "dapple-b" if ranks else "dapple-a")
+        plan = plan_request(self._request, layers, costs, size, devices)
         if self._cluster is None and not self._request.open_micro_batches:
             return Decided(plan)
         return complete_plan(

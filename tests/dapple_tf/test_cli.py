@@ -249,7 +249,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
 
 def test_verify_says_equal_and_exits_with_0(command: Callable[..., Any]) -> None:
-    options = ("--stages", 2, "--micro-batches", 3, "--replicas", "2,1", "--json")
+    options = ("--stages", 2, "--micro-batches", 3, "--replicas", "2,1", "--schedule", "dapple-a", "--json")
     code, out, err = command("verify", MODEL, *options)
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])

@@ -100,3 +100,15 @@ def test_every_replica_is_ordered_by_itself() -> None:
 def test_a_schedule_for_another_shape_is_refused() -> None:
     with refused(ScheduleError, "the schedule is for 3 stages x 4 micro-batches, the graph has 2 x 2"):
         Order(make_schedule("dapple-a", 3, 4))(TWO)
+
+
+def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
+    sums = """
+        %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
+        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+    """
+    result = Order(make_schedule("dapple-a", 2, 2))(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    edges = {(node.name, control.source) for node in result.nodes for control in node.controls}
+    assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/accumulate") in edges
+    assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/backward") in edges
+    assert not any(target.startswith("stage0") for target, source in edges if source.endswith("accumulate"))
