@@ -52,7 +52,7 @@ class Choice:
 def choose_schedule(
     costs: Mapping[int, Sequence[StageCosts]], memory: float, *, policies: Sequence[str] = POLICIES, measured: bool
 ) -> Choice:
-    """The fastest of the ``policies`` over all numbers of micro-batches M; of equals the one that stashes least.
+    """The fastest of the ``policies`` over all numbers of micro-batches M; of equals the first.
 
     ``costs``: of each stage, by M. ``memory``: bytes of a device. D is what the memory holds (DAPPLE, V.C). Raises
     PlanError where no M fits: which stage lacks how many bytes, and what would help; ScheduleError for explicit K_i,

@@ -17,6 +17,7 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.planner.choice import Choice, choose_schedule
 from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.pricing import POLICIES
 from dapple_tf.planner.requested import Costs
 from dapple_tf.runtime.memory import Built, predict_built
 from dapple_tf.simulator.costs import StageCosts
@@ -31,6 +32,8 @@ from profiler.detect import detect
 _BETWEEN_SERVERS = Link(bandwidth=1.25e9, latency=50e-6)
 # Forward's work once more for each of the two kinds of gradients.
 _BACKWARD_OVER_FORWARD = 2.0
+# An exchange of ranks takes longer while they compute than links are said to: of equals the policy that hides it.
+_BETWEEN_RANKS = ("dapple-b", "dapple-a", "gpipe")
 # Where a device has so many times the bytes of a rough count, no schedule can lack any.
 _AMPLE = 3.0
 
@@ -60,7 +63,8 @@ def choose_for_stages(
     most = max(cost.fixed_bytes + cost.working_bytes + m * cost.stash_bytes for cost in rough)
     ample = most * _AMPLE < cluster.device_memory
     stages = rough if ample else _with_memory(rough, predict_built(built, ranks=ranks))
-    return choose_schedule({m: stages}, cluster.device_memory, measured=False)
+    policies = _BETWEEN_RANKS if ranks else POLICIES
+    return choose_schedule({m: stages}, cluster.device_memory, policies=policies, measured=False)
 
 
 def _estimate(

@@ -29,7 +29,7 @@ TENSOR, LAYER = ROWS * WIDTH * 4, (WIDTH * WIDTH + WIDTH) * 4
 QUICK = Link(bandwidth=1e15, latency=0.0)
 
 
-def choose(memory: float, link: Link = QUICK) -> Choice:
+def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> Choice:
     """For three stages of two dense layers, a second of forward each, on devices of so many bytes."""
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(LAYERS)]
     model = keras.Sequential([keras.Input((WIDTH,)), *stack])
@@ -47,7 +47,7 @@ def choose(memory: float, link: Link = QUICK) -> Choice:
     seconds = [float(position in bounds) for position in range(len(layers.layers))]
     cluster = dataclasses.replace(config("c", 3), device_memory=memory, inter_server=link)
     return choose_for_stages(
-        Built(captured, staged, plan, ROWS * MICRO_BATCHES), Costs(seconds, []), shapes, 0, cluster
+        Built(captured, staged, plan, ROWS * MICRO_BATCHES), Costs(seconds, []), shapes, 0, cluster, ranks=ranks
     )
 
 
@@ -91,3 +91,7 @@ def test_a_pipeline_of_given_stages_says_why() -> None:
     assert step.plan.schedule == step.choice.schedule == "dapple-a"
     assert "(estimated)" in str(step.choice)
     assert cluster_at_hand(step.plan, ranks=False).devices == 1
+
+
+def test_ranks_take_the_policy_that_hides_exchanges_where_both_take_as_long() -> None:
+    assert choose(1e12, ranks=True).schedule == "dapple-b"
