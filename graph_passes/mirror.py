@@ -1,4 +1,4 @@
-"""Copies of variables: refreshed before a replica's first forward, committed when the step has succeeded.
+"""Copies of variables: refreshed before a replica's first call, committed when the step has succeeded.
 
 A variable has one owner; its value is sent once a step to the other devices that use it (other replicas,
 other stages for tied weights). What forward writes (batch norm, counters, seed states) is written to a copy,
@@ -14,6 +14,8 @@ from graph_passes.ir import Graph, Node, attributes
 from graph_passes.names import at, nodes_of, replica_counts
 from graph_passes.variables import find_variables
 
+_CALLS = ("forward", "backward", "weights")
+
 
 @dataclass(frozen=True)
 class Mirror:
@@ -27,21 +29,20 @@ class Mirror:
 
 
 def mirror_variables(graph: Graph) -> Graph:
-    """The graph with a ``refresh`` before the first forward of every replica that works on copies.
+    """The graph with a ``refresh`` for every replica that works on copies.
 
-    The first backward (both parts of it, where it is split) waits for it by an edge of its own: where TensorFlow
-    inlines the calls, backward's reads of a copy do not wait for forward.
+    Every call of it waits by an edge of its own: a schedule may begin with any micro-batch, and where TensorFlow inlines
+    the calls, backward's reads of a copy do not wait for forward.
     """
     variables = find_variables(graph)
-    added: dict[str, Node] = {}
+    refreshes: dict[tuple[int, int], Node] = {}
     commits: list[Node] = []
     for stage, replicas in enumerate(replica_counts(graph)):
         for replica in range(replicas):
             names = variables.mirrored(stage, replica)
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-                refresh = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)
-                added |= {at(stage, replica, 0, what): refresh for what in ("forward", "backward", "weights")}
+                refreshes[stage, replica] = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)
         state = tuple(name for name in variables.owned(stage) if name in variables.state)
         if state:
             attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})
@@ -53,9 +54,10 @@ def mirror_variables(graph: Graph) -> Graph:
         commits[i] = commit
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name in added:
-            refresh = added[node.name]
-            if node.op == "forward":
+        place = (node.integer("stage"), node.integer("replica")) if node.op in _CALLS else None
+        if place in refreshes:
+            refresh = refreshes[place]
+            if node.op == "forward" and not node.integer("micro_batch"):
                 nodes.append(refresh)
             node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
         nodes.append(node)

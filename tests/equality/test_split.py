@@ -66,6 +66,23 @@ def test_an_order_of_ones_own_equals_one_device_and_is_what_runs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("2:1 float64", "0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0"),
+        ("2:1, overlap, zb-h1", "0F2 0F1 0F0 0B2 0W2 0B1 0B0 0W0 0W1; 1F2 1B2 1W2 1F1 1B1 1F0 1B0 1W1 1W0"),
+    ],
+)
+def test_copies_of_weights_are_this_steps_whichever_micro_batch_comes_first(name: str, schedule: str) -> None:
+    case = CASES[name]
+    options = dict(case.options)
+    if "plan" in options:
+        options["plan"] = dataclasses.replace(options["plan"], schedule=schedule)
+    else:
+        options["schedule"] = schedule
+    compare(case.make_problem(), case.batches(), **options).check(case.tolerance)
+
+
+@pytest.mark.parametrize(
     ("stages", "micro_batches", "schedule"), [(4, 6, "zb-h1"), (3, 5, "zb-h1:D=2"), (2, 1, "zb-h1")]
 )
 def test_the_measured_order_is_the_schedules(stages: int, micro_batches: int, schedule: str) -> None:

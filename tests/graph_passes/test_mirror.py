@@ -50,7 +50,7 @@ def test_copies_are_made_of_what_lives_elsewhere_and_of_what_forward_writes() ->
     assert variables.mirrored(1, 1) == ("table", "w")
 
 
-def test_copies_are_refreshed_before_the_first_forward() -> None:
+def test_copies_are_refreshed_before_every_call_whichever_comes_first() -> None:
     result = Mirror()(calls(FORWARDS, *TIED))
     uncommitted = result.replace(nodes=tuple(node for node in result.nodes if node.op != "commit"))
     assert_graph(
@@ -60,15 +60,17 @@ def test_copies_are_refreshed_before_the_first_forward() -> None:
         %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
         | ^%stage0/replica0/refresh "refresh: the copies of variables hold this step's values"
         %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0}
+        | ^%stage0/replica0/refresh "refresh: the copies of variables hold this step's values"
         %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['table']}
         %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
         | ^%stage1/replica0/refresh "refresh: the copies of variables hold this step's values"
         %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
+        | ^%stage1/replica0/refresh "refresh: the copies of variables hold this step's values"
         """,
     )
 
 
-def test_the_first_gradients_of_weights_wait_for_the_copies_too() -> None:
+def test_gradients_of_weights_wait_for_the_copies_too() -> None:
     call = "%stage1/replica0/mbM/weights = weights() {micro_batch=M, replica=0, stage=1}\n"
     split = (*TIED[:3], function("stage1/backward", "seed loss", "gradient h"))
     weights = function("stage1/weights", "boundary h, variable table", "variable table, variable w")
@@ -78,7 +80,7 @@ def test_the_first_gradients_of_weights_wait_for_the_copies_too() -> None:
     waits = {node.name: [control.source for control in node.controls] for node in result.nodes if node.op == "weights"}
     assert waits == {
         "stage1/replica0/mb0/weights": ["stage1/replica0/refresh"],
-        "stage1/replica0/mb1/weights": [],
+        "stage1/replica0/mb1/weights": ["stage1/replica0/refresh"],
     }
 
 
