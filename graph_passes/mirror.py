@@ -31,8 +31,8 @@ class Mirror:
 def mirror_variables(graph: Graph) -> Graph:
     """The graph with a ``refresh`` for every replica that works on copies.
 
-    Every call of it waits by an edge of its own: a schedule may begin with any micro-batch, and where TensorFlow inlines
-    the calls, backward's reads of a copy do not wait for forward.
+    Every call of it waits by an edge of its own: a schedule may begin with any micro-batch, and where TensorFlow
+    inlines the calls, backward's reads of a copy do not wait for forward.
     """
     variables = find_variables(graph)
     refreshes: dict[tuple[int, int], Node] = {}
