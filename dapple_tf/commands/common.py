@@ -97,14 +97,14 @@ def make_request(
     from dapple_tf.planner.requested import Request
 
     wanted: Any = stages
-    if stages.isdigit():
+    if stages.isdecimal():
         wanted = int(stages)
     elif stages != "auto":
         wanted = stages.split(",")
     counts = None
     if replicas is not None:
         counts = read_numbers(replicas, f"--replicas {replicas}: give one whole number a stage, such as 2,1")
-    if micro_batches != "auto" and not micro_batches.lstrip("-").isdecimal():
+    if micro_batches != "auto" and not micro_batches.removeprefix("-").isdecimal():
         raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
     number = "auto" if micro_batches == "auto" else int(micro_batches)
     return Request(wanted, counts, number, schedule, read_recompute(recompute))

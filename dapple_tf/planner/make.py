@@ -88,11 +88,11 @@ def make_task(
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
-        _check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
+        check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
     return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
 
 
-def _check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
+def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
     """PlanError or ScheduleError for a schedule that no plan on so many devices, of these micro-batches, can have."""
     check_name(name)
     stages = count_stages(name)

@@ -10,7 +10,7 @@ from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.recomputed import Recompute, check_recompute, choose_recompute
 from graph_passes.layers import Layers
 from graph_passes.partition import balance
-from graph_passes.policies import check_name
+from graph_passes.policies import check_name, count_micro_batches, count_stages, make_schedule
 
 _USUAL_MICRO_BATCHES = 8
 
@@ -88,8 +88,8 @@ class Costs:
 def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int) -> Plan:
     """Carry out ``request`` for a model, a batch of so many samples, and so many devices.
 
-    The schedule "auto" is dapple-a until the simulator has been asked. Raises PlanError (counts that do not fit) or
-    PartitionError (cuts that cannot be made).
+    The schedule "auto" is dapple-a until the simulator has been asked. Raises PlanError (counts that do not fit),
+    PartitionError (cuts that cannot be made) or ScheduleError (a schedule of other stages or micro-batches).
     """
     starts = _starts(request, layers, costs)
     count = len(starts) + 1
@@ -105,6 +105,7 @@ def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_si
         )
     micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
     check_batch(global_batch_size, micro_batches, replicas)
+    _check_schedule(request, count, micro_batches, global_batch_size // max(replicas))
     bounds = [0, *starts, len(layers.layers)]
     stages, used = [], 0
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
@@ -121,6 +122,17 @@ def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_si
         recompute=choose_recompute(request.recompute, layers, stages),
         stages=tuple(stages),
     )
+
+
+def _check_schedule(request: Request, stages: int, micro_batches: int, most: int) -> None:
+    """ScheduleError for one that so many stages cannot have, with ``micro_batches``, or where M is open at ``most``."""
+    name = request.schedule
+    if request.open_schedule:
+        return
+    if not request.open_micro_batches:
+        make_schedule(name, stages, micro_batches)
+    elif count_stages(name):
+        make_schedule(name, stages, count_micro_batches(name, range(1, most + 1)) or most)
 
 
 def check_batch(size: int, micro_batches: int, replicas: Sequence[int]) -> None:

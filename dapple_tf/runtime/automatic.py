@@ -16,12 +16,12 @@ from dapple_tf.errors import ClusterError, DappleWarning, PlanError
 from dapple_tf.planner.check import check_plan
 from dapple_tf.planner.choice import Choice, choose_schedule
 from dapple_tf.planner.fit import fit_cuts
-from dapple_tf.planner.make import decide, make_task, predicted
+from dapple_tf.planner.make import check_schedule, decide, make_task, predicted
 from dapple_tf.planner.plan import Plan, StagePlan
 from dapple_tf.planner.pricing import POLICIES
 from dapple_tf.planner.requested import Request, check_batch
 from dapple_tf.planner.simple import fitted_candidates, simple_candidates
-from dapple_tf.planner.task import Candidate, Task
+from dapple_tf.planner.task import Candidate, Task, micro_batch_sizes
 from dapple_tf.profiling import profile
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.timeline import Timeline
@@ -128,6 +128,9 @@ def _measure(
     micro_batches = request.count_micro_batches(size)
     check_batch(size, micro_batches, (1,))
     samples = size // micro_batches
+    if not request.open_schedule:  # before the profile, which takes its time
+        sizes = micro_batch_sizes(size, None) if request.open_micro_batches else (samples,)
+        check_schedule(request.schedule, where.devices, [size // each for each in sizes])
     tried = {max(1, size // m) for m in _TRIED} if request.open_micro_batches else {samples}
     slices = sorted((tried | {max(1, s // r) for s in tried for r in replicas}) - {samples})
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:samples], tuple(batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import keras
 import numpy as np
@@ -156,3 +157,28 @@ def test_a_memory_that_no_schedule_fits() -> None:
         dapple.pipeline(
             chain(weights(4)), optimizer=sgd(), stages=2, micro_batches=2, example_batch=data(8), cluster=small
         )
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"schedule": "K=3,2,1"}, r"'K=3,2,1' is for 3 stages, but the cluster has 2 devices"),
+        ({"schedule": "0F0 0F1 0B0 0B1", "micro_batches": 4}, "for 1 stages x 2 micro-batches, but there are 1 x 4"),
+        (
+            {"schedule": "K=1,2", "stages": 2, "micro_batches": "auto", "cluster": config("a", 2)},
+            "the schedule deadlocks",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_the_model_is_timed(asked: dict[str, Any], message: str) -> None:
+    traced: list[None] = []
+    loss_fn = chain(weights(3))
+
+    def counted(x: Any, y: Any) -> Any:
+        traced.append(None)
+        return loss_fn(x, y)
+
+    options = {"micro_batches": 2, "cluster": config("a", 2), **asked}
+    with pytest.raises(ValueError, match=message):
+        dapple.pipeline(counted, optimizer=sgd(), example_batch=data(8), **options)
+    assert len(traced) == 1  # timing traces it again

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.errors import PartitionError, PlanError
+from dapple_tf.errors import PartitionError, PlanError, ScheduleError
 from dapple_tf.planner.plan import Plan
 from dapple_tf.planner.recomputed import StageNumbers
 from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
@@ -136,6 +136,23 @@ def test_what_else_a_plan_says() -> None:
 def test_a_wish_that_cannot_be_granted(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(**request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"schedule": "K=3,2,1"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
+        ({"schedule": "K=9,1"}, "K_0 = 9 is not between 1 and M = 8"),
+        ({"schedule": "gpipe:D=2"}, "gpipe holds all M=8 micro-batches, but D=2"),
+        ({"schedule": "0F0 0B0"}, "for 1 stages x 1 micro-batches, but there are 2 x 8"),
+        ({"schedule": "K=3,2,1", "micro_batches": "auto"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
+        ({"schedule": "K=0,1", "micro_batches": "auto"}, "K_0 = 0 is not between 1 and M = 16"),
+        ({"schedule": "0F0 0B0", "micro_batches": "auto"}, "for 1 stages x 1 micro-batches, but there are 2 x 1"),
+    ],
+)
+def test_a_schedule_that_the_stages_cannot_have(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        plan(stages=2, **request_)
 
 
 @pytest.mark.parametrize(
