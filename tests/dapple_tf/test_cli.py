@@ -378,6 +378,8 @@ def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -
         (("train", MODEL, "--stages"), "requires an argument"),
         (("train", MODEL, "--stagez", 2), "No such option"),
         (("train", MODEL, "--micro-batches", "many"), "--micro-batches many: give a whole number, or auto"),
+        (("train", MODEL, "--micro-batches", "--8"), "--micro-batches --8: give a whole number, or auto"),
+        (("train", MODEL, "--replicas", "\u00b2"), "--replicas \u00b2: give one whole number a stage"),
         (("train", MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
         (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that takes"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from graph_passes.errors import ScheduleError
 from graph_passes.order import Order
 from graph_passes.policies import make_schedule
-from tests.graph_passes.builders import assert_graph, graph, refused
+from graph_passes.schedule_text import parse_schedule
+from tests.graph_passes.builders import assert_graph, function, graph, refused, two_stages
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.
 DATA = """
@@ -112,3 +113,25 @@ def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/accumulate") in edges
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/backward") in edges
     assert not any(target.startswith("stage0") for target, source in edges if source.endswith("accumulate"))
+
+
+def test_no_call_waits_for_a_sum_that_waits_for_what_comes_later() -> None:
+    """Sums are in micro-batch order: that of micro-batch 1 is complete only after 1B0."""
+    sums = """
+        %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
+        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+    """
+    order = parse_schedule("0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0")
+    result = Order(order)(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    assert not [c for node in result.nodes for c in node.controls if c.source.endswith("accumulate")]
+
+
+def test_what_is_written_is_written_in_the_order_of_the_samples() -> None:
+    counting = (*two_stages()[:2], function("stage1/forward", writes=["seen"]), function("stage1/backward"))
+    found = TWO.replace(functions=counting)
+    with refused(ScheduleError, "runs 1F1 before 1F0, but forward of stage 1 writes 'seen'"):
+        Order(parse_schedule("0F0 0F1 0B0 0B1; 1F1 1F0 1B0 1B1"))(found)
+    Order(parse_schedule("0F1 0F0 0B1 0B0; 1F0 1F1 1B1 1B0"))(found)
+    found = TWO.replace(functions=(function("stage0/forward"), function("stage0/backward", writes=["n"])))
+    with refused(ScheduleError, "runs 0B1 before 0B0, but backward of stage 0 writes 'n'"):
+        Order(parse_schedule("0F1 0F0 0B1 0B0; 1F0 1F1 1B1 1B0"))(found)
