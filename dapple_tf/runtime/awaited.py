@@ -48,12 +48,22 @@ class Awaited:
         if isinstance(item, Transfer):
             yield from self._runs[Action(item.source, "F" if item.source < item.target else "B", item.micro_batch)]
             return
-        for action in dependencies(item.action, self._stages):
+        for action in self._given(item.action):
             way = action.stage, item.action.stage, action.micro_batch
             if way in self._transfers:
                 yield self._transfers[way]
             else:
                 yield from self._runs[action]
+
+    def _given(self, action: Action) -> Iterator[Action]:
+        """The actions whose results ``action`` takes.
+
+        The B of a stage whose inputs want no gradient, such as the first, is empty, and waits for nothing: its W takes
+        the gradient that comes back.
+        """
+        yield from dependencies(action, self._stages)
+        if action.kind == "W" and action.stage + 1 < self._stages:
+            yield Action(action.stage + 1, "B", action.micro_batch)
 
     def _before_stage_event(self, item: StageEvent) -> Iterator[Item]:
         """AllReduce takes what its stage's backwards give; updates wait at a barrier for everything."""

@@ -61,13 +61,17 @@ def find_critical_path(timeline: Timeline) -> tuple[Part, ...]:
     item: Item | None = max(awaited.items, key=lambda found: (found.end, awaited.begin(found)))
     until = timeline.seconds
     parts: list[Part] = []
+    seen: set[Item] = set()
     while item is not None:
+        seen.add(item)
         if parts and item.end < until:
             parts.append(Part("waiting", parts[-1].item, item.end, until))
         begin = awaited.begin(item)
         parts.append(Part(_kind(item), item, begin, min(item.end, until)))
         until = begin
-        earlier = [found for found in awaited.by(item) if awaited.begin(found) < begin]
+        # What takes less than the clock can tell begins, and ends, as what waited for it begins.
+        before = [found for found in awaited.by(item) if awaited.begin(found) < begin or found.end <= begin]
+        earlier = [found for found in before if found not in seen]
         # The first of several that ended by then: it is the one on the same device.
         item = max(earlier, key=lambda found: min(found.end, until), default=None)
     if until > 0:

@@ -21,6 +21,7 @@ from profiler.fields import Fields, locating, read_json
 FORMAT = "dapple-timeline/1"
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
 _SPAN = ("start", "end")
+_LONGEST = 1e9  # seconds: no step takes 30 years
 _ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN)
 _TRANSFER = ("source", "target", "micro_batch", *_SPAN)
 _STAGE_EVENT = ("kind", "stage", "replica", "device", *_SPAN)
@@ -102,7 +103,11 @@ def _read_timeline(fields: Fields, where: str) -> Timeline:
             raise TraceError(
                 f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}: no two stages of it"
             )
-    timeline = Timeline(events, transfers, tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT))))
+    more = tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT)))
+    for index, found in enumerate(more):
+        if found.stage is not None and found.stage not in stages:
+            raise TraceError(f"{where}.stage_events[{index}] is of stage {found.stage}: there are {sorted(stages)}")
+    timeline = Timeline(events, transfers, more)
     if not timeline.seconds:
         raise TraceError(f"{where} takes no time at all")
     return timeline
@@ -129,6 +134,8 @@ def _read_span(fields: Fields) -> tuple[float, float]:
     start, end = fields.number("start"), fields.number("end")
     if end < start:
         raise TraceError(f"{fields.where}end is {end}, before its start, {start}")
+    if end > _LONGEST:
+        raise TraceError(f"{fields.where}end is {end}, more than {_LONGEST:g} seconds")
     return start, end
 
 

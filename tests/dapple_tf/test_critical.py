@@ -119,6 +119,39 @@ def test_events_of_no_length_end_the_search() -> None:
     assert path_of(timeline) == [("1F0", 0, 1)]
 
 
+def test_what_takes_less_than_the_clock_can_tell_does_not_end_the_path() -> None:
+    """0B0 and 0B1 are of no length, and begin with the weights' gradients behind them."""
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("0B0", 0, 2.0, 2.0),
+            event("0W0", 0, 2.0, 3.0),
+            event("0B1", 0, 3.0, 3.0),
+            event("0W1", 0, 3.0, 4.0),
+        )
+    )
+    assert path_of(timeline) == [("0F0", 0, 1), ("0F1", 1, 2), ("0W0", 2, 3), ("0W1", 3, 4)]
+
+
+@pytest.mark.parametrize("transfers", [(), (Transfer(1, 0, 0, 5.0, 6.0),)])
+def test_weights_of_a_first_stage_wait_for_the_gradient_that_comes_back(transfers: tuple[Transfer, ...]) -> None:
+    """0B0 has nothing to do, so it has run long before 1B0."""
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0B0", 0, 1.0, 1.1),
+            event("1F0", 1, 1.0, 3.0),
+            event("1B0", 1, 3.0, 5.0),
+            event("1W0", 1, 5.0, 5.5),
+            event("0W0", 0, 6.0, 7.0),
+        ),
+        transfers,
+    )
+    between = [("1>0 0", 5, 6)] if transfers else [("wait before 0W0", 5, 6)]
+    assert path_of(timeline) == [("0F0", 0, 1), ("1F0", 1, 3), ("1B0", 3, 5), *between, ("0W0", 6, 7)]
+
+
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
     """Any events whatever: even where they overlap or contradict each other the parts must add up."""

@@ -247,6 +247,8 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("measured.actions", []), r"measured\.actions is empty"),
         (change("measured.transfers.0", 7), r"measured\.transfers\[0\] is 7, not an object"),
         (change("measured.transfers.1.target", 2), r"measured\.transfers\[1\] goes 0>2: no two stages of it"),
+        (change("measured.actions.3.end", 1e300), r"measured\.actions\[3\]\.end is 1e\+300, more than 1e\+09 seconds"),
+        (change("measured.stage_events.0.stage", 9), r"stage_events\[0\] is of stage 9: there are \[0, 1\]"),
         (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0: no two stages of it"),
         (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; there are allreduce"),
         (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
