@@ -131,7 +131,7 @@ def read_recompute(text: str) -> Any:
 
 def read_numbers(text: str, problem: str) -> tuple[int, ...]:
     """Whole numbers between commas; UsageError that tells the ``problem`` otherwise."""
-    if not all(part.strip().isdigit() for part in text.split(",")):
+    if not all(part.strip().isdecimal() for part in text.split(",")):
         raise click.UsageError(problem)
     return tuple(int(part) for part in text.split(","))
 

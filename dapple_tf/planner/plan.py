@@ -15,7 +15,6 @@ from typing import Any
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.policies import make_schedule
 from graph_passes.recompute import find_runs
-from graph_passes.schedule_text import is_text
 from profiler.fields import Fields, locating, read_json
 from profiler.files import write_atomically
 
@@ -156,14 +155,8 @@ def _from_json(data: Any) -> Plan:
         predicted=top.mapping("predicted") if top.has("predicted") else None,
         overlap=top.flag("overlap") if top.has("overlap") else False,
     )
-    _check_text(plan)
+    try:
+        make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    except ScheduleError as error:
+        raise PlanError(f"schedule: {error}") from error
     return plan
-
-
-def _check_text(plan: Plan) -> None:
-    """PlanError for a schedule given by its actions that cannot run, or is for other stages or micro-batches."""
-    if is_text(plan.schedule):
-        try:
-            make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-        except ScheduleError as error:
-            raise PlanError(f"schedule: {error}") from error

@@ -27,6 +27,7 @@ _INCHES = (12.0, 40.0)  # the narrowest and the widest picture
 _PLOT = 0.92  # of the width that is not the rows' names
 _SHARE = 0.8  # of a row's height that its spans take
 _DIGIT_INCHES = 0.06  # the width of a digit of the small labels
+_NAMED = 6  # names of the legend that fit side by side
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -35,7 +36,7 @@ def draw(chart: Chart, path: Path) -> None:
     from matplotlib.figure import Figure
 
     width = _choose_width(chart)
-    rows = min(0.6 * chart.height, 30.0) + 1.1
+    rows = min(0.6 * chart.height, 30.0) + 1.2
     memory = 2.6 if chart.curves else 0.0
     figure = Figure(figsize=(width, rows + memory), layout="constrained")
     FigureCanvasAgg(figure)
@@ -122,17 +123,18 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     named = [index for index, row in enumerate(chart.rows) if not row.network]
     axes.set_yticks([tops[i] + 0.5 for i in named], [chart.rows[i].name for i in named])
     axes.set_ylim(chart.height, 0)
-    axes.set_title(chart.title, fontsize=11, loc="left", pad=24)
     handles: list[Artist] = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in chart.kinds]
     if idle:
         handles.append(Patch(color=IDLE, label="idle"))
     if marks:
         handles.append(Line2D([], [], color=CRITICAL, linewidth=3, label="critical path"))
+    lines = -(-len(handles) // _NAMED)
+    axes.set_title(chart.title, fontsize=11, loc="left", pad=10 + 14 * lines)
     axes.legend(
         handles=handles,
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=len(handles),
+        ncols=-(-len(handles) // lines) if lines else 1,
         frameon=False,
         fontsize=9,
         borderaxespad=0.2,

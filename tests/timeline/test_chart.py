@@ -8,9 +8,12 @@ import struct
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
-from dapple_tf.timeline.chart import Chart, Curve, Row, Span, scale_bytes, scale_time, stack_charts
+from dapple_tf.timeline.chart import COLOURS, LABELS, Chart, Curve, Row, Span, scale_bytes, scale_time, stack_charts
 from dapple_tf.timeline.chrome import trace_events
 from dapple_tf.timeline.page import make_page
 from dapple_tf.timeline.save import save_chart
@@ -168,6 +171,16 @@ def test_a_png_grows_with_what_is_drawn(tmp_path: Path) -> None:
     assert memory_size[0] == bare_size[0]
     assert memory_size[1] > bare_size[1] + 200
     assert many_size[0] > 1.5 * bare_size[0]
+
+
+def test_a_legend_of_all_kinds_leaves_the_rows_their_width(tmp_path: Path) -> None:
+    kinds = tuple(LABELS)
+    spans = tuple(Span(0, kind, kind, float(i), i + 1.0, critical=True) for i, kind in enumerate(kinds))
+    save_chart(Chart("all", float(len(kinds)), (Row("stage 0", until=8.0),), spans), tmp_path / "t.png")
+    picture = imread(tmp_path / "t.png")
+    coloured = np.abs(picture[:, :, :3] - to_rgb(COLOURS[kinds[-1]])).max(2) < 0.01
+    middle = picture.shape[0] // 2  # below the legend
+    assert np.flatnonzero(coloured[middle:].any(0)).max() > 0.95 * picture.shape[1]
 
 
 @pytest.mark.parametrize("suffix", ["png", "html", "json"])
