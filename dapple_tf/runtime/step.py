@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import tensorflow as tf
 from dapple_tf.capture import Captured, batch_signature, capture
 from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
-from dapple_tf.errors import BatchError, DappleWarning, PlanError, UsageError
+from dapple_tf.errors import BatchError, DappleWarning, UsageError
 from dapple_tf.job import membership
 from dapple_tf.job.gather import gather_variables
 from dapple_tf.job.programs import RankPrograms
@@ -23,24 +23,20 @@ from dapple_tf.loss import check_loss
 from dapple_tf.memory.report import Report
 from dapple_tf.planner.choice import Choice
 from dapple_tf.planner.estimate import crossing_costs, layer_costs
-from dapple_tf.planner.plan import Plan, StagePlan
-from dapple_tf.planner.recomputed import choose_recompute
-from dapple_tf.planner.requested import Costs, Request, check_batch, plan_request
-from dapple_tf.runtime.automatic import Decided, complete_plan, count_slots, plan_automatically, with_recompute
+from dapple_tf.planner.plan import Plan
+from dapple_tf.planner.requested import Costs, Request
 from dapple_tf.runtime.bindings import Buffers
-from dapple_tf.runtime.given import choose_for_stages, cluster_at_hand
+from dapple_tf.runtime.decision import Decision, fit_plan
 from dapple_tf.runtime.memory import Built, MemoryRecorder
 from dapple_tf.runtime.program import Program, build_program
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.recording import Recording
 from dapple_tf.runtime.timeline import Timeline
 from dapple_tf.shapes import infer_shapes, mark_batch
-from dapple_tf.simulator.timeline import Timeline as Simulated
 from dapple_tf.variable_names import name_variables
 from graph_passes.expose import exposed
-from graph_passes.ir import Graph, Shape
-from graph_passes.layers import Layers, find_layers
-from graph_passes.policies import for_fewer
+from graph_passes.ir import Graph
+from graph_passes.layers import find_layers
 from graph_passes.text import print_graph
 from profiler.cluster import Cluster
 
@@ -80,38 +76,18 @@ class PipelinedStep:
         cluster: Cluster | None = None,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
-        if plan is not None and not isinstance(plan, Plan):
-            raise PlanError(
-                f"plan is a {type(plan).__name__}, not a dapple.Plan: read a file with dapple.Plan.load(path)"
-            )
-        if plan is not None and (request.stages != "auto" or request.replicas is not None):
-            raise PlanError("give a plan, or stages and replicas, not both")
-        if plan is not None and request.recompute:
-            raise PlanError(
-                "give a plan, or recompute, not both: a plan says itself what is re-computed (its field recompute)"
-            )
-        if cluster is not None and (plan is not None or not request.open):
-            raise PlanError(
-                "a cluster is for planning, and nothing is left to plan: leave it out, or leave stages, micro_batches "
-                'or schedule "auto"'
-            )
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._request = request
-        self._plan = plan
-        self._choice: Choice | None = None
         self._wanted_devices = devices
-        self._cluster = cluster
         self._models: dict[tuple[str, tuple[tf.TensorSpec, ...]], _Model] = {}
         self._last: Program | None = None
         self._built: Built | None = None
         self._variables: dict[str, tf.Variable] | None = None
-        self.layer_names: tuple[str, ...] = ()
         self._buffers: Buffers | None = None
-        self._starts: tuple[str, ...] = ()  # names of the layers that start a stage
         self._lock = threading.RLock()
-        self._simulated: Simulated | None = None  # a step of the plan, where it was made here
         self._job = membership.current()
+        self._decision = Decision(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
@@ -124,14 +100,19 @@ class PipelinedStep:
     @property
     def plan(self) -> Plan:
         """What was decided."""
-        if self._plan is None:
+        if self._decision.plan is None:
             raise UsageError("nothing is decided before the first batch: call the step, or give example_batch")
-        return self._plan
+        return self._decision.plan
 
     @property
     def choice(self) -> Choice | None:
         """Why the plan has its schedule and M, where they were left "auto" and the simulator was asked."""
-        return self._choice
+        return self._decision.choice
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Of the model's layers, in the plan's order; none before the first batch."""
+        return self._decision.layer_names
 
     @property
     def graph_def(self) -> Any:
@@ -190,7 +171,7 @@ class PipelinedStep:
                 model, (*outputs, stamps) = self._run(batch, "times")
         size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
         if size == self.plan.global_batch_size:
-            self._recorder.take(self.graph, stamps, self.plan, self._simulated)
+            self._recorder.take(self.graph, stamps, self.plan, self._decision.simulated)
         else:  # what was predicted is not for so many samples
             self._recorder.take(self.graph, stamps, dataclasses.replace(fit_plan(self.plan, size), predicted=None))
         return model.pack(outputs)
@@ -292,14 +273,13 @@ class PipelinedStep:
         shapes = infer_shapes(captured, probe)
         captured = dataclasses.replace(captured, graph=mark_batch(captured.graph, shapes, probe))
         layers = find_layers(captured.graph)
-        # Other dtypes may come with other casts: later traces are cut at the same layers by name.
-        known = [layers.find(name) for name in self._starts] if self._models else None
         costs = Costs(layer_costs(layers, shapes), crossing_costs(layers, shapes))
-        planned = self._plan is not None
-        starts = self._decide(captured, layers, costs, batch) if known is None else known
-        staged = stage_model(captured, layers, starts, self._optimizer, self._find_recomputed(layers))
-        if not planned and self._choice is None and self._request.open_schedule:
-            self._settle(Built(captured, staged, self.plan, size), costs, shapes)
+        first = not self._models
+        decide = self._decision
+        starts = decide.make(captured, layers, costs, batch) if first else decide.find_starts(layers)
+        staged = stage_model(captured, layers, starts, self._optimizer, decide.find_recomputed(layers))
+        if first:
+            decide.settle(Built(captured, staged, self.plan, size), costs, shapes)
         if staged.ungraded:
             warnings.warn(
                 f"no gradient reaches {', '.join(staged.ungraded)}: the loss does not depend on it differentiably, and "
@@ -308,96 +288,3 @@ class PipelinedStep:
                 stacklevel=5,
             )
         return _Model(captured, staged)
-
-    def _decide(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> list[int]:
-        """Make the plan, or check the one given; the layers that start a stage."""
-        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-        self.layer_names = tuple(layer.name for layer in layers.layers)
-        if self._job is not None:
-            asked = {"number of samples": size, "call of dapple.pipeline": self._request, "plan": self._plan}
-            self._job.compare({**asked, "layers of the model": self.layer_names})
-        if self._plan is None:
-            choose = partial(self._choose, captured, layers, costs, batch)
-            decided = choose() if self._job is None else self._job.decide(choose)
-            self._plan, self._choice, self._simulated = decided.plan, decided.choice, decided.simulated
-        plan = self._plan
-        if plan.stages[-1].last_layer != len(layers.layers) - 1:
-            raise PlanError(
-                f"the plan is for {plan.stages[-1].last_layer + 1} layers, but {layers.graph.name} has "
-                f"{len(layers.layers)}: it was made for another model"
-            )
-        check_batch(size, plan.micro_batches, plan.replicas)
-        largest = max(range(len(layers.layers)), key=lambda i: costs.layers[i])
-        if len(plan.stages) > 1 and costs.layers[largest] > 0.8 * sum(costs.layers):
-            warnings.warn(
-                f"layer {self.layer_names[largest]!r} seems to hold most of the work and cannot be cut: where it is a "
-                "call of another tf.function, call that one's python_function",
-                DappleWarning,
-                stacklevel=6,
-            )
-        self._starts = tuple(self.layer_names[start] for start in plan.starts)
-        return list(plan.starts)
-
-    def _settle(self, built: Built, costs: Costs, shapes: Mapping[str, Sequence[Shape]]) -> None:
-        """Take policy and D for the plan's stages by an estimate, where nothing was profiled."""
-        slots = count_slots(self._optimizer, [built.staged.variables[name] for name in built.staged.gradients])
-        ranks = self._job is not None
-        choose = partial(
-            choose_for_stages, built, costs, shapes, slots, cluster_at_hand(built.plan, ranks=ranks), ranks=ranks
-        )
-        try:
-            self._choice = choose() if self._job is None else self._job.decide(choose)
-        except PlanError as error:  # by an estimate, and of memory that devices may share: no reason to give up
-            warnings.warn(f"{error}. Trying dapple-a all the same", DappleWarning, stacklevel=6)
-            return
-        self._plan = dataclasses.replace(self.plan, schedule=self._choice.schedule)
-
-    def _find_recomputed(self, layers: Layers) -> tuple[int, ...]:
-        """The layers of a trace that backward makes again: all, or those that the first trace had by these names."""
-        if self.plan.recompute is True:
-            return tuple(range(len(layers.layers)))
-        names = {self.layer_names[i] for i in self.plan.recomputed}
-        return tuple(i for i, layer in enumerate(layers.layers) if layer.name in names)
-
-    def _choose(self, captured: Captured, layers: Layers, costs: Costs, batch: Sequence[Any]) -> Decided:
-        """The plan that was asked for."""
-        ranks = self._job is not None
-        devices = len(list_devices(self._wanted_devices)) if self._job is None else self._job.size
-        slots = count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable])
-        if self._request.automatic:
-            decided = plan_automatically(
-                self._loss_fn,
-                batch,
-                self._request,
-                slots=slots,
-                devices=devices,
-                cluster=self._cluster,
-                replicable=not captured.stateful,
-                ranks=ranks,
-            )
-            return with_recompute(decided, choose_recompute(self._request.recompute, layers, decided.plan.stages))
-        size = int(tf.nest.flatten(tuple(batch))[0].shape[0])
-        plan = plan_request(self._request, layers, costs, size, devices)
-        if self._cluster is None and not self._request.open_micro_batches:
-            return Decided(plan)
-        return complete_plan(
-            self._loss_fn,
-            batch,
-            self._request,
-            plan,
-            slots=slots,
-            devices=devices,
-            cluster=self._cluster,
-            ranks=ranks,
-        )
-
-
-def fit_plan(plan: Plan, size: int) -> Plan:
-    """The plan for a batch of ``size`` samples: fewer micro-batches, then fewer replicas, where it is short."""
-    replicas = min(max(plan.replicas), size)
-    micro_batches = max(1, min(plan.micro_batches, size // replicas))
-    if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
-        return plan
-    stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
-    schedule = for_fewer(plan.schedule, micro_batches)
-    return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)
