@@ -20,11 +20,11 @@ OPTION = click.option(
 
 
 def read_schedule(value: str) -> str:
-    """The schedule itself, or what is in the file of that name.
+    """The schedule itself, or what is in the file of that name, where no schedule is called so.
 
     Raises BadParameter for a file that cannot be read, and ScheduleError for what is no schedule, naming the file.
     """
-    if os.path.isfile(value):
+    if os.path.isfile(value) and not _is_name(value):
         try:
             text = Path(value).read_text("utf-8").strip()
         except (OSError, UnicodeError) as error:
@@ -37,3 +37,11 @@ def read_schedule(value: str) -> str:
     if "/" in value or value.endswith(".txt"):
         raise click.BadParameter(f"there is no file {value}")
     return value
+
+
+def _is_name(value: str) -> bool:
+    try:
+        check_name(value)
+    except ScheduleError:
+        return value == "auto"
+    return True
