@@ -16,6 +16,7 @@ from typing import Literal
 from graph_passes.errors import ScheduleError
 
 Kind = Literal["F", "B", "W"]
+_GRID = 32  # actions of a stage that an error shows
 
 
 @dataclass(frozen=True, order=True)
@@ -132,9 +133,14 @@ def _run(schedule: Schedule, micro_batches: int) -> list[int]:
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
-    """A row a stage, the action it is stuck at marked."""
+    """A row a stage, the action it is stuck at marked; of long rows only what stands around that."""
     rows = []
     for stage, actions in enumerate(schedule.stages):
         cells = [f"{a}{'!' if i == heads[stage] else ''}" for i, a in enumerate(actions)]
+        if len(cells) > _GRID:
+            first = max(0, min(heads[stage] - _GRID // 2, len(cells) - _GRID))
+            before, after = first, len(cells) - first - _GRID
+            cells = cells[first : first + _GRID]
+            cells = [f"({before} before)"] * (before > 0) + cells + [f"({after} more)"] * (after > 0)
         rows.append(f"stage {stage}: " + " ".join(f"{cell:5}" for cell in cells).rstrip())
     return "\n".join(rows)

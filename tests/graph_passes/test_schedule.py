@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -405,3 +407,16 @@ def test_a_long_text_is_told_in_short() -> None:
 def test_an_order_of_ones_own_that_does_not_deadlock_is_a_schedule() -> None:
     text = "0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"
     assert str(parse_schedule(text)) == text
+
+
+def test_a_long_deadlock_is_shown_around_what_is_blocked() -> None:
+    """Stage 1 wants the last micro-batch's backward before its forward."""
+    first = [f"0F{m}" for m in range(100)] + [f"0B{m}" for m in range(100)]
+    second = [f"1F{m} 1B{m}" for m in range(99)] + ["1B99 1F99"]
+    with pytest.raises(ScheduleError) as caught:
+        parse_schedule(" ".join(first) + "\n" + " ".join(second))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(r"stage 1: \(168 before\) .* 1F98 +1B98 +1B99!  *1F99", lines[2])
+    assert lines[1].endswith("0B98  0B99!")
+    assert all(len(line) < 300 for line in lines)
