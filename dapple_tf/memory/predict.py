@@ -76,11 +76,11 @@ def predict_memory(
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
     samples = [-(-batch_size // micro_batches // r) for r in replicas]
-    sizes = {n: measure_functions(graph, len(replicas), model, signature, n) for n in set(samples)}
+    sizes = measure_functions(graph, model, signature, samples)
     variables = find_variables(graph)
     found = []
     for stage, count in enumerate(replicas):
-        functions = {k: sizes[samples[stage]][f.name] for k, f in stage_functions(graph, stage).items()}
+        functions = {k: sizes[f.name] for k, f in stage_functions(graph, stage).items()}
         found.append(_predict_stage(stage, functions, schedule, model, variables, micro_batches, count, ranks))
     return tuple(found)
 

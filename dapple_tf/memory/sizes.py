@@ -13,6 +13,7 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.graphdef import needed_library, read_shapes, write_graph
 from dapple_tf.planner.roofline import value_bytes
 from graph_passes.ir import Function, Graph, Port, Shape, Value
+from graph_passes.layers import batch_axis
 from graph_passes.names import at
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
@@ -40,22 +41,25 @@ def stage_functions(graph: Graph, stage: int) -> dict[str, Function]:
 
 
 def measure_functions(
-    graph: Graph, stages: int, model: StagedModel, signature: Sequence[tf.TensorSpec], samples: int
+    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], samples: Sequence[int]
 ) -> dict[str, Sizes]:
-    """By name the sizes of all stage functions of ``graph`` for ``samples`` of each argument; nothing runs.
+    """By name the sizes of all stage functions of ``graph`` for ``samples[i]`` of each argument in stage i.
 
     All are imported into one TensorFlow graph, joined as the pipeline joins them, so that TensorFlow infers the shapes
-    of backward from forward's.
+    of backward from forward's; nothing runs. Where it refuses them, lengths that the model leaves open count as the
+    samples.
     """
     found: dict[str, Sizes] = {}
 
-    def probe(*batch: Any) -> None:
-        joined = _Joined(model, dict(zip(graph.inputs, batch, strict=True)))
-        for stage, function in _in_order(graph, stages):
-            found[function.name] = Sizes(function, joined.add(stage, function), samples)
+    def probe() -> None:
+        joined = _Joined(model, dict(zip(graph.inputs, signature, strict=True)), samples)
+        for stage, function in _in_order(graph, len(samples)):
+            found[function.name] = Sizes(function, joined.add(stage, function), samples[stage])
 
-    specs = [tf.TensorSpec((samples, *spec.shape[1:]), spec.dtype) for spec in signature]
-    tf.function(probe, autograph=False, input_signature=specs).get_concrete_function()
+    try:
+        tf.function(probe, autograph=False).get_concrete_function()
+    except ValueError:  # a step that runs is not to fail for what is only said of it
+        return {f.name: Sizes(f, {}, samples[stage]) for stage, f in _in_order(graph, len(samples))}
     return found
 
 
@@ -68,12 +72,14 @@ def _in_order(graph: Graph, stages: int) -> Iterator[tuple[int, Function]]:
 
 
 class _Joined:
-    """Stage functions in the TensorFlow graph that is being built."""
+    """Stage functions in the TensorFlow graph that is being built, each with the ``samples`` of its stage."""
 
-    def __init__(self, model: StagedModel, batch: Mapping[str, Any]) -> None:
+    def __init__(self, model: StagedModel, batch: Mapping[str, tf.TensorSpec], samples: Sequence[int]) -> None:
         self._model = model
         self._graph = tf.compat.v1.get_default_graph()
         self._batch = batch
+        self._samples = samples
+        self._args: dict[tuple[str, int], Any] = {}
         self._made: dict[tuple[int, str, str], Any] = {}
 
     def add(self, stage: int, function: Function) -> dict[str, tuple[Shape, ...]]:
@@ -98,16 +104,32 @@ class _Joined:
     def _take(self, stage: int, port: Port) -> Any:
         match port.role:
             case "arg":
-                return self._batch[port.name]
+                return self._take_arg(port.name, self._samples[stage])
             case "variable":
                 return internals.capture_of(self._graph, self._model.variables[port.name].handle)
             case "seed":
                 return tf.ones([], port.type.dtype.name)
             case "boundary":
-                return self._made[stage - 1, port.role, port.name]
+                return self._take_share(self._made[stage - 1, port.role, port.name], port, stage, stage - 1)
             case "gradient":
-                return self._made[stage + 1, port.role, port.name]
+                return self._take_share(self._made[stage + 1, port.role, port.name], port, stage, stage + 1)
         return self._made[stage, port.role, port.name]
+
+    def _take_arg(self, name: str, samples: int) -> Any:
+        """The batch argument with so many samples, once for all who take it."""
+        if (name, samples) not in self._args:
+            spec = self._batch[name]
+            self._args[name, samples] = tf.compat.v1.placeholder(spec.dtype, (samples, *spec.shape[1:]))
+        return self._args[name, samples]
+
+    def _take_share(self, made: Any, port: Port, stage: int, neighbour: int) -> Any:
+        """What a ``neighbour`` has made, of the samples of ``stage``: other replicas have other shares of a batch."""
+        axis = batch_axis(port.type)
+        if self._samples[stage] == self._samples[neighbour] or axis is None or made.shape.rank is None:
+            return made
+        lengths = made.shape.as_list()
+        lengths[axis] = self._samples[stage]
+        return tf.compat.v1.placeholder(made.dtype, lengths)
 
 
 def _shape(tensor: Any) -> Shape:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import DappleWarning
+from dapple_tf.errors import DappleWarning, StepError
 from dapple_tf.memory.kept import Kept
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.runtime.step import PipelinedStep
@@ -95,6 +95,37 @@ def test_replicas_hold_a_share_of_each_micro_batch() -> None:
     assert first.weights == alone.weights
     assert first.update == alone.update + first.gradients  # their sum
     assert second.stash > 2 * first.stash
+
+
+def in_pairs(samples: int, **options: Any) -> tuple[PipelinedStep, tf.Tensor]:
+    """A pipeline whose second stage takes its samples in pairs, and a batch."""
+    first, second = (tf.Variable(tf.random.normal([WIDTH, WIDTH], seed=i), name=f"w{i}") for i in range(2))
+
+    def loss_fn(x: tf.Tensor) -> tf.Tensor:
+        with tf.name_scope("alone"):
+            h = tf.tanh(x @ first)
+        with tf.name_scope("pairs"):
+            return tf.reduce_mean(tf.tanh(tf.reshape(h, [-1, 2, WIDTH]) @ second))
+
+    batch = tf.ones([samples, WIDTH])
+    options = {"optimizer": keras.optimizers.SGD(0.1), "stages": ["pairs"], "example_batch": (batch,), **options}
+    return dapple.pipeline(loss_fn, **options), batch
+
+
+def test_each_stage_is_predicted_for_its_own_share_of_a_micro_batch() -> None:
+    """The second stage would refuse the one sample that a replica of the first has."""
+    step, batch = in_pairs(8, micro_batches=4, replicas=[2, 1])
+    step(batch)
+    first, second = [stage.predicted for stage in step.report.stages]
+    assert first.stash == WIDTH * 4  # what tanh gave
+    assert [piece.bytes for piece in second.kept if piece.birth == "sent forward"] == [2 * WIDTH * 4]
+
+
+def test_a_model_that_refuses_its_samples_says_so_itself() -> None:
+    step, batch = in_pairs(6, micro_batches=2)
+    assert step.report.stages[0].predicted.stash == 3 * WIDTH * 4
+    with pytest.raises(StepError, match="stage 1"):
+        step(batch)
 
 
 def test_clipping_by_the_global_norm_makes_gradients_anew() -> None:
