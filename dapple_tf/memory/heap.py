@@ -38,7 +38,11 @@ class Heap:
 
 
 def find_heap() -> Callable[[], Heap] | None:
-    """A function that reads the heap, in about a microsecond; None without a glibc that tells (2.33 or later)."""
+    """A function that reads the heap; None without a glibc that tells (2.33 or later).
+
+    It goes through all free blocks, each arena locked meanwhile: a microsecond in a new process, 0.3 to 1 ms in
+    one that has traced a large model.
+    """
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):

@@ -16,7 +16,8 @@ from dapple_tf.planner.plan import Plan
 from dapple_tf.runtime.timeline import Timeline
 from graph_passes.policies import make_schedule
 
-# Sampling costs up to 1% of a core: the first recorded steps are measured, then one of many.
+# Sampling slows a step down, by a quarter where the heap is in many pieces: the first recorded steps are measured, then
+# one of many.
 _FIRST, _EVERY = 4, 20
 
 
@@ -41,6 +42,7 @@ class MemoryRecorder:
         self._job = job
         self._steps = 0
         self._measured: tuple[Measurement, ...] = ()
+        self._predicted: tuple[Built, tuple[StageMemory, ...]] | None = None
         self.built: Built | None = None  # of the last recorded step
 
     @contextlib.contextmanager
@@ -49,21 +51,23 @@ class MemoryRecorder:
 
         ``devices``: names of those that the plan counts.
         """
-        if self.built is None or not built.same(self.built):
-            self._steps, self._measured = 0, ()
-        self.built, self._steps = built, self._steps + 1
-        if self._steps > _FIRST and self._steps % _EVERY:
+        again = self.built is not None and built.same(self.built)
+        number, measured = (self._steps + 1, self._measured) if again else (1, ())
+        if number > _FIRST and number % _EVERY:
             yield
-            return
-        with MemoryMeter(devices) as meter:
-            yield
-        self._measured = attribute(meter.measured, devices, self._job)
+        else:
+            with MemoryMeter(devices) as meter:
+                yield
+            measured = attribute(meter.measured, devices, self._job)
+        self.built, self._steps, self._measured = built, number, measured  # not where the step failed
 
     def report(self, built: Built, timeline: Timeline | None) -> Report:
         """The report of what was built; with a ``timeline``, that of the last recorded step, and what it held."""
         schedule = make_schedule(built.plan.schedule, len(built.plan.stages), built.plan.micro_batches)
-        predicted = predict_built(built, ranks=self._job is not None)
-        return make_report(built.plan, schedule, predicted, timeline, () if timeline is None else self._measured)
+        if self._predicted is None or not built.same(self._predicted[0]):  # to predict takes seconds for a large model
+            self._predicted = built, predict_built(built, ranks=self._job is not None)
+        measured = () if timeline is None else self._measured
+        return make_report(built.plan, schedule, self._predicted[1], timeline, measured)
 
 
 def predict_built(built: Built, *, ranks: bool) -> tuple[StageMemory, ...]:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import StepError, UsageError
 from dapple_tf.memory.kept import Kept
 from dapple_tf.memory.meter import Measured
 from dapple_tf.memory.predict import StageMemory
@@ -19,6 +19,7 @@ from dapple_tf.runtime.timeline import Event, Timeline
 from graph_passes.policies import make_schedule
 from graph_passes.schedule import Action
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
+from tests.equality.small_models import data, weights
 
 
 def memory(stage: int, *kept: Kept, working: int = 0, update: int = 0) -> StageMemory:
@@ -89,6 +90,27 @@ def test_a_recorded_step_is_measured() -> None:
     found = report.to_json()
     assert found["measured"]["above_start"] == report.measured.above_start
     assert [stage["most_held"] for stage in found["stages"]] == [2, 1]
+
+
+def test_a_step_that_failed_is_not_reported() -> None:
+    """What is said is what was built; then what the last step recorded, if another fails."""
+    (matrix,) = weights(1)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        tf.debugging.assert_less(tf.reduce_max(x), tf.constant(100.0, x.dtype))
+        return tf.reduce_mean(tf.square(tf.tanh(x @ matrix)))
+
+    x, _ = data(8)
+    step = step_of(loss, stages=1)
+    with pytest.raises(StepError):
+        step.record(x * 1000)
+    assert [stage.seen for stage in step.report.stages] == [None]
+    step.record(x)
+    said = str(step.report)
+    with pytest.raises(StepError):
+        step.record(x[:1] * 1000)  # under another plan
+    assert "2 micro-batches of 4 samples" in said
+    assert str(step.report) == said
 
 
 def test_a_larger_model_is_predicted_within_a_tenth() -> None:
