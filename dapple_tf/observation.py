@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SHARE = 0.01  # of a step, that recording may cost when it is left on
 _TRIED = 4  # steps that show what it costs; the first also builds
+_TRACED = 3  # steps before a picture: the first also builds, the memory of the first two is measured, which slows them
 
 
 def choose_interval(cost_seconds: float, step_seconds: float) -> int:
@@ -28,7 +29,7 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
 class Observer:
     """Runs the steps of a loop, the first of which is ``first`` and the last ``last``, and records some of them.
 
-    With ``trace`` the last two, of which the first also builds. With ``curves`` every n-th: a few show at first what
+    With ``trace`` the last three, of which the last is looked at. With ``curves`` every n-th: a few show at first what
     recording costs, and rank 0's n is that of all ranks of a ``job``. ``scalars`` is where rank 0 writes.
     """
 
@@ -60,7 +61,7 @@ class Observer:
         """Run the next step, recorded or not."""
         self._number += 1
         every = self._curves and (self._number - self._first) % self._interval == 0
-        self._recorded = every or (self._trace and self._number > self._last - 2)
+        self._recorded = every or (self._trace and self._number > self._last - _TRACED)
         return (self._step.record if self._recorded else self._step)(*batch)
 
     def observe(self, done: Done) -> None:

@@ -18,6 +18,8 @@ from graph_passes.names import micro_batch_count, replica_counts
 from graph_passes.schedule import Schedule
 from graph_passes.variables import Variables, find_variables
 
+_LOOPS = frozenset({"While", "StatelessWhile"})
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -28,7 +30,8 @@ class StageMemory:
     writes. During a step: ``stash`` of each of ``most_held`` micro-batches; ``kept`` says what it consists of;
     ``waiting``, what neighbours have sent before it is taken; ``transit``, what a rank is sending and receiving;
     ``working``, the most that a function takes beside, by kind of action; ``update``, the update of the weights, when
-    all else is gone. ``in_step``: the most of all these at one time.
+    all else is gone. ``in_step``: the most of all these at one time. ``loops``: While loops, what each of which holds
+    inside is not counted.
     """
 
     stage: int
@@ -43,6 +46,7 @@ class StageMemory:
     working: Mapping[str, int]
     update: int
     in_step: int
+    loops: int = 0
 
     @property
     def stash(self) -> int:
@@ -125,6 +129,7 @@ def _predict_stage(
         working=working,
         update=in_update,
         in_step=max(in_actions, in_update),
+        loops=sum(node.op in _LOOPS for sizes in functions.values() for node in sizes.function.graph.nodes),
     )
 
 

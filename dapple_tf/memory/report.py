@@ -34,7 +34,7 @@ _HEAD = (
     "peak",
     "measured",
 )
-_FIGURES = (*_FIXED, "most_held", "stash", "waiting", "transit", "working", "update", "in_step", "peak")
+_FIGURES = (*_FIXED, "most_held", "stash", "waiting", "transit", "working", "update", "in_step", "peak", "loops")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [_describe_plan(self.plan), *align([_HEAD, *map(_row, self.stages)])]
+        looping = [str(stage.predicted.stage) for stage in self.stages if stage.predicted.loops]
+        if looping:
+            lines.append(f"not counted: what the While loops of stage {', '.join(looping)} keep of each round")
         if self.measured is not None and self.together is not None:
             ratio = self.together / max(1, self.measured.above_start)
             lines.append(

@@ -63,34 +63,36 @@ def test_recording_costs_at_most_a_hundredth(cost: float, step: float, wanted: i
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("seconds", "recorded"), [(1e3, [1, 2, 3, 4, 5, 6, 7]), (1e-9, [1, 2, 3, 4, 6, 7])])
+@pytest.mark.parametrize(("seconds", "recorded"), [(1e3, [1, 2, 3, 4, 5, 6, 7, 8]), (1e-9, [1, 2, 3, 4, 6, 7, 8])])
 def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float, recorded: list[int]) -> None:
-    """Of steps that take long every one; of those that take no time the first four, and the last two for the trace."""
+    """Of steps that take long every one; of those that take no time the first four, and the last three for a trace."""
     _, loss = chain(2)
     step = step_of(loss)
     scalars = Scalars(tmp_path)
     told: list[str] = []
-    observer = Observer(step, 1, 7, trace=True, curves=True, scalars=scalars, job=None, tell=told.append)
-    for number in range(1, 8):
+    observer = Observer(step, 1, 8, trace=True, curves=True, scalars=scalars, job=None, tell=told.append)
+    for number in range(1, 9):
         observer.observe(Done(number, float(observer.run(X)), seconds, 8))
     scalars.close()
     curves = read_curves(tmp_path)
-    assert [number for number, _ in curves["loss"]] == list(range(1, 8))
+    assert [number for number, _ in curves["loss"]] == list(range(1, 9))
     assert [number for number, _ in curves["bubble"]] == recorded
-    assert [line.partition(" is recorded")[1] != "" for line in told] == [True] * (len(recorded) < 7)
+    assert [line.partition(" is recorded")[1] != "" for line in told] == [True] * (len(recorded) < 8)
 
 
-def test_without_curves_only_the_last_two_are_recorded_for_a_trace() -> None:
+def test_without_curves_only_the_last_three_are_recorded_for_a_trace() -> None:
     _, loss = chain(2)
     step = step_of(loss)
-    observer = Observer(step, 3, 5, trace=True, curves=False, scalars=None, job=None, tell=print)
+    observer = Observer(step, 3, 6, trace=True, curves=False, scalars=None, job=None, tell=print)
     observer.run(X)
     with pytest.raises(UsageError, match="no step was recorded"):
         _ = step.timeline
     observer.run(X)
-    first = step.timeline
-    observer.run(X)
-    assert step.timeline is not first
+    taken = [step.timeline]
+    for _ in range(2):
+        observer.run(X)
+        taken.append(step.timeline)
+    assert len({id(timeline) for timeline in taken}) == 3
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

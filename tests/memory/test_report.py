@@ -56,6 +56,20 @@ def test_a_step_that_was_not_recorded_reports_what_is_predicted() -> None:
     assert {len(line) for line in lines[1:]} == {len(lines[1])}
 
 
+@pytest.mark.filterwarnings("ignore:the loss of lambda goes through:dapple_tf.errors.DappleWarning")
+def test_a_stage_with_loops_is_told() -> None:
+    stack = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(4), keras.layers.GRU(4)])
+    step = dapple.pipeline(
+        lambda x: tf.reduce_mean(stack(x)),
+        optimizer=keras.optimizers.SGD(0.1),
+        stages=["gru"],
+        micro_batches=2,
+        example_batch=(np.ones((4, 3, 4), np.float32),),
+    )
+    assert str(step.report).splitlines()[-1] == "not counted: what the While loops of stage 1 keep of each round"
+    assert [stage["loops"] > 0 for stage in step.report.to_json()["stages"]] == [False, True]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "dapple-a", "dapple-b", "K=3,2,2"])
 def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
     _, loss = chain()
