@@ -20,7 +20,7 @@ WAYS = {
     "DAPPLE": ("dapple-a", False),
     "DAPPLE + RC": ("dapple-a", True),
 }
-ROUNDS = 7
+ROUNDS = 5
 
 
 def run() -> Iterator[Row]:

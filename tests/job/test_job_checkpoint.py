@@ -161,8 +161,11 @@ def test_what_a_job_cannot_do_is_told_before_it_starts() -> None:
 def test_a_job_saves_one_trace_of_all_ranks(tmp_path: Path) -> None:
     told = run_ranks(arguments(None, 3, "1,1", "--trace", str(tmp_path / "t.json")), 2)
     rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
-    assert [name for name in names.values() if name.startswith("stage")] == ["stage 0 (rank:0)", "stage 1 (rank:1)"]
+    groups = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    names = [(groups[row["pid"]], row["args"]["name"]) for row in rows if row["name"] == "thread_name"]
+    for group in ("predicted", "measured"):
+        own = [name for process, name in names if process.startswith(group) and name.startswith("stage")]
+        assert own == ["stage 0 (rank:0)", "stage 1 (rank:1)"]
     assert "timeline of one step" in told[0].stdout + told[0].stderr
     assert "timeline of one step" not in told[1].stdout + told[1].stderr
 
