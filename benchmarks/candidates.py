@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.published import stages_of
-from dapple_tf.planner.simple import data_parallel, even_pipeline
-from dapple_tf.planner.task import Candidate, Task
+from dapple_tf.planner.baselines import data_parallel, even_pipeline
+from dapple_tf.planner.planning_problem import Candidate, Task
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from benchmarks.candidates import published_candidates
 from benchmarks.common import Row
 from benchmarks.published import BERT_LARGE, MODELS, TABLE_5, Model, missing, published_stages, read_profile
+from dapple_tf.planner.api import make_task
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.make import make_task
-from dapple_tf.planner.task import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, Task
 from profiler.presets import config
 
 DEVICES = (2, 4, 8, 16, 32, 64)

@@ -24,7 +24,7 @@ def run() -> Iterator[Row]:
 def measure_step(model: str) -> list[Row]:
     """Alternate the plain and the one-stage step of the same model on one core."""
     from benchmarks.workloads import MODELS
-    from dapple_tf.training import plain_step
+    from dapple_tf.commands.training_loop import plain_step
 
     plain, ours = MODELS[model](), MODELS[model]()
     step = dapple.pipeline(ours.workload.loss_fn, optimizer=ours.workload.optimizer, stages=1, micro_batches=1)
@@ -40,7 +40,7 @@ def measure_step(model: str) -> list[Row]:
 def measure_first(model: str, way: str) -> float:
     """Seconds from a built model to the end of its first step."""
     from benchmarks.workloads import MODELS
-    from dapple_tf.training import plain_step
+    from dapple_tf.commands.training_loop import plain_step
 
     timed = MODELS[model]()
     begin = time.perf_counter()

@@ -39,7 +39,7 @@ def run() -> Iterator[Row]:
 def measure(model: str, stages: int) -> float:
     """Median seconds of a step: the plain one for one stage, else the pipeline's."""
     from benchmarks.workloads import MODELS
-    from dapple_tf.training import plain_step
+    from dapple_tf.commands.training_loop import plain_step
 
     timed = MODELS[model]()
     optimizer = timed.workload.optimizer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.common import Row, median
 from benchmarks.figures import line_figure
 from benchmarks.published import BERT_LARGE, GNMT, MODELS, missing, read_profile
-from dapple_tf.planner.make import plan
+from dapple_tf.planner.api import plan
 from profiler.cluster import Cluster
 from profiler.presets import config
 from profiler.profile import LayerCost, Profile

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.published import Model, count_units
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.api import predicted
+from dapple_tf.planner.cost_tables import Tables
 from dapple_tf.planner.explain import describe_decision, notation
-from dapple_tf.planner.make import predicted
-from dapple_tf.planner.plan import StagePlan
-from dapple_tf.planner.problem import Tables
-from dapple_tf.planner.task import Candidate, Decision, Task
-from dapple_tf.simulator.timeline import Timeline
+from dapple_tf.planner.planning_problem import Candidate, Decision, Task
+from dapple_tf.simulator.simulate import Timeline
 
 
 @dataclass(frozen=True)

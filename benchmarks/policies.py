@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dapple_tf.planner.choice import Choice, choose_schedule
-from dapple_tf.planner.make import make_task
-from dapple_tf.planner.plan import StagePlan
-from dapple_tf.planner.task import Task
-from dapple_tf.simulator.timeline import Timeline, simulate
+from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.api import make_task
+from dapple_tf.planner.planning_problem import Task
+from dapple_tf.simulator.simulate import Timeline, simulate
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 
 if TYPE_CHECKING:
-    from dapple_tf.runtime.timeline import Timeline as Measured
+    from dapple_tf.timeline.timeline import Timeline as Measured
 
 POLICIES = ("dapple-a", "dapple-b")
 ROWS = 8  # samples of a micro-batch

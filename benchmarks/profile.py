@@ -23,8 +23,8 @@ def run() -> Iterator[Row]:
 
 def measure(model: str, size: int) -> list[Row]:
     """Profile one model a few times."""
-    from dapple_tf.model_file import load_workload
-    from dapple_tf.profiling import disagreement
+    from dapple_tf.commands.model_loading import load_workload
+    from dapple_tf.profiling.measured import disagreement
 
     workload = load_workload(f"models/{model}.py:{model}", {"batch_size": size})
     batch: Any = next(iter(workload.dataset))

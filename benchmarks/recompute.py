@@ -13,7 +13,7 @@ from typing import Any
 
 import dapple_tf as dapple
 from benchmarks.common import Row, cores, median, pinned, report, seconds_in_turn
-from graph_passes.ir import Port
+from graph_passes.ir.graph import Port
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 4, 10
 

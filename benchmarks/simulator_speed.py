@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.common import Row, median
-from dapple_tf.planner.plan import Plan, StagePlan
-from dapple_tf.simulator.timeline import simulate
+from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.simulator.simulate import simulate
 from profiler.presets import config
 from profiler.profile import LayerCost, Profile
 

@@ -11,9 +11,9 @@ from benchmarks.figures import line_figure
 from benchmarks.planning import fastest
 from benchmarks.published import AMOEBA, MODELS, Model, missing
 from benchmarks.table5 import FREE, WHOLE
+from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.simple import data_parallel
-from dapple_tf.planner.task import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, Task
 from profiler.presets import config
 
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048)

@@ -96,7 +96,7 @@ def measure(model: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     parts = measure(sys.argv[1])
-    from dapple_tf.job import membership
+    from dapple_tf.distributed import membership
 
     job = membership.current()
     slowest = parts if job is None else max(job.gather(parts), key=lambda found: sum(found.values()))

@@ -17,8 +17,8 @@ from benchmarks.published import (
     read_calibrated,
     read_profile,
 )
-from dapple_tf.planner.make import decide, micro_batch_sizes
-from dapple_tf.planner.task import Task
+from dapple_tf.planner.api import decide, micro_batch_sizes
+from dapple_tf.planner.planning_problem import Task
 from profiler.presets import config
 from profiler.profile import Profile
 

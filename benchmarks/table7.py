@@ -8,10 +8,10 @@ from benchmarks.common import Row
 from benchmarks.planning import describe, explain, fastest
 from benchmarks.published import TABLE_7, Strategies, missing, stages_of
 from benchmarks.table5 import FREE, WHOLE, Convention
-from dapple_tf.planner.make import decide
-from dapple_tf.planner.plan import StagePlan
-from dapple_tf.planner.simple import even_pipeline
-from dapple_tf.planner.task import Task
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.api import decide
+from dapple_tf.planner.baselines import even_pipeline
+from dapple_tf.planner.planning_problem import Task
 
 
 def run() -> Iterator[Row]:

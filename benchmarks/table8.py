@@ -18,9 +18,9 @@ import numpy as np
 import dapple_tf as dapple
 from benchmarks.bert import deepen, examine
 from benchmarks.common import Row
-from dapple_tf.planner.fit import fit_cuts
-from dapple_tf.planner.make import make_task
-from dapple_tf.simulator.timeline import Timeline
+from dapple_tf.planner.api import make_task
+from dapple_tf.planner.fit_cuts import fit_cuts
+from dapple_tf.simulator.simulate import Timeline
 from profiler.presets import config
 from profiler.profile import Profile
 

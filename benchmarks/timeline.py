@@ -62,7 +62,7 @@ def measure(model: str) -> dict[str, Any]:
     """Seconds of steps, plain and recorded, in turn; the median seconds of reading one and of writing its curves."""
     import dapple_tf as dapple
     from benchmarks.workloads import MODELS
-    from dapple_tf.scalars import Scalars, recorded_scalars
+    from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 
     timed = MODELS[model]()
     step = dapple.pipeline(

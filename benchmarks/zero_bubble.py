@@ -34,7 +34,7 @@ def run() -> Iterator[Row]:
 
 def compare_with_paper() -> list[Row]:
     """Bubbles of (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023); the most micro-batches in flight."""
-    from graph_passes.policies import make_schedule
+    from graph_passes.schedules.policies import make_schedule
 
     right = total = 0
     least_room = STAGES
@@ -67,7 +67,7 @@ def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float
     import numpy as np
 
     from dapple_tf.simulator.engine import has_weights, step_seconds
-    from dapple_tf.simulator.orders import named_order
+    from dapple_tf.simulator.named_orders import named_order
 
     order = named_order(schedule, stages, micro_batches).order
     splits = has_weights(order)

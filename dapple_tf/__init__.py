@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dapple_tf import errors
-    from dapple_tf.analytic import analytic_profile
-    from dapple_tf.checkpoint import Checkpoints
+    from dapple_tf.checkpoint.checkpoints import Checkpoints
+    from dapple_tf.commands.workload import Workload
     from dapple_tf.devices import init, scope
     from dapple_tf.pipeline import pipeline
-    from dapple_tf.planner.make import plan
-    from dapple_tf.planner.plan import Plan
-    from dapple_tf.profiling import profile
+    from dapple_tf.plan import Plan
+    from dapple_tf.planner.api import plan
+    from dapple_tf.profiling.analytic import analytic_profile
+    from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.step import PipelinedStep
-    from dapple_tf.simulator.timeline import Timeline, simulate
+    from dapple_tf.simulator.simulate import Timeline, simulate
     from dapple_tf.verification import Report, verify
-    from dapple_tf.workload import Workload
     from profiler.cluster import Cluster
     from profiler.profile import Profile
 
@@ -50,21 +50,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoints": "dapple_tf.checkpoint",
+    "Checkpoints": "dapple_tf.checkpoint.checkpoints",
     "Cluster": "profiler.cluster",
     "PipelinedStep": "dapple_tf.runtime.step",
-    "Plan": "dapple_tf.planner.plan",
+    "Plan": "dapple_tf.plan",
     "Profile": "profiler.profile",
     "Report": "dapple_tf.verification",
-    "Timeline": "dapple_tf.simulator.timeline",
-    "Workload": "dapple_tf.workload",
-    "analytic_profile": "dapple_tf.analytic",
+    "Timeline": "dapple_tf.simulator.simulate",
+    "Workload": "dapple_tf.commands.workload",
+    "analytic_profile": "dapple_tf.profiling.analytic",
     "init": "dapple_tf.devices",
     "pipeline": "dapple_tf.pipeline",
-    "plan": "dapple_tf.planner.make",
-    "profile": "dapple_tf.profiling",
+    "plan": "dapple_tf.planner.api",
+    "profile": "dapple_tf.profiling.measured",
     "scope": "dapple_tf.devices",
-    "simulate": "dapple_tf.simulator.timeline",
+    "simulate": "dapple_tf.simulator.simulate",
     "verify": "dapple_tf.verification",
 }
 

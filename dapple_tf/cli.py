@@ -17,8 +17,8 @@ from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.timeline import timeline
 from dapple_tf.commands.train import plain, train
 from dapple_tf.commands.verify import verify
+from dapple_tf.distributed.exit_reporting import is_told_here, report_failure
 from dapple_tf.errors import ModelError
-from dapple_tf.job.guard import is_told_here, report_failure
 from profiler.detect import job_rank
 
 

@@ -8,37 +8,37 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.capture import Captured
 from dapple_tf.errors import PlanError
-from dapple_tf.gradients import differentiate
-from dapple_tf.planner.plan import Plan
-from dapple_tf.updates import trace_update
-from graph_passes.accumulate import Accumulate
-from graph_passes.allreduce import AllReduce
-from graph_passes.apply import Apply
-from graph_passes.backward import prune_gradients, split_backward
-from graph_passes.base import Observer, Pass, run_passes
-from graph_passes.check_numerics import CheckNumerics
-from graph_passes.expose import Expose
-from graph_passes.instrument import Instrument
-from graph_passes.ir import DType, Graph, Node, Shape, TensorType, attributes
-from graph_passes.layers import Layers
-from graph_passes.microbatch import Microbatch
-from graph_passes.mirror import Mirror
-from graph_passes.order import Order
-from graph_passes.overlap import Overlap
-from graph_passes.partition import partition
-from graph_passes.place import Place
-from graph_passes.policies import make_schedule
-from graph_passes.project import Project
-from graph_passes.recompute import Recompute, find_runs
-from graph_passes.split_concat import SplitConcat
-from graph_passes.split_weights import SplitWeights
-from graph_passes.spread import Spread
-from graph_passes.updates import Updates, cut_updates
-from graph_passes.variables import find_variables
-from graph_passes.verify_pipeline import VerifyPipeline
-from graph_passes.verify_ranks import verify_ranks
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.gradients import differentiate
+from dapple_tf.frontend.optimizer_update import trace_update
+from dapple_tf.plan import Plan
+from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.ir.graph import DType, Graph, Node, Shape, TensorType, attributes
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.allreduce import AllReduce
+from graph_passes.passes.apply import Apply
+from graph_passes.passes.backward import prune_gradients, split_backward
+from graph_passes.passes.base import Observer, Pass, run_passes
+from graph_passes.passes.check_numerics import CheckNumerics
+from graph_passes.passes.copy_variables import Mirror
+from graph_passes.passes.expose_gradients import Expose
+from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.microbatch import Microbatch
+from graph_passes.passes.order import Order
+from graph_passes.passes.overlap import Overlap
+from graph_passes.passes.partition import partition
+from graph_passes.passes.place import Place
+from graph_passes.passes.project import Project
+from graph_passes.passes.rank_variables import Spread
+from graph_passes.passes.recompute import Recompute, find_runs
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.split_update import Updates, cut_updates
+from graph_passes.passes.split_weights import SplitWeights
+from graph_passes.passes.verify_pipeline import VerifyPipeline
+from graph_passes.passes.verify_ranks import verify_ranks
+from graph_passes.schedules.policies import make_schedule
 
 
 @dataclass(frozen=True)

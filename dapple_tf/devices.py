@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from dapple_tf.distributed import membership
+from dapple_tf.distributed.exit_reporting import guard
 from dapple_tf.errors import DeviceError, UsageError
-from dapple_tf.job import membership
-from dapple_tf.job.guard import guard
 
 DEFAULT_DEVICES = 8
 
@@ -24,7 +24,7 @@ def init(devices: int | None = None) -> None:
     same number is fine. Raises UsageError when TensorFlow has already started with another number, DeviceError
     for a number below 1 or above the GPUs.
 
-    The ranks of a job watch each other from here on (see ``dapple_tf.job.watch``), which starts TensorFlow: its own
+    The ranks of a job watch each other from here on (see ``distributed.watchdog``), which starts TensorFlow: its own
     settings (threads, memory growth) come before.
     """
     if devices is not None and devices < 1:
@@ -49,7 +49,7 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
     count = DEFAULT_DEVICES if devices is None else devices
-    # A rank's second one is for the op that tells whether a step has failed: see ``dapple_tf.job.canary``.
+    # A rank's second one is for the op that tells whether a step has failed: see ``distributed.hang_detector``.
     count = count if job is None else 2
     if configured is not None and (devices is None or count == len(configured)):
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dapple_tf.autoplan.recompute_option import Recompute
+from dapple_tf.autoplan.request import Request
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.plan import Plan
-from dapple_tf.planner.recomputed import Recompute
-from dapple_tf.planner.requested import Request
+from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
 

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.capture import batch_signature
+from dapple_tf.autoplan.recompute_option import Recompute
+from dapple_tf.autoplan.request import Request
 from dapple_tf.compiler import StagedModel
-from dapple_tf.planner.plan import Plan
-from dapple_tf.planner.recomputed import Recompute
-from dapple_tf.planner.requested import Request
+from dapple_tf.frontend.capture import batch_signature
+from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
-from graph_passes.policies import short_name
-from graph_passes.variables import find_variables
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.schedules.policies import short_name
 from profiler.cluster import Cluster
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
 
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None or shutil.which("mpirun") is None,

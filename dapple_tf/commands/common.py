@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from dapple_tf.commands import schedules
+from dapple_tf.commands import schedule_option as schedules
 from dapple_tf.errors import ModelError, UsageError
-from graph_passes.policies import short_name
+from graph_passes.schedules.policies import short_name
 from profiler.files import make_writable
 
 MODEL = [
@@ -94,7 +94,7 @@ def make_request(
     **_: Any,
 ) -> Any:
     """The Request that the options of PLAN make; UsageError where what is counted is no number."""
-    from dapple_tf.planner.requested import Request
+    from dapple_tf.autoplan.request import Request
 
     wanted: Any = stages
     if stages.isdecimal():
@@ -112,14 +112,14 @@ def make_request(
 
 def load_named_cluster(cluster: str | None, **_: Any) -> Any:
     """The cluster that the options of PLAN name, or None; ClusterError for a file that holds none."""
-    from dapple_tf.commands.clusters import load_cluster
+    from dapple_tf.commands.cluster_option import load_cluster
 
     return load_cluster(cluster) if cluster else None
 
 
 def read_recompute(text: str) -> Any:
     """What ``--recompute`` asks for, as ``dapple.pipeline`` takes it; UsageError for stages that are no numbers."""
-    from dapple_tf.planner.recomputed import StageNumbers
+    from dapple_tf.autoplan.recompute_option import StageNumbers
 
     if text in ("all", "none"):
         return text == "all"
@@ -138,14 +138,14 @@ def read_numbers(text: str, problem: str) -> tuple[int, ...]:
 
 def load_plan(path: str | None) -> Any:
     """The plan of a file, or None without one; PlanError for a file that holds none."""
-    from dapple_tf.planner.plan import Plan
+    from dapple_tf.plan import Plan
 
     return Plan.load(path) if path else None
 
 
 def load_model(model: str, settings: tuple[str, ...], batch_size: int | None, seed: int | None, **_: Any) -> Any:
     """The Workload that the options of MODEL name; ModelError where there is none, or it lacks an option."""
-    from dapple_tf.model_file import accepts, load_workload, parse_options
+    from dapple_tf.commands.model_loading import accepts, load_workload, parse_options
 
     chosen = parse_options(settings)
     for key, value in (("batch_size", batch_size), ("seed", seed)):

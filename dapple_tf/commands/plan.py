@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from dapple_tf.commands import schedules
-from dapple_tf.commands.clusters import load_cluster
+from dapple_tf.commands import schedule_option as schedules
+from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.common import check_output, say
 from profiler.importers import read_profile
 
@@ -35,8 +35,8 @@ from profiler.importers import read_profile
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
 def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: bool, **options: Any) -> None:
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
+    from dapple_tf.planner.api import decide, make_task, predicted
     from dapple_tf.planner.explain import describe_decision, describe_plan
-    from dapple_tf.planner.make import decide, make_task, predicted
 
     check_output(output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))

@@ -47,9 +47,9 @@ def profile(
 
 
 def _measure(options: Any, name: str, sizes: list[int], repeats: int) -> tuple[Profile, float | None]:
-    from dapple_tf.profiling import disagreement
-    from dapple_tf.profiling import profile as measure
-    from dapple_tf.training import batches
+    from dapple_tf.commands.training_loop import batches
+    from dapple_tf.profiling.measured import disagreement
+    from dapple_tf.profiling.measured import profile as measure
 
     workload = load_model(**options)
     batch = next(iter(batches(workload.dataset, 1)))
@@ -58,9 +58,9 @@ def _measure(options: Any, name: str, sizes: list[int], repeats: int) -> tuple[P
 
 
 def _compute(options: Any, name: str, device: str) -> Profile:
-    from dapple_tf.analytic import analytic_profile
+    from dapple_tf.commands.training_loop import batches
     from dapple_tf.devices import scope
-    from dapple_tf.training import batches
+    from dapple_tf.profiling.analytic import analytic_profile
 
     with scope():  # a model larger than the device here
         workload = load_model(**options)

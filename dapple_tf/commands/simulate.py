@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dapple_tf.commands.clusters import load_cluster
+from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.common import say
 from profiler.importers import read_profile
 
@@ -35,10 +35,10 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Simulate a step of PLAN (dapple-plan JSON) action by action."""
+    from dapple_tf.drawing.save import check_path
+    from dapple_tf.plan import Plan
     from dapple_tf.planner.explain import describe_plan
-    from dapple_tf.planner.plan import Plan
-    from dapple_tf.simulator.timeline import simulate as run
-    from dapple_tf.timeline.save import check_path
+    from dapple_tf.simulator.simulate import simulate as run
 
     if output:
         check_path(output)

@@ -15,10 +15,10 @@ from dapple_tf.commands.common import say
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def timeline(trace: str, output: str | None, as_json: bool) -> None:
     """Read a TRACE (.json) that dapple saved: bubble, utilisation, critical path, and predicted against measured."""
-    from dapple_tf.runtime.describe import find_slowest
-    from dapple_tf.runtime.picture import save_recording
-    from dapple_tf.runtime.trace_file import read_recording
-    from dapple_tf.timeline.save import check_path
+    from dapple_tf.drawing.save import check_path
+    from dapple_tf.timeline.describe import find_slowest
+    from dapple_tf.timeline.picture import save_recording
+    from dapple_tf.timeline.trace_file import read_recording
 
     if output:
         check_path(output)

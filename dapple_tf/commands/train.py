@@ -27,13 +27,13 @@ from dapple_tf.commands.common import (
     say,
     start,
 )
-from graph_passes.policies import short_name
+from graph_passes.schedules.policies import short_name
 from profiler.detect import job_size
 
 if TYPE_CHECKING:
-    from dapple_tf.checkpoint import Checkpoints
-    from dapple_tf.planner.plan import Plan
-    from dapple_tf.training import Run
+    from dapple_tf.checkpoint.checkpoints import Checkpoints
+    from dapple_tf.commands.training_loop import Run
+    from dapple_tf.plan import Plan
 
 
 @click.command()
@@ -61,11 +61,11 @@ def train(
     """
     check_usage(steps, trace, checkpoint_every, check_numerics, compare)
     start(options["devices"])
-    from dapple_tf.job import membership
-    from dapple_tf.observation import Observer
-    from dapple_tf.runtime.picture import check_path, save_recording
-    from dapple_tf.scalars import Scalars, check_folder
-    from dapple_tf.training import run_steps
+    from dapple_tf.commands.observation import Observer
+    from dapple_tf.commands.tensorboard import Scalars, check_folder
+    from dapple_tf.commands.training_loop import run_steps
+    from dapple_tf.distributed import membership
+    from dapple_tf.timeline.picture import check_path, save_recording
 
     job = membership.current()
     leads = job is None or job.rank == 0
@@ -89,7 +89,7 @@ def train(
     tell(str(step.report))
     done, after = 0, None
     if checkpoint_dir:
-        from dapple_tf.checkpoint import Checkpoints
+        from dapple_tf.checkpoint.checkpoints import Checkpoints
 
         saved = Checkpoints(checkpoint_dir, step)
         position = saved.restore()
@@ -140,8 +140,8 @@ def train(
 
 def report(run: Run, plan: Plan, plain_speed: float | None) -> tuple[dict[str, Any], list[str]]:
     """What a training run gave, as JSON and in words; ``plain_speed``: samples a second un-pipelined, if measured."""
-    from dapple_tf.runtime.describe import write_seconds
-    from dapple_tf.runtime.recording import planned_seconds, tell_error
+    from dapple_tf.timeline.describe import write_seconds
+    from dapple_tf.timeline.recording import planned_seconds, tell_error
 
     result = {
         "first_loss": run.losses[0],
@@ -167,8 +167,8 @@ def report(run: Run, plan: Plan, plain_speed: float | None) -> tuple[dict[str, A
 
 def make_step(plan: Any, request: Any, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], Iterator[Any]]:
     """The step of the MODEL that ``options`` name, its first batch, and all batches without end."""
+    from dapple_tf.commands.training_loop import batches
     from dapple_tf.runtime.step import PipelinedStep
-    from dapple_tf.training import batches
 
     workload = load_model(**options)
     step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan, cluster=load_named_cluster(**options))
@@ -224,7 +224,7 @@ def plain(steps: int, **options: Any) -> None:
         from dapple_tf.devices import home_device
 
         home_device()
-    from dapple_tf.training import batches, plain_step, run_steps
+    from dapple_tf.commands.training_loop import batches, plain_step, run_steps
 
     workload = load_model(**options)
     run = run_steps(plain_step(workload), batches(workload.dataset), steps + 1, "un-pipelined")

@@ -27,7 +27,7 @@ from dapple_tf.commands.common import (
 def verify(**options: Any) -> None:
     """Compare one step of MODEL over a pipeline with one on one device; exit 1 where they differ."""
     start(options["devices"])
-    from dapple_tf.training import batches
+    from dapple_tf.commands.training_loop import batches
     from dapple_tf.verification import verify as compare
 
     plan, request = load_plan(options["plan_path"]), make_request(**options)

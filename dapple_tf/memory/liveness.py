@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dapple_tf.memory.order import run_order
+from dapple_tf.memory.execution_order import run_order
 from dapple_tf.planner.roofline import VIEW_OPS
-from graph_passes.ir import Graph, Node, Value
+from graph_passes.ir.graph import Graph, Node, Value
 
 Size = Callable[[Value], int]
 """Bytes of a value."""

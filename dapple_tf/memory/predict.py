@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from dapple_tf.compiler import StagedModel
-from dapple_tf.memory.flight import moments, most_held
-from dapple_tf.memory.kept import Kept, find_kept, find_transit
+from dapple_tf.memory.in_flight import moments, most_held
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import Sizes, measure_functions, stage_functions
+from dapple_tf.memory.stash import Kept, find_kept, find_transit
 from dapple_tf.planner.roofline import value_bytes
-from graph_passes.ir import Function, Graph
-from graph_passes.names import micro_batch_count, replica_counts
-from graph_passes.schedule import Schedule
-from graph_passes.variables import Variables, find_variables
+from graph_passes.analysis.variable_use import Variables, find_variables
+from graph_passes.ir.graph import Function, Graph
+from graph_passes.ir.names import micro_batch_count, replica_counts
+from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 

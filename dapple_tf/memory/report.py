@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.memory.flight import freeing_kind
+from dapple_tf.drawing.table import align, format_megabytes
+from dapple_tf.memory.in_flight import freeing_kind
 from dapple_tf.memory.meter import Measured
 from dapple_tf.memory.predict import StageMemory
-from dapple_tf.memory.table import align, format_megabytes
-from dapple_tf.memory.together import predict_together
-from dapple_tf.planner.plan import Plan
-from dapple_tf.runtime.timeline import Timeline
-from graph_passes.schedule import Schedule
+from dapple_tf.memory.process_peak import predict_together
+from dapple_tf.plan import Plan
+from dapple_tf.timeline.timeline import Timeline
+from graph_passes.schedules.schedule import Schedule
 
 Measurement = tuple[int | None, Measured]
 """A device of the plan, and what was measured there; None: all devices of the process together."""

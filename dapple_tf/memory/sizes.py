@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
-from dapple_tf.graphdef import needed_library, read_shapes, write_graph
+from dapple_tf.frontend.graphdef import needed_library, read_shapes, write_graph
 from dapple_tf.planner.roofline import value_bytes
-from graph_passes.ir import Function, Graph, Port, Shape, Value
-from graph_passes.layers import batch_axis
-from graph_passes.names import at
+from graph_passes.analysis.layers import batch_axis
+from graph_passes.ir.graph import Function, Graph, Port, Shape, Value
+from graph_passes.ir.names import at
 
 KINDS = {"F": "forward", "B": "backward", "W": "weights"}
 """The function that each kind of action runs."""

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dapple_tf.planner.baselines import fitted_candidates, refit, simple_candidates, uneven_candidates
+from dapple_tf.planner.cost_tables import Space, Tables
 from dapple_tf.planner.dapple import choose_by_formula
+from dapple_tf.planner.micro_batch_sizes import likely_sizes
+from dapple_tf.planner.planning_problem import Candidate, Decision, Task
 from dapple_tf.planner.pricing import price_found
-from dapple_tf.planner.problem import Space, Tables
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import Result, search_by_bound
-from dapple_tf.planner.simple import fitted_candidates, refit, simple_candidates, uneven_candidates
-from dapple_tf.planner.sizes import likely_sizes
-from dapple_tf.planner.spaces import shrink
-from dapple_tf.planner.task import Candidate, Decision, Task
+from dapple_tf.planner.search_space import shrink
 
 # How much work a search may do: labels x what may follow them, and simulated events.
 _TRANSITIONS = 24_000_000

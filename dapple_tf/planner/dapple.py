@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dapple_tf.planner.baselines import simple_candidates
 from dapple_tf.planner.latency import pipeline_latency
+from dapple_tf.planner.micro_batch_sizes import likely_sizes
+from dapple_tf.planner.planning_problem import Candidate, Decision, Task
 from dapple_tf.planner.search import search_by_formula
-from dapple_tf.planner.simple import simple_candidates
-from dapple_tf.planner.sizes import likely_sizes
-from dapple_tf.planner.task import Candidate, Decision, Task
 from dapple_tf.simulator.costs import stage_costs
 
 _TRANSITIONS = 2_000_000

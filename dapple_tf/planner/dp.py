@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dapple_tf.planner.simple import data_parallel
-from dapple_tf.planner.task import Decision, Task
+from dapple_tf.planner.baselines import data_parallel
+from dapple_tf.planner.planning_problem import Decision, Task
 
 
 def plan_dp(task: Task) -> Decision | None:

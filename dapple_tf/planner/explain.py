@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dapple_tf.planner.plan import Plan
-from dapple_tf.planner.task import Candidate, Decision, Task
-from dapple_tf.simulator.timeline import Timeline
-from graph_passes.policies import short_name
+from dapple_tf.plan import Plan
+from dapple_tf.planner.planning_problem import Candidate, Decision, Task
+from dapple_tf.simulator.simulate import Timeline
+from graph_passes.schedules.policies import short_name
 from profiler.profile import Profile
 
 

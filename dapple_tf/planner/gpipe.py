@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.simple import even_pipeline
-from dapple_tf.planner.task import Decision, Task
+from dapple_tf.planner.baselines import even_pipeline
+from dapple_tf.planner.planning_problem import Decision, Task
 
 
 def plan_gpipe(task: Task, *, stages: int | None = None) -> Decision | None:

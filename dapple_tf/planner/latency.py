@@ -6,7 +6,7 @@ seconds of forward F, backward B and AllReduce (0 for networks) of one micro-bat
 
 from __future__ import annotations
 
-from dapple_tf.compiled import Floats, compiled
+from dapple_tf.simulator.compiled import Floats, compiled
 
 
 @compiled

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.compiled import Floats, Integers, compiled
-from dapple_tf.planner.problem import Tables
+from dapple_tf.planner.cost_tables import Tables
 from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, has_weights, step_seconds
-from dapple_tf.simulator.orders import named_order
+from dapple_tf.simulator.named_orders import named_order
 from graph_passes.errors import ScheduleError
-from graph_passes.policies import ZERO_BUBBLE
+from graph_passes.schedules.policies import ZERO_BUBBLE
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from dapple_tf.planner.plan import StagePlan
-from dapple_tf.planner.task import Candidate, Task
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.planning_problem import Candidate, Task
 
 
 def refine(task: Task, candidate: Candidate, tries: int) -> Candidate:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.planner.estimate import flops
-from graph_passes.ir import Graph, Node, Shape, Value
-from graph_passes.layers import INPUT_OPS, SHAPE_OPS
+from dapple_tf.autoplan.estimate import flops
+from graph_passes.analysis.layers import INPUT_OPS, SHAPE_OPS
+from graph_passes.ir.graph import Graph, Node, Shape, Value
 from profiler.peaks import Peak
 
 VIEW_OPS = frozenset(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.compiled import Floats, Integers, compiled
+from dapple_tf.planner.cost_tables import Tables
 from dapple_tf.planner.latency import pipeline_latency
-from dapple_tf.planner.problem import Tables
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapple_tf.distributed.clocks import Clocks
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
-from dapple_tf.job.clocks import Clocks
-from dapple_tf.job.membership import Job
-from dapple_tf.planner.plan import Plan
-from dapple_tf.runtime.recording import Recording, make_recording
-from dapple_tf.runtime.timeline import Stamp, Timeline, fill_stamps, make_timeline, name_stamps
-from dapple_tf.simulator.timeline import Timeline as Simulated
-from graph_passes.ir import Graph
+from dapple_tf.plan import Plan
+from dapple_tf.simulator.simulate import Timeline as Simulated
+from dapple_tf.timeline.recording import Recording, make_recording
+from dapple_tf.timeline.timeline import Stamp, Timeline, fill_stamps, make_timeline, name_stamps
+from graph_passes.ir.graph import Graph
 
 # What the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
 _SECONDS_A_NODE = 8e-6

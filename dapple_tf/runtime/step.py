@@ -12,32 +12,32 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.capture import Captured, batch_signature, capture
+from dapple_tf.autoplan.decision import Decision, fit_plan
+from dapple_tf.autoplan.estimate import crossing_costs, layer_costs
+from dapple_tf.autoplan.request import Costs, Request
+from dapple_tf.autoplan.schedule_choice import Choice
+from dapple_tf.backend.bindings import Buffers
+from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StagedModel, pipeline_graph, stage_model
 from dapple_tf.devices import home_device, list_devices
+from dapple_tf.distributed import membership
+from dapple_tf.distributed.rank_programs import RankPrograms
+from dapple_tf.distributed.variable_transfer import gather_variables
 from dapple_tf.errors import BatchError, DappleWarning, UsageError
-from dapple_tf.job import membership
-from dapple_tf.job.gather import gather_variables
-from dapple_tf.job.programs import RankPrograms
-from dapple_tf.loss import check_loss
+from dapple_tf.frontend.capture import Captured, batch_signature, capture
+from dapple_tf.frontend.loss_check import check_loss
+from dapple_tf.frontend.shapes import infer_shapes, mark_batch
+from dapple_tf.frontend.variable_names import name_variables
 from dapple_tf.memory.report import Report
-from dapple_tf.planner.choice import Choice
-from dapple_tf.planner.estimate import crossing_costs, layer_costs
-from dapple_tf.planner.plan import Plan
-from dapple_tf.planner.requested import Costs, Request
-from dapple_tf.runtime.bindings import Buffers
-from dapple_tf.runtime.decision import Decision, fit_plan
-from dapple_tf.runtime.memory import Built, MemoryRecorder
-from dapple_tf.runtime.program import Program, build_program
+from dapple_tf.plan import Plan
+from dapple_tf.runtime.memory_recorder import Built, MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
-from dapple_tf.runtime.recording import Recording
-from dapple_tf.runtime.timeline import Timeline
-from dapple_tf.shapes import infer_shapes, mark_batch
-from dapple_tf.variable_names import name_variables
-from graph_passes.expose import exposed
-from graph_passes.ir import Graph
-from graph_passes.layers import find_layers
-from graph_passes.text import print_graph
+from dapple_tf.timeline.recording import Recording
+from dapple_tf.timeline.timeline import Timeline
+from graph_passes.analysis.layers import find_layers
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.text import print_graph
+from graph_passes.passes.expose_gradients import exposed
 from profiler.cluster import Cluster
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.compiled import Floats, compiled
-from dapple_tf.planner.plan import Plan
+from dapple_tf.plan import Plan
+from dapple_tf.simulator.compiled import Floats, compiled
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
-from graph_passes.policies import splits_backward
+from graph_passes.schedules.policies import splits_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 

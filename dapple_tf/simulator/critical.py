@@ -10,7 +10,7 @@ import numpy as np
 
 from dapple_tf.simulator.engine import decode
 from dapple_tf.simulator.execution import Execution
-from graph_passes import schedule
+from graph_passes.schedules import schedule
 
 Kind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce"]
 COMPUTE: Mapping[schedule.Kind, Kind] = {"F": "forward", "B": "backward", "W": "weights"}

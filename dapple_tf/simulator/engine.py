@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.compiled import Floats, Integers, compiled
-from graph_passes.schedule import Action, Schedule
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from graph_passes.schedules.schedule import Action, Schedule
 
 Order = NDArray[np.int32]
 Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
@@ -43,7 +43,7 @@ def decode(action: int, stage: int, micro_batches: int) -> Action:
 def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
     """K_i forwards, then a backward and a forward in turn, then the remaining backwards (DAPPLE, section III.B).
 
-    Each K_i must lie between 1 and M: graph_passes.schedule refuses others.
+    Each K_i must lie between 1 and M: graph_passes.schedules.schedule refuses others.
     """
     stages = warm_up.shape[0]
     order = np.empty((stages, 2 * micro_batches), np.int32)

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from dapple_tf.compiled import Floats
 from dapple_tf.errors import ScheduleError
+from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, has_weights, run
 
@@ -92,6 +92,6 @@ def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
     )
     if done < order.size:
         raise ScheduleError(
-            f"the schedule deadlocks after {done} of {order.size} actions: graph_passes.schedule.check says where"
+            f"the schedule deadlocks after {done} of {order.size} actions: schedules.schedule.check says where"
         )
     return Execution(order, tuple(costs), *times)

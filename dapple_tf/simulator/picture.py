@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dapple_tf.drawing.chart import Chart, Curve, Row, Span
 from dapple_tf.simulator.critical import Event, event_at
-from dapple_tf.simulator.timeline import Timeline, list_ranges
-from dapple_tf.timeline.chart import Chart, Curve, Row, Span
-from graph_passes.policies import short_name
+from dapple_tf.simulator.simulate import Timeline, list_ranges
+from graph_passes.schedules.policies import short_name
 
 
 def make_chart(timeline: Timeline) -> Chart:

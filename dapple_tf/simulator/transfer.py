@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from profiler.cluster import Cluster
 
 

@@ -1,1 +1,1 @@
-"""Pictures of timelines, measured or simulated: a PNG, a web page, or a trace for Perfetto."""
+"""The timeline of a step, simulated or recorded: events, critical path, files and text."""

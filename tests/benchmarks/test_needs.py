@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.emulated_hosts import find_hindrance
-from tests.processes import ROOT
+from tests.paths import ROOT
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from benchmarks import published
 from benchmarks.candidates import fastest_split
 from benchmarks.planning import WholeSlices
 from benchmarks.published import Model, Published, calibrate_stash, count_units, find_cut, published_stages, stages_of
-from dapple_tf.planner.make import make_task
-from dapple_tf.planner.task import Task
+from dapple_tf.planner.api import make_task
+from dapple_tf.planner.planning_problem import Task
 from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from profiler.profile import LayerCost, Profile
@@ -92,7 +92,7 @@ def test_whole_slices_give_every_replica_the_profile_batch() -> None:
 
 @pytest.mark.parametrize("planner", ["best", "dapple"])
 def test_planners_keep_to_whole_slices(planner: str) -> None:
-    from dapple_tf.planner.make import decide
+    from dapple_tf.planner.api import decide
 
     chosen = decide(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen
     assert max(stage.replicas for stage in chosen.stages) * 2 <= chosen.micro_batch_size

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.emulated_hosts import _burst
 from benchmarks.policies import Case, beside
 from benchmarks.table4 import LINKED, UNEVEN
-from dapple_tf.runtime.timeline import Event, Timeline, Transfer
-from graph_passes.schedule import Action
+from dapple_tf.timeline.timeline import Event, Timeline, Transfer
+from graph_passes.schedules.schedule import Action
 from profiler.cluster import Link
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 from benchmarks.startup import describe
-from tests.processes import ROOT
+from tests.paths import ROOT
 
 TICK = 0.01
 

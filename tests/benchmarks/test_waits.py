@@ -5,9 +5,9 @@ from __future__ import annotations
 import dapple_tf as dapple
 from benchmarks.waits import stage_names, waits
 from benchmarks.zero_bubble import most_in_flight, simulated
-from dapple_tf.runtime.timeline import Event, Timeline
-from graph_passes.ir import Graph
-from graph_passes.schedule_text import parse_schedule
+from dapple_tf.timeline.timeline import Event, Timeline
+from graph_passes.ir.graph import Graph
+from graph_passes.schedules.text import parse_schedule
 
 
 def count_waits(graph: Graph, function: str) -> int:

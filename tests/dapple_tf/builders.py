@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.capture import capture
-from dapple_tf.planner.plan import Plan, StagePlan
-from graph_passes.layers import Layers, find_layers
+from dapple_tf.frontend.capture import capture
+from dapple_tf.plan import Plan, StagePlan
+from graph_passes.analysis.layers import Layers, find_layers
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from graph_passes.ir import Graph, Node
+from graph_passes.ir.graph import Graph, Node
 from tests.equality.small_models import chain, data, sgd, weights
 
 CALLS = ("forward", "backward", "weights")

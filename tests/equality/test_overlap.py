@@ -10,11 +10,11 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import StepError
-from graph_passes.names import nodes_of
+from graph_passes.ir.names import nodes_of
+from tests.dapple_tf.distributed.programs.cases import CASES
+from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
-from tests.job.cases import CASES
-from tests.planner.builders import make_cluster, make_profile
 
 
 @pytest.mark.parametrize("name", ["DP 2, overlap, M = 1", "tied, overlap"])

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
+from tests.dapple_tf.simulator.builders import draw_order
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models
-from tests.simulator.builders import draw_order
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05),

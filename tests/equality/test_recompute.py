@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, weights
-from tests.job.cases import CASES
 from tests.kernels import Kernel, run_kernels
 
 # --- equal to one device, whatever is in the model

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, GraphError
-from graph_passes.ir import Effect
+from graph_passes.ir.graph import Effect
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, values, weights
 

@@ -13,13 +13,13 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import ScheduleError
-from graph_passes.ir import Graph
-from graph_passes.names import nodes_of
-from graph_passes.policies import make_schedule
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.names import nodes_of
+from graph_passes.schedules.policies import make_schedule
+from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
 from tests.graph_passes.builders import refused
-from tests.job.cases import CASES
 
 BY_HAND = "0F0 0F1 0F2 0B2 0B0 0W2 0B1 0W1 0W0; 1F0 1F2 1F1 1B2 1B0 1W0 1B1 1W2 1W1"
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from graph_passes.ir import Effect, Function, Graph, Node, Port, Value, attributes
-from graph_passes.text import parse_graph, parse_type, print_graph
+from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Value, attributes
+from graph_passes.ir.text import parse_graph, parse_type, print_graph
 
 _TYPES = {"seed": "float32[]", "loss": "float32[]", "variable": "resource[]"}
 

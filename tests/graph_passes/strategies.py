@@ -7,7 +7,7 @@ import string
 
 from hypothesis import strategies as st
 
-from graph_passes.ir import (
+from graph_passes.ir.graph import (
     Attr,
     Control,
     DType,

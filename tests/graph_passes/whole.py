@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from graph_passes.accumulate import Accumulate
-from graph_passes.allreduce import AllReduce
-from graph_passes.apply import Apply
-from graph_passes.base import Pass, run_passes
-from graph_passes.ir import Function, Graph
-from graph_passes.microbatch import Microbatch
-from graph_passes.mirror import Mirror
-from graph_passes.order import Order
-from graph_passes.overlap import Overlap
-from graph_passes.policies import make_schedule
-from graph_passes.project import project
-from graph_passes.split_concat import SplitConcat
-from graph_passes.spread import spread_variables
-from graph_passes.text import parse_type
-from graph_passes.updates import Updates
+from graph_passes.ir.graph import Function, Graph
+from graph_passes.ir.text import parse_type
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.allreduce import AllReduce
+from graph_passes.passes.apply import Apply
+from graph_passes.passes.base import Pass, run_passes
+from graph_passes.passes.copy_variables import Mirror
+from graph_passes.passes.microbatch import Microbatch
+from graph_passes.passes.order import Order
+from graph_passes.passes.overlap import Overlap
+from graph_passes.passes.project import project
+from graph_passes.passes.rank_variables import spread_variables
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.split_update import Updates
+from graph_passes.schedules.policies import make_schedule
 from tests.graph_passes.builders import calls, function
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"

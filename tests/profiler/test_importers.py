@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from profiler.errors import ProfileError
 from profiler.importers import read_graph_file, read_profile
 from profiler.profile import LayerCost, Profile
+from tests.paths import SHARED_PROFILES
 from tests.profiler.builders import make_layer, make_profile
-
-SHARED = Path(__file__).parents[3] / "shared" / "profiles"
 
 
 def node(number: int, name: str = "", time: str = "1", sizes: str = "8", parameters: str = "16") -> str:
@@ -251,10 +250,10 @@ PUBLISHED = {  # nodes, batch size, whole seconds, parameter bytes: added up wit
 }
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the published profiles (../shared/profiles) are not here")
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_profile(name: str) -> None:
-    profile = read_profile(SHARED / f"{name}.txt")
+    profile = read_profile(SHARED_PROFILES / f"{name}.txt")
     layers, batch_size, seconds, parameters = PUBLISHED[name]
     total = sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers)
     assert (len(profile.layers), profile.batch_size) == (layers, batch_size)
@@ -262,8 +261,8 @@ def test_a_published_profile(name: str) -> None:
     assert sum(layer.parameter_bytes for layer in profile.layers) == pytest.approx(parameters, rel=1e-9)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the published profiles (../shared/profiles) are not here")
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 def test_gnmts_second_embedding_comes_right_before_its_reader() -> None:
-    order = [layer.name.partition("(")[0] for layer in read_profile(SHARED / "gnmt-16-pbs-64.txt").layers]
+    order = [layer.name.partition("(")[0] for layer in read_profile(SHARED_PROFILES / "gnmt-16-pbs-64.txt").layers]
     reader = order.index("RecurrentAttention")
     assert order[reader - 4 : reader] == ["Input2", "node41 Embedding", "hidden", "node42 __getitem__"]

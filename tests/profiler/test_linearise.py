@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +9,8 @@ from hypothesis import strategies as st
 from profiler.importers import read_profile
 from profiler.linearise import linearise
 from profiler.profile import LayerCost, Profile, Timing
+from tests.paths import SHARED_PROFILES
 from tests.profiler.builders import make_layer, make_profile, profiles
-
-SHARED = Path(__file__).parents[3] / "shared" / "profiles"
 
 
 def work(name: str, sent: float, kept: float = 3.0) -> LayerCost:
@@ -151,9 +148,9 @@ def test_no_kept_cut_is_no_worse_than_another(profile: Profile) -> None:
     assert not [(p, q) for p in kept for q in kept if p != q and is_no_worse(profile, p, q)]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the published profiles (../shared/profiles) are not here")
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 def test_gnmt_keeps_one_cut_for_each_layer_with_work() -> None:
-    profile = read_profile(SHARED / "gnmt-16-pbs-64.txt")
+    profile = read_profile(SHARED_PROFILES / "gnmt-16-pbs-64.txt")
     working = sum(layer.forward_seconds + layer.backward_seconds > 0 for layer in profile.layers)
     chain = linearise(profile)
     assert len(chain.positions) == working + 1

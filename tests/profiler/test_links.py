@@ -15,7 +15,8 @@ from profiler.cluster import Cluster, Link, Server
 from profiler.errors import ClusterError
 from profiler.link_fit import describe_cluster, fit_link
 from profiler.links import SIZES, Host, find_hosts, find_rounds, probe
-from tests.processes import ROOT, RanksError, needs_horovod, run_ranks
+from tests.paths import ROOT
+from tests.processes import RanksError, needs_horovod, run_ranks
 
 MS, MB, GB = 1e-3, 10**6, 1e9
 

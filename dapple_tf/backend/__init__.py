@@ -1,0 +1,1 @@
+"""Turn a pipelined graph into a TensorFlow function, and run it."""

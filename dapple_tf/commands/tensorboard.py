@@ -1,0 +1,67 @@
+"""Scalars of a training run for TensorBoard, which need TensorBoard only to be looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from dapple_tf.errors import UsageError
+from dapple_tf.timeline.critical_path import share_out
+
+if TYPE_CHECKING:
+    from dapple_tf.timeline.timeline import Timeline
+
+# By this TensorBoard knows a tensor as a point of a curve.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
+)
+
+
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder, made if it was not there; UsageError, before any work, where nothing can be written into it."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot hold TensorBoard's events: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} cannot hold TensorBoard's events: it cannot be written")
+    return folder
+
+
+class Scalars:
+    """Writes scalars by step into ``folder``; what is written is there after ``close``, or after two minutes."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._writer = tf.summary.create_file_writer(os.fspath(check_folder(folder)))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point at ``step`` to each named curve, all in one event."""
+        summary = tf.compat.v1.Summary(
+            value=[
+                tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=_SCALAR)
+                for name, value in values.items()
+            ]
+        )
+        with self._writer.as_default():
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
+
+    def close(self) -> None:
+        """Write what has not been written yet."""
+        self._writer.close()
+
+
+def step_scalars(loss: float, samples_per_second: float) -> dict[str, float]:
+    """What every step gives."""
+    return {"loss": loss, "samples_per_second": samples_per_second}
+
+
+def recorded_scalars(timeline: Timeline) -> dict[str, float]:
+    """What a recorded step gives besides: fractions of the step, and seconds of its critical path."""
+    busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}
+    path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in share_out(timeline.critical_path).items()}
+    return {"bubble": timeline.bubble, "step_seconds": timeline.seconds, **busy, **path}

@@ -1,0 +1,1 @@
+"""One process per device: the Horovod job that this process is a rank of. Only this package knows Horovod."""

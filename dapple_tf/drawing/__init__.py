@@ -1,0 +1,1 @@
+"""Draw charts as PNG, web page or Chrome trace, and tables as text."""

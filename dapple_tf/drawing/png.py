@@ -1,0 +1,180 @@
+"""A chart as a PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dapple_tf.drawing.chart import (
+    COLOURS,
+    CRITICAL,
+    HEADING,
+    IDLE,
+    LABELS,
+    MARK,
+    Chart,
+    Span,
+    scale_bytes,
+    scale_time,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+_DPI = 130
+_INCHES = (12.0, 40.0)  # the narrowest and the widest picture
+_PLOT = 0.92  # of the width that is not the rows' names
+_SHARE = 0.8  # of a row's height that its spans take
+_DIGIT_INCHES = 0.06  # the width of a digit of the small labels
+_NAMED = 6  # names of the legend that fit side by side
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Write the picture: the rows, and below them memory over time where there is any."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = _choose_width(chart)
+    rows = min(0.6 * chart.height, 30.0) + 1.2
+    memory = 2.6 if chart.curves else 0.0
+    figure = Figure(figsize=(width, rows + memory), layout="constrained")
+    FigureCanvasAgg(figure)
+    if chart.curves:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[rows, memory])
+        _draw_memory(chart, lower)
+        bottom = lower
+    else:
+        upper = bottom = figure.subplots()
+    _draw_rows(chart, upper, width)
+    scale, unit = scale_time(chart.seconds)
+    upper.set_xlim(0, chart.seconds * scale or 1)
+    bottom.set_xlabel(f"{_UNITS[unit]} since the step's first forward (numbers are micro-batches)")
+    figure.savefig(path, dpi=_DPI, format="png")
+
+
+_UNITS = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}
+
+
+def _choose_width(chart: Chart) -> float:
+    """Inches: enough for most numbers to be read."""
+    labelled = [span for span in chart.spans if _is_labelled(chart, span)]
+    if not labelled:
+        return _INCHES[0]
+    typical = sorted(span.end - span.start for span in labelled)[len(labelled) // 4]
+    digits = max(len(str(span.micro_batch)) for span in labelled)
+    wanted = (digits * _DIGIT_INCHES + 0.01) * chart.seconds / typical / _PLOT
+    return min(max(wanted, _INCHES[0]), _INCHES[1])
+
+
+def _is_labelled(chart: Chart, span: Span) -> bool:
+    return span.micro_batch is not None and not chart.rows[span.row].network and span.end > span.start
+
+
+def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    scale, _ = scale_time(chart.seconds)
+    tops = list(chart.tops())
+    inches = _PLOT * width / (chart.seconds or 1)  # a second's width
+    line = 0.8 if len(chart.spans) < 1000 else 0.3
+
+    def box(span: Span) -> list[tuple[float, float]]:
+        height = chart.rows[span.row].height
+        low = tops[span.row] + (1 - _SHARE) / 2 * height
+        left, right = span.start * scale, span.end * scale
+        return [(left, low), (right, low), (right, low + _SHARE * height), (left, low + _SHARE * height)]
+
+    idle = [
+        [(0.0, top + 0.1), (row.until * scale, top + 0.1), (row.until * scale, top + 0.9), (0.0, top + 0.9)]
+        for row, top in zip(chart.rows, tops, strict=True)
+        if row.until and not row.network
+    ]
+    axes.add_collection(PolyCollection(idle, facecolors=IDLE, edgecolors="none"))
+    for caption, top in chart.headings:
+        axes.text(0, top + HEADING / 2, caption, va="center", fontsize=9.5, fontweight="bold")
+
+    def mark(span: Span) -> list[tuple[float, float]]:
+        (left, _), (right, _), (_, low), _ = box(span)
+        high = low - (1.5 if chart.rows[span.row].network else 1.0) * MARK * chart.rows[span.row].height
+        return [(left, low), (right, low), (right, high), (left, high)]
+
+    for kind in chart.kinds:
+        boxes = [box(span) for span in chart.spans if span.kind == kind]
+        axes.add_collection(PolyCollection(boxes, facecolors=COLOURS[kind], edgecolors="white", linewidths=line))
+    marks = [mark(span) for span in chart.spans if span.critical]
+    axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none"))
+    for span in chart.spans:
+        room = (span.end - span.start) * inches
+        if _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
+            middle = (span.start + span.end) / 2 * scale
+            axes.text(
+                middle,
+                tops[span.row] + 0.5,
+                str(span.micro_batch),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=9 if room > 0.22 else 6.5,
+                clip_on=True,
+            )
+    named = [index for index, row in enumerate(chart.rows) if not row.network]
+    axes.set_yticks([tops[i] + 0.5 for i in named], [chart.rows[i].name for i in named])
+    axes.set_ylim(chart.height, 0)
+    handles: list[Artist] = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in chart.kinds]
+    if idle:
+        handles.append(Patch(color=IDLE, label="idle"))
+    if marks:
+        handles.append(Line2D([], [], color=CRITICAL, linewidth=3, label="critical path"))
+    lines = -(-len(handles) // _NAMED)
+    axes.set_title(chart.title, fontsize=11, loc="left", pad=10 + 14 * lines)
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=-(-len(handles) // lines) if lines else 1,
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0.2,
+        borderpad=0,
+    )
+    _open(axes)
+
+
+def _draw_memory(chart: Chart, axes: Axes) -> None:
+    from matplotlib import colormaps
+
+    scale, _ = scale_time(chart.seconds)
+    most = max(max(curve.values) for curve in chart.curves)
+    # A limit far above would flatten the curves to a line: it is told instead.
+    shown = chart.limit is not None and chart.limit <= 2.5 * most
+    size, unit = scale_bytes(max(most, chart.limit or 0) if shown else most)
+    ramp = colormaps["viridis"]
+    every = -(-len(chart.curves) // 12)  # more names than that do not fit
+    for index, curve in enumerate(chart.curves):
+        axes.step(
+            [time * scale for time in (*curve.times, chart.seconds)],
+            [value / size for value in (*curve.values, curve.values[-1])],
+            where="post",
+            color=ramp(0.9 * index / max(1, len(chart.curves) - 1)),
+            linewidth=1.3,
+            label=curve.name if index % every == 0 else None,
+        )
+    note = "memory of a device"
+    if chart.limit is not None and shown:
+        axes.axhline(chart.limit / size, color="black", linestyle="--", linewidth=1, label="the device's memory")
+    elif chart.limit is not None:
+        whole, name = scale_bytes(chart.limit)
+        note += f" (of {chart.limit / whole:.3g} {name})"
+    axes.set_ylim(0, 1.08 * max(most, chart.limit or 0 if shown else 0) / size or 1)
+    axes.set_ylabel(unit)
+    axes.set_title(note, fontsize=10, loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=7, frameon=False, fontsize=8)
+    _open(axes)
+
+
+def _open(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,49 @@
+"""Save a chart as its file's suffix says."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dapple_tf.drawing.chart import Chart
+from dapple_tf.errors import UsageError
+from profiler.files import make_writable, replacing, write_atomically
+
+_SUFFIXES = (".png", ".html", ".json")
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if a timeline can be saved there; UsageError before any work is done if not."""
+    target = Path(path)
+    if target.suffix not in _SUFFIXES:
+        raise UsageError(f"{target}: a timeline is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    if problem := make_writable(target):
+        raise UsageError(problem)
+    return target
+
+
+def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, Any] | None = None) -> None:
+    """A picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json), all or nothing.
+
+    ``data`` is what a trace keeps besides, under ``dapple``, where those leave it alone.
+    Raises UsageError for another suffix or a path that cannot be written.
+    """
+    target = check_path(path)
+    match target.suffix:
+        case ".json":
+            from dapple_tf.drawing.chrome_trace import trace_events
+
+            kept = {} if data is None else {"dapple": data}
+            write_atomically(target, json.dumps({**trace_events(chart), **kept}))
+        case ".html":
+            from dapple_tf.drawing.html import make_page
+
+            write_atomically(target, make_page(chart))
+        case _:
+            from dapple_tf.drawing.png import draw
+
+            with replacing(target) as part:
+                draw(chart, part)

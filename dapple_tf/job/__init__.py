@@ -1,1 +1,0 @@
-"""One process per device: the Horovod job that this process is a rank of. Only what is here knows Horovod."""

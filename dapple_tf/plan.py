@@ -1,0 +1,162 @@
+"""What was decided: which layers and devices make a stage, how many micro-batches, which schedule.
+
+File format ``dapple-plan/1`` (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dapple_tf.errors import PlanError, ScheduleError
+from graph_passes.passes.recompute import find_runs
+from graph_passes.schedules.policies import make_schedule
+from profiler.fields import Fields, locating, read_json
+from profiler.files import write_atomically
+
+FORMAT = "dapple-plan/1"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Layers ``first_layer`` to ``last_layer`` (inclusive) on ``devices``, one replica each."""
+
+    first_layer: int
+    last_layer: int
+    devices: tuple[int, ...]
+
+    @property
+    def replicas(self) -> int:
+        """r: the number of devices that share each micro-batch."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan. Batch sizes are samples; ``predicted`` holds what a simulator said, if one was asked.
+
+    ``recompute``: the layers that backward makes again instead of keeping what it needs of them: all (True), none, or
+    those with these numbers. ``overlap``: AllReduce starts during the last backward, layer by layer, not after it.
+    """
+
+    model: str
+    planner: str
+    global_batch_size: int
+    micro_batch_size: int
+    micro_batches: int
+    schedule: str
+    recompute: bool | tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    predicted: Mapping[str, Any] | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise PlanError("a plan needs at least one stage")
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
+        expected = 0
+        for index, stage in enumerate(self.stages):
+            if stage.first_layer != expected or stage.last_layer < stage.first_layer:
+                raise PlanError(
+                    f"stages[{index}] holds layers {stage.first_layer} to {stage.last_layer}, but must start at "
+                    f"{expected}"
+                )
+            distinct = {device for device in stage.devices if device >= 0}
+            if not distinct or len(distinct) != len(stage.devices):
+                raise PlanError(
+                    f"stages[{index}].devices is {list(stage.devices)}: name at least one device, each once, from 0"
+                )
+            expected = stage.last_layer + 1
+        if not isinstance(self.recompute, bool):
+            _check_layers(self.recompute, expected)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first layer of every stage but the first."""
+        return tuple(stage.first_layer for stage in self.stages[1:])
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The layers that backward makes again."""
+        if isinstance(self.recompute, bool):
+            return tuple(range(self.stages[-1].last_layer + 1)) if self.recompute else ()
+        return self.recompute
+
+    def runs(self, stage: int) -> tuple[range, ...]:
+        """Rows of a stage's layers that are re-computed together."""
+        place = self.stages[stage]
+        return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it."""
+        data = {"format": FORMAT, **asdict(self)}
+        if not self.overlap:
+            del data["overlap"]  # written only where it says something
+        return data
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to ``path`` as JSON, all or nothing."""
+        try:
+            write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
+        except OSError as error:
+            raise PlanError(f"{path}: the plan cannot be written: {error.strerror}") from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan; PlanError names the file and the field that is wrong."""
+        with locating(path, PlanError):
+            return _from_json(read_json(path, PlanError))
+
+
+def _check_layers(layers: tuple[int, ...], count: int) -> None:
+    """PlanError unless these are numbers of some of ``count`` layers, ascending."""
+    for index, layer in enumerate(layers):
+        if layer not in range(count):
+            raise PlanError(f"recompute[{index}] is layer {layer}, but the layers are 0 to {count - 1}")
+        if index and layer <= layers[index - 1]:
+            raise PlanError(f"recompute[{index}] is layer {layer} after {layers[index - 1]}: name each once, ascending")
+
+
+def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
+    if not top.has("recompute"):
+        return False
+    value = top.data["recompute"]
+    if isinstance(value, list):
+        return top.integers("recompute")
+    if not isinstance(value, bool):
+        raise PlanError(f"recompute is {value!r}, not true or false, nor a list of layer numbers")
+    return value
+
+
+def _from_json(data: Any) -> Plan:
+    top = Fields.of(data, PlanError, known=[field.name for field in fields(Plan)], file_format=FORMAT)
+    plan = Plan(
+        model=top.text("model"),
+        planner=top.text("planner"),
+        global_batch_size=top.integer("global_batch_size"),
+        micro_batch_size=top.integer("micro_batch_size"),
+        micro_batches=top.integer("micro_batches"),
+        schedule=top.text("schedule"),
+        recompute=_read_recompute(top),
+        stages=tuple(
+            StagePlan(stage.integer("first_layer"), stage.integer("last_layer"), stage.integers("devices"))
+            for stage in top.each("stages", known=[field.name for field in fields(StagePlan)])
+        ),
+        predicted=top.mapping("predicted") if top.has("predicted") else None,
+        overlap=top.flag("overlap") if top.has("overlap") else False,
+    )
+    try:
+        make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    except ScheduleError as error:
+        raise PlanError(f"schedule: {error}") from error
+    return plan

@@ -1,0 +1,79 @@
+"""Whether a plan can be carried out for a profile, on a cluster."""
+
+from __future__ import annotations
+
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import Plan
+from profiler.cluster import Cluster
+from profiler.profile import Profile
+
+
+def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    """PlanError, naming the stage, where the plan does not fit the profile's layers or the cluster's devices."""
+    _check_batch(plan)
+    _check_layers(plan, profile)
+    _check_devices(plan, cluster)
+    _check_positions(plan, profile)
+
+
+def _check_batch(plan: Plan) -> None:
+    if plan.micro_batch_size * plan.micro_batches != plan.global_batch_size or plan.global_batch_size < 1:
+        raise PlanError(
+            f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} is not global_batch_size "
+            f"{plan.global_batch_size}: choose micro-batches that divide the batch"
+        )
+
+    for index, stage in enumerate(plan.stages):
+        if stage.replicas > plan.micro_batch_size:
+            raise PlanError(
+                f"stage {index} has {stage.replicas} replicas, but a micro-batch has {plan.micro_batch_size} samples: "
+                "use larger micro-batches or fewer replicas"
+            )
+
+
+def _check_layers(plan: Plan, profile: Profile) -> None:
+    count, end = len(profile.layers), plan.stages[-1].last_layer
+    if end != count - 1:
+        raise PlanError(
+            f"the stages end at layer {end} (stage {len(plan.stages) - 1}), but the profile of {profile.model!r} has "
+            f"the layers 0 to {count - 1}: give the profile that the plan was made for, or plan again"
+        )
+
+
+def _check_devices(plan: Plan, cluster: Cluster) -> None:
+    stage_of: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            if device >= cluster.devices:
+                raise PlanError(
+                    f"stage {index} is on device {device}, but the cluster has the devices 0 to "
+                    f"{cluster.devices - 1}: give the cluster that the plan was made for, or plan again"
+                )
+            if device in stage_of:
+                raise PlanError(
+                    f"device {device} is in stage {stage_of[device]} and in stage {index}: give each stage devices "
+                    "of its own"
+                )
+            stage_of[device] = index
+
+
+def _check_positions(plan: Plan, profile: Profile) -> None:
+    for index, start in enumerate(plan.starts, 1):
+        name = profile.layers[start].name
+        if start in profile.uncuttable:
+            raise PlanError(
+                f"stage {index} starts at layer {start} ({name}), where the model cannot be cut: start it at one of "
+                f"{_list_some(profile, start)}"
+            )
+        before, after = plan.replicas[index - 1], plan.replicas[index]
+        if before != after and start in profile.unsplittable:
+            raise PlanError(
+                f"stages {index - 1} and {index} have {before} and {after} replicas, but what crosses the cut at layer "
+                f"{start} ({name}) cannot be split: give both stages equally many replicas, or cut elsewhere"
+            )
+
+
+def _list_some(profile: Profile, start: int) -> str:
+    """The nearest positions where a stage may start."""
+    nearest = sorted(sorted(profile.positions(), key=lambda p: abs(p - start))[:4])
+    return ", ".join(f"{p} ({profile.layers[p].name})" for p in nearest) or "none (use one stage)"

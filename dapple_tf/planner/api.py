@@ -1,0 +1,149 @@
+"""``dapple.plan``: from a profile and a cluster to a plan, by any planner."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import Plan
+from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.dapple import plan_dapple
+from dapple_tf.planner.dp import plan_dp
+from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.memory_shortage import describe_shortage
+from dapple_tf.planner.planning_problem import Candidate, Decision, Task, micro_batch_sizes
+from dapple_tf.simulator.simulate import Timeline, simulate
+from graph_passes.schedules.policies import check_name, count_micro_batches, count_stages, make_schedule, short_name
+from profiler.cluster import Cluster
+from profiler.profile import Profile
+
+# A planner takes a task and options of its own, and answers None where nothing that it may choose fits the memory.
+PLANNERS: Mapping[str, Callable[..., Decision | None]] = {
+    "best": plan_best,
+    "dapple": plan_dapple,
+    "dp": plan_dp,
+    "gpipe": plan_gpipe,
+}
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    planner: str = "best",
+    schedule: str = "auto",
+    recompute: bool = False,
+    overlap: bool = False,
+    optimizer_slots: int = 2,
+    **options: Any,
+) -> Plan:
+    """The plan of ``planner`` ("best", "dapple", "dp", "gpipe") for ``profile`` on ``cluster``, with its prediction.
+
+    Sizes are samples; without ``micro_batch_size`` all divisors of the global batch are tried. ``schedule``: a name, or
+    "auto". ``recompute``: stages stash only what enters them. ``overlap``: AllReduce runs during the last backward.
+    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam 2). Raises PlanError for what cannot be,
+    and where nothing fits: which stage lacks how many bytes, and what would fit.
+    """
+    task = make_task(
+        profile,
+        cluster,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute=recompute,
+        overlap=overlap,
+        optimizer_slots=optimizer_slots,
+    )
+    return predicted(task, decide(task, planner, **options).chosen, planner)[0]
+
+
+def make_task(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    schedule: str = "auto",
+    recompute: bool = False,
+    overlap: bool = False,
+    optimizer_slots: int = 2,
+) -> Task:
+    """What the planners are asked; PlanError or ScheduleError for what cannot be asked."""
+    for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
+        if not isinstance(value, kind):
+            raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
+    asked: dict[str, object] = {"global_batch_size": global_batch_size}
+    if micro_batch_size is not None:
+        asked["micro_batch_size"] = micro_batch_size
+    for name, number in asked.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise PlanError(f"{name} is {number!r}, not a whole number")
+    if optimizer_slots < 0:
+        raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
+    sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
+    if schedule != "auto":
+        check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
+    return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
+
+
+def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
+    """PlanError or ScheduleError for a schedule that no plan on so many devices, of these micro-batches, can have."""
+    check_name(name)
+    stages = count_stages(name)
+    if stages is None:
+        return
+    if stages > devices:
+        raise PlanError(f"schedule {short_name(name)!r} is for {stages} stages, but the cluster has {devices} devices")
+    make_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
+
+
+def decide(task: Task, planner: str, **options: Any) -> Decision:
+    """What ``planner`` chooses; PlanError for one that does not exist, options it does not have, or where none fits."""
+    if planner not in PLANNERS:
+        near = difflib.get_close_matches(planner, PLANNERS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise PlanError(f"no planner is called {planner!r}{hint}; there are {', '.join(PLANNERS)}")
+    function = PLANNERS[planner]
+    known = list(inspect.signature(function).parameters)[1:]
+    for name in options:
+        if name not in known:
+            raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
+    decision = function(task, **options)
+    if decision is None:
+        raise PlanError(_explain_none(task, planner))
+    return decision
+
+
+def _explain_none(task: Task, planner: str) -> str:
+    """Why ``planner`` found nothing, and what would help."""
+    if planner != "best" and plan_best(task) is not None:
+        return (
+            f"nothing that planner {planner!r} may choose fits the devices' memory, with a sample for each replica: "
+            "planner 'best' finds a plan"
+        )
+    if task.schedule != "auto":  # which holds more micro-batches than one
+        others = {"schedule 'auto'": replace(task, schedule="auto"), "recompute": replace(task, recompute=True)}
+        remedies = [name for name, other in others.items() if plan_best(other) is not None]
+        if remedies:
+            return f"no plan fits the devices' memory under schedule {task.schedule!r}: use {' or '.join(remedies)}"
+        return f"under schedule 'auto', which needs the least memory, {describe_shortage(task)}"
+    return describe_shortage(task)
+
+
+def predicted(task: Task, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
+    """The candidate as a plan with the simulator's prediction, and the simulated step."""
+    bare = task.plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
+    timeline = simulate(bare, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+    prediction = {
+        "step_seconds": timeline.step_seconds,
+        "speedup": timeline.speedup,
+        "bubble": timeline.bubble,
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+    }
+    return replace(bare, predicted=prediction), timeline

@@ -1,0 +1,80 @@
+"""A profile of a model that never runs: FLOPs, bytes and a device's peak figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.errors import BatchError
+from dapple_tf.frontend.capture import capture
+from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
+from profiler.measure import Floats
+from profiler.peaks import Peak, find_peak
+from profiler.profile import LayerCost, Profile
+
+
+def analytic_profile(
+    loss_fn: Callable[..., Any], batch: Any, device: str | Peak = "V100", *, model: str | None = None
+) -> Profile:
+    """The profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op; nothing runs.
+
+    ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch's size on axis 0.
+    Starting kernels costs nothing here, so many small ones really take longer. Raises ProfileError for an unknown
+    device, BatchError for a batch of no or unknown size, and what ``dapple.pipeline`` raises for the loss.
+    """
+    peak = find_peak(device) if isinstance(device, str) else device
+    arguments = as_arguments(batch)
+    size = batch_size(arguments)
+    facts = examine_layers(capture(loss_fn, arguments), size)
+    return make_profile(
+        facts,
+        model or facts.captured.graph.name,
+        f"{peak.name} (analytic)",
+        facts.forward_seconds(peak),
+        facts.backward_seconds(peak),
+    )
+
+
+def as_arguments(batch: Any) -> tuple[Any, ...]:
+    """The arguments of a loss: a tuple or list of them, or the only one."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def batch_size(arguments: Sequence[Any]) -> int:
+    """Samples of a batch, by axis 0 of its first tensor. Raises BatchError where there are none, or nobody knows."""
+    leaves = tf.nest.flatten(tuple(arguments))
+    if not leaves:
+        raise BatchError("the batch has no tensors: give the tuple of the loss's arguments")
+    first = leaves[0]
+    shape = first.shape if hasattr(first, "shape") else tf.convert_to_tensor(first).shape
+    if len(shape) == 0 or shape[0] is None:
+        raise BatchError(f"the batch's first tensor has shape {shape}: axis 0 must be the number of samples")
+    if shape[0] == 0:
+        raise BatchError("the batch is empty")
+    return int(shape[0])
+
+
+def make_profile(facts: LayerFacts, model: str, device: str, forward: Floats, backward: Floats, **more: Any) -> Profile:
+    """The profile of these facts and seconds; ``more`` are further fields of Profile."""
+    return Profile(
+        model=model,
+        batch_size=facts.batch_size,
+        device=device,
+        layers=tuple(
+            LayerCost(*figures)
+            for figures in zip(
+                facts.names,
+                map(float, forward),
+                map(float, backward),
+                facts.activation_bytes,
+                facts.stash_bytes,
+                facts.parameter_bytes,
+                strict=True,
+            )
+        ),
+        uncuttable=facts.uncuttable,
+        unsplittable=facts.unsplittable,
+        **more,
+    )

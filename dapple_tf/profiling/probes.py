@@ -1,0 +1,171 @@
+"""What a profile measures: the layers in runs, the whole model un-pipelined, and calls that do nothing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.backend.bindings import Buffers
+from dapple_tf.backend.operations import call
+from dapple_tf.backend.program import Program, build_program
+from dapple_tf.compiler import pipeline_graph, stage_model
+from dapple_tf.errors import PartitionError, StepError
+from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.profiling.layer_facts import LayerFacts
+from dapple_tf.timeline.timeline import read_timeline
+from profiler.measure import Floats, choose_starts, share_out
+from profiler.peaks import Peak
+
+_EMPTY_CALLS = 16
+# The proportions of a CPU core, or a GPU: they only share out the time of a run among its layers.
+_ROOFLINE = Peak("one core", 5e10, 5e9, 0.0, 1.0)
+
+
+class PlainModel:
+    """The model un-pipelined, on one device: seconds of its forward, and of forward and gradients.
+
+    Raises StepError where it fails on its batch.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], arguments: Sequence[Any], device: str) -> None:
+        self._arguments = tf.nest.map_structure(tf.convert_to_tensor, tuple(arguments))
+        specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), self._arguments)
+        self._device = device
+
+        def loss(*batch: Any) -> Any:
+            result = loss_fn(*batch)
+            return result[0] if isinstance(result, tuple) else result
+
+        def gradients(*batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                value = loss(*batch)
+            return value, tape.gradient(value, list(tape.watched_variables()))
+
+        self._forward, self._both = (tf.function(f).get_concrete_function(*specs) for f in (loss, gradients))
+
+    def forward(self) -> Floats:
+        """Seconds of one forward."""
+        return self._time(self._forward)
+
+    def both(self) -> Floats:
+        """Seconds of one forward with gradients."""
+        return self._time(self._both)
+
+    def _time(self, function: Any) -> Floats:
+        with tf.device(self._device):
+            begin = time.perf_counter()
+            try:
+                function(*self._arguments)
+            except tf.errors.OpError as error:
+                raise StepError(f"the model failed on this batch, un-pipelined: {_cause(error.message)}") from error
+            tf.test.experimental.sync_devices()
+            return np.array([time.perf_counter() - begin])
+
+
+def _cause(message: str) -> str:
+    """The line that says what went wrong, among those that say where in the user's sources (indented, or before)."""
+    return [line for line in message.splitlines() if line.strip() and not line[0].isspace()][-1]
+
+
+def empty_calls(device: str) -> Callable[[], Floats]:
+    """Measures the seconds of calls that do nothing, stamped as stages are."""
+    signature = [tf.TensorSpec([])] * 4  # a few tensors enter and leave
+    nothing = tf.function(
+        lambda *x: [tf.identity(value) for value in x],
+        autograph=False,
+        input_signature=signature,
+        experimental_attributes={internals.NO_INLINE: True},
+    ).get_concrete_function()
+
+    def chain(*values: Any) -> Any:
+        stamps: list[Any] = []
+        tensors, last = list(values), [value.op for value in values]
+        for _ in range(_EMPTY_CALLS):
+            with tf.control_dependencies(last):
+                begin = tf.timestamp()
+            with tf.control_dependencies([begin.op]):
+                tensors, done = call(nothing, tensors)
+            with tf.control_dependencies(done):
+                end = tf.timestamp()
+            stamps.append(end - begin)
+            last = [end.op]
+        return tf.stack(stamps), tensors  # given back, since calls whose results nobody takes are left out
+
+    calls = tf.function(
+        chain,
+        autograph=False,
+        input_signature=signature,
+        experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True},
+    ).get_concrete_function()
+
+    def probe() -> Floats:
+        with tf.device(device), internals.plain_execution():
+            return np.array(calls(*[tf.zeros([])] * 4)[0].numpy())
+
+    return probe
+
+
+@dataclass(frozen=True)
+class LayerRuns:
+    """Layers in runs, each a stage of ``program``; run k holds the layers ``bounds[k]`` to ``bounds[k + 1] - 1``."""
+
+    facts: LayerFacts
+    bounds: tuple[int, ...]
+    program: Program
+
+    @staticmethod
+    def build(facts: LayerFacts, count: int, device: str, home: str) -> LayerRuns:
+        """About ``count`` runs of equal work; fewer where a gradient needs what another run does not send."""
+        weights = facts.forward_seconds(_ROOFLINE) + facts.backward_seconds(_ROOFLINE)
+        while True:
+            starts = choose_starts(weights, facts.layers.positions(), count)
+            try:
+                staged = stage_model(facts.captured, facts.layers, starts, None)
+                break
+            except PartitionError:
+                if not starts:
+                    raise
+                count = (len(starts) + 1) // 2
+        bounds = (0, *starts, len(facts.names))
+        size = facts.batch_size
+        stages = tuple(StagePlan(first, end - 1, (0,)) for first, end in itertools.pairwise(bounds))
+        plan = Plan(facts.captured.graph.name, "profile", size, size, 1, "gpipe", False, stages)
+        graph = pipeline_graph(staged, facts.captured, plan, [device], home, extra="times")
+        # TensorFlow leaves out calls whose results nobody takes: every gradient is given back.
+        gradients = [value for node in graph.nodes if node.op == "backward" for value in node.values()]
+        graph = graph.replace(outputs=(*graph.outputs[:-1], *gradients, graph.outputs[-1]))
+        # Not inlined, as in a step of several micro-batches.
+        program = build_program(graph, staged, facts.captured.signature, Buffers(home), inline=False)
+        return LayerRuns(facts, bounds, program)
+
+    def probe(self, rows: Sequence[Any]) -> Callable[[], Floats]:
+        """Measures the seconds of every run: forwards, then backwards."""
+
+        def run() -> Floats:
+            stamps = self.program.run(rows)[-1].numpy()
+            count = len(self.bounds) - 1
+            seconds = np.zeros(2 * count)
+            for event in read_timeline(self.program.graph, stamps).events:
+                seconds[event.action.stage + count * (event.action.kind == "B")] += event.end - event.start
+            return seconds
+
+        return run
+
+    def share(self, rounds: Floats, call_seconds: float) -> tuple[Floats, Floats]:
+        """Seconds of every layer's forward and backward: medians of ``rounds``, less ``call_seconds`` for each call.
+
+        Where a run took less than twice a call that does nothing, half of its time is the call's.
+        """
+        medians = np.median(rounds, axis=0)
+        own = np.maximum(medians - call_seconds, medians / 2)
+        count = len(self.bounds) - 1
+        forward = share_out(own[:count], self.bounds, self.facts.forward_seconds(_ROOFLINE))
+        backward = share_out(own[count:], self.bounds, self.facts.backward_seconds(_ROOFLINE))
+        return forward, backward

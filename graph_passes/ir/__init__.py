@@ -1,0 +1,1 @@
+"""The intermediate representation: graphs, their text form and their invariants."""

@@ -1,0 +1,125 @@
+"""Prove, before any rank runs, that the graphs of all ranks fit together: exchanges pair up, and none can deadlock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Graph, Node, TensorType
+from graph_passes.passes.project import TOKENS
+
+COLLECTIVES = frozenset({"exchange", "allreduce", "average", "barrier"})
+
+
+def verify_ranks(graphs: Sequence[Graph]) -> None:
+    """Check the projected graphs of ranks 0, 1, ... against each other.
+
+    Raises GraphError naming the exchange and the ranks: one that some rank lacks, or sees with other ranks, shapes or
+    dtypes, or that TensorFlow could leave out, or a cycle of waiting ranks.
+    """
+    collectives: dict[str, dict[int, Node]] = {}
+    for rank, graph in enumerate(graphs):
+        _check_kept(rank, graph)
+        _check_averages(rank, graph)
+        for node in collectives_of(graph):
+            collectives.setdefault(node.name, {})[rank] = node
+    for name, nodes in collectives.items():
+        _check_ranks(name, nodes)
+        _check_ops(name, nodes)
+        if next(iter(nodes.values())).op == "exchange":
+            _check_exchange(name, graphs, nodes)
+        else:
+            _check_alike(name, nodes)
+    _check_progress(graphs)
+
+
+def collectives_of(graph: Graph) -> Iterator[Node]:
+    """The nodes of a rank's graph that wait for other ranks."""
+    return (node for node in graph.nodes if node.op in COLLECTIVES and node.has("ranks"))
+
+
+def _check_kept(rank: int, graph: Graph) -> None:
+    """The graph's outputs take every token: TensorFlow drops ops whose results nobody takes, and others wait."""
+    taken = {value for output in graph.outputs for value in graph.node(output.node).inputs}
+    for node in collectives_of(graph):
+        if node.op in TOKENS and node.values()[-1] not in taken:
+            raise GraphError(f"{node.name!r} on rank {rank}: no output of the graph takes its token")
+
+
+def _check_averages(rank: int, graph: Graph) -> None:
+    """State is averaged before the barrier and written after it: where an average fails, no variable has changed."""
+    averages = [node.name for node in graph.nodes if node.op == "average"]
+    barriers = [node.name for node in graph.nodes if node.op == "barrier"]
+    if not averages or not barriers:
+        return
+    edges = nx.DiGraph((source, node.name) for node in graph.nodes for source in node.predecessors())
+    commits = [node.name for node in graph.nodes if node.op == "commit"]
+    for first, then in (*itertools.product(averages, barriers), *itertools.product(barriers, commits)):
+        if not (edges.has_node(first) and edges.has_node(then) and nx.has_path(edges, first, then)):
+            raise GraphError(f"nothing orders {then!r} after {first!r} on rank {rank}: a failure may leave half a step")
+
+
+def _check_ranks(name: str, nodes: dict[int, Node]) -> None:
+    for rank, node in nodes.items():
+        if node.integers("ranks") != tuple(sorted(nodes)):
+            waits = list(node.integers("ranks"))
+            raise GraphError(f"{name!r} on rank {rank} waits for ranks {waits}, but is on ranks {sorted(nodes)}")
+
+
+def _check_ops(name: str, nodes: dict[int, Node]) -> None:
+    first = min(nodes)
+    for rank, node in nodes.items():
+        if node.op != nodes[first].op:
+            raise GraphError(f"{name!r} is {nodes[first].op!r} on rank {first}, but {node.op!r} on rank {rank}")
+
+
+def _check_exchange(name: str, graphs: Sequence[Graph], nodes: dict[int, Node]) -> None:
+    for key in ("dtypes", "header"):
+        if len({node.attr(key) for node in nodes.values()}) > 1:
+            raise GraphError(f"{name!r} differs in {key!r} between ranks {sorted(nodes)}")
+    for source, to in itertools.permutations(nodes, 2):
+        sent = _sent(graphs[source], nodes[source], to)
+        received = [
+            kind for kind, rank in zip(nodes[to].outputs, nodes[to].integers("source"), strict=False) if rank == source
+        ]
+        if sent != received:
+            raise GraphError(
+                f"{name!r}: rank {source} sends {_show(sent)} to rank {to}, which expects {_show(received)}"
+            )
+
+
+def _sent(graph: Graph, node: Node, to: int) -> list[TensorType]:
+    pairs = zip(node.inputs, node.integers("to"), strict=True)
+    return [graph.type_of(value) for value, rank in pairs if rank == to]
+
+
+def _check_alike(name: str, nodes: dict[int, Node]) -> None:
+    kinds = {rank: node.outputs for rank, node in nodes.items()}
+    first = min(kinds)
+    for rank, outputs in kinds.items():
+        if outputs != kinds[first]:
+            raise GraphError(
+                f"{name!r}: rank {first} has {_show(kinds[first])} in it, and rank {rank} {_show(outputs)}"
+            )
+
+
+def _check_progress(graphs: Sequence[Graph]) -> None:
+    """No rank waits for itself through others: a collective is one event of all its ranks."""
+    order: nx.DiGraph[str] = nx.DiGraph()
+    for rank, graph in enumerate(graphs):
+        shared = {node.name for node in collectives_of(graph)}
+        for node in graph.nodes:
+            here = node.name if node.name in shared else f"rank {rank}: {node.name}"
+            order.add_node(here)
+            for source in node.predecessors():
+                order.add_edge(source if source in shared else f"rank {rank}: {source}", here)
+    if not nx.is_directed_acyclic_graph(order):
+        cycle = [source for source, _ in nx.find_cycle(order)]
+        raise GraphError("ranks would wait for each other for ever: " + " -> ".join([*cycle, cycle[0]]))
+
+
+def _show(kinds: Sequence[TensorType]) -> str:
+    return "[" + ", ".join(f"{kind.dtype.name}{list(kind.shape.dims or ())}" for kind in kinds) + "]"

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: the actions of every stage, and the policies that make them."""

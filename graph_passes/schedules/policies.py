@@ -1,0 +1,154 @@
+"""Schedules by name: a policy, with D where memory limits it, each K_i, or the actions themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action, Schedule, check
+from graph_passes.schedules.text import is_text, parse_schedule
+from graph_passes.schedules.zero_bubble import zero_bubble
+
+ZERO_BUBBLE = "zb-h1"
+_POLICY = re.compile(r"([a-z0-9][a-z0-9-]*)(?::D=(\d+))?")
+_EXPLICIT = re.compile(r"K=(\d+(?:,\d+)*)")
+
+
+def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
+    """K_i of every stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
+
+    ``gpipe``: K_i = M. ``dapple-a``, which is BaPipe's ``1f1b-sno``: K_i = min(S - i, D), and so is ``zb-h1`` (see
+    ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D). BaPipe's ``1f1b-so`` holds one more:
+    K_i = min(2 (S - i), D). All are at most M. Raises ScheduleError for an unknown policy or a D below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ScheduleError(f"D={limit}: a stage must hold at least one micro-batch")
+    bound = micro_batches if limit is None else min(limit, micro_batches)
+    match policy:
+        case "gpipe":
+            if bound < micro_batches:
+                raise ScheduleError(f"gpipe holds all M={micro_batches} micro-batches, but D={limit}: use dapple-a")
+            return (micro_batches,) * stages
+        case "dapple-a" | "1f1b-sno" | "zb-h1":
+            return tuple(min(stages - i, bound) for i in range(stages))
+        case "dapple-b":
+            return tuple(min(2 * (stages - i) - 1, bound) for i in range(stages))
+        case "1f1b-so":
+            return tuple(min(2 * (stages - i), bound) for i in range(stages))
+    raise ScheduleError(
+        f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and :D=n), "
+        "K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
+    )
+
+
+def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
+    """K_i forwards, then strictly one backward and one forward in turn, then the remaining backwards.
+
+    DAPPLE, section III.B; with K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
+    """
+    stages = []
+    for stage, k in enumerate(warm):
+        if not 1 <= k <= micro_batches:
+            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches}")
+        actions = [Action(stage, "F", m) for m in range(k)]
+        for m in range(micro_batches):
+            actions.append(Action(stage, "B", m))
+            if k + m < micro_batches:
+                actions.append(Action(stage, "F", k + m))
+        stages.append(tuple(actions))
+    schedule = Schedule(tuple(stages))
+    check(schedule)
+    return schedule
+
+
+def named_warm_up(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
+    """K_i of every stage, where they are all there is to the schedule called ``name``; None for ``zb-h1`` and texts.
+
+    Raises ScheduleError for a name that is none, and for K_i that are not of as many stages, out of range, or deadlock.
+    """
+    if is_text(name):
+        return None
+    if explicit := _EXPLICIT.fullmatch(name):
+        warm = tuple(map(int, explicit[1].split(",")))
+        if len(warm) != stages:
+            raise ScheduleError(f"{name} gives K of {len(warm)} stages, but there are {stages}")
+        return early_backward(warm, micro_batches).warm_up
+    policy, limit = read_policy(name)
+    warm = warm_up(policy, stages, micro_batches, limit)
+    return None if policy == ZERO_BUBBLE else warm
+
+
+def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    """The schedule called ``name``: a policy (see ``warm_up``), ``K=3,2,1``, or the schedule's own text.
+
+    Raises ScheduleError for a name that is none, for what cannot run, and for a text of other stages or micro-batches.
+    """
+    if is_text(name):
+        schedule = parse_schedule(name)
+        if (len(schedule.stages), schedule.micro_batches) != (stages, micro_batches):
+            raise ScheduleError(
+                f"the schedule's text is for {len(schedule.stages)} stages x {schedule.micro_batches} micro-batches, "
+                f"but there are {stages} x {micro_batches}: write a line for each stage, with each micro-batch from 0 "
+                "on, or give a policy's name"
+            )
+        return schedule
+    warm = named_warm_up(name, stages, micro_batches)
+    if warm is not None:
+        return early_backward(warm, micro_batches)
+    policy, limit = read_policy(name)
+    return zero_bubble(warm_up(policy, stages, micro_batches, limit), micro_batches, limit)
+
+
+def check_name(name: str) -> None:
+    """Raise ScheduleError unless ``name`` is a schedule's, for some number of stages and micro-batches."""
+    if is_text(name):
+        parse_schedule(name)
+    elif not _EXPLICIT.fullmatch(name):
+        policy, limit = read_policy(name)
+        warm_up(policy, 1, limit or 1, limit)
+
+
+def count_stages(name: str) -> int | None:
+    """How many stages the schedule called ``name`` is for, as it gives each K_i or action; None where a policy does."""
+    if is_text(name):
+        return len(parse_schedule(name).stages)
+    explicit = _EXPLICIT.fullmatch(name)
+    return explicit[1].count(",") + 1 if explicit else None
+
+
+def count_micro_batches(name: str, possible: Collection[int]) -> int | None:
+    """The M of a schedule given by its actions, where it is one of those ``possible``; None for others."""
+    found = parse_schedule(name).micro_batches if is_text(name) else None
+    return found if found in possible else None
+
+
+def splits_backward(name: str) -> bool:
+    """Whether gradients of weights are actions of their own in the schedule called ``name``, which is one."""
+    return "W" in name if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
+
+
+def for_fewer(name: str, micro_batches: int) -> str:
+    """The schedule's name for a batch of fewer micro-batches.
+
+    No K_i that it gives exceeds them; a text keeps its order, without the micro-batches that are not there.
+    """
+    if is_text(name):
+        return str(parse_schedule(name).first_micro_batches(micro_batches))
+    if explicit := _EXPLICIT.fullmatch(name):
+        return "K=" + ",".join(str(min(int(k), micro_batches)) for k in explicit[1].split(","))
+    return name
+
+
+def short_name(name: str) -> str:
+    """The name for a line of text: of a schedule given by its actions, the first few."""
+    words = name.split()
+    return f"given ({' '.join(words[:4])} ...)" if is_text(name) and len(words) > 4 else " ".join(words)
+
+
+def read_policy(name: str) -> tuple[str, int | None]:
+    """Policy and D of a name such as ``dapple-b:D=4``; ScheduleError for what cannot be one."""
+    match = _POLICY.fullmatch(name)
+    if not match:
+        raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
+    return match[1], None if match[2] is None else int(match[2])

@@ -1,0 +1,37 @@
+"""Schedules as text: ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, a stage a line, or stages parted by semicolons."""
+
+from __future__ import annotations
+
+import re
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check
+
+_ACTION = re.compile(r"(\d+)([FBW])(\d+)")
+_KINDS: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
+
+
+def is_text(schedule: str) -> bool:
+    """Whether this is a schedule's text (perhaps a corrupt one), and not a name: one of its words is an action."""
+    return any(_ACTION.fullmatch(word) for word in re.split(r"[\s;]+", schedule))
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that ``str(schedule)`` printed; empty lines are skipped.
+
+    Raises ScheduleError naming the word or stage that is wrong, or the deadlock.
+    """
+    stages = []
+    for index, line in enumerate(filter(None, map(str.strip, re.split(r"[\n;]", text)))):
+        actions = []
+        for word in line.split():
+            match = _ACTION.fullmatch(word)
+            if not match:
+                raise ScheduleError(f"{word!r} is not an action such as 2F0")
+            if int(match[1]) != index:
+                raise ScheduleError(f"{word} stands in the line of stage {index}")
+            actions.append(Action(index, _KINDS[match[2]], int(match[3])))
+        stages.append(tuple(actions))
+    schedule = Schedule(tuple(stages))
+    check(schedule)
+    return schedule

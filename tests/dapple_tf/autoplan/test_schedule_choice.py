@@ -1,0 +1,101 @@
+"""Policy, D and M for stages that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
+from dapple_tf.errors import PlanError, ScheduleError
+from tests.dapple_tf.simulator.builders import cost
+from tests.graph_passes.builders import refused
+
+
+def choose(*stages: object, memory: float = 1e9, micro_batches: int = 8, **options: object) -> Choice:
+    return choose_schedule({micro_batches: list(stages)}, memory, measured=True, **options)  # type: ignore[arg-type]
+
+
+def test_where_transfers_take_no_time_the_policy_that_stashes_less_is_taken() -> None:
+    choice = choose(cost(1, 2), cost(1, 2))
+    assert (choice.schedule, choice.acr) == ("dapple-a", 0.0)
+    assert str(choice) == ("schedule dapple-a, M = 8: ACR 0.000; dapple-b takes as long, gpipe takes as long")
+
+
+def test_where_transfers_take_time_more_forwards_first_are_faster() -> None:
+    """Two stages, F = 1, B = 2, transfers of 1 each way.
+
+    Policy A holds two micro-batches in stage 0: every second one the stage waits for a way there and back. Policy B
+    holds three, which is enough to hide it.
+    """
+    choice = choose(cost(1, 2, send=1), cost(1, 2))
+    assert choice.schedule == "dapple-b"
+    assert choice.acr == pytest.approx(2 / 3)
+    assert choice.seconds["dapple-b"] == 8 * 3 + (1 + 1) + (1 + 2)  # stage 1 is always busy once it has begun
+    assert choice.seconds["dapple-a"] > choice.seconds["dapple-b"] * 1.1
+    assert "dapple-a takes" in str(choice)
+
+
+def test_memory_says_d() -> None:
+    """Stage 0 would hold 5 micro-batches of 10 bytes under policy B, and has room for 4 beside its 100 bytes."""
+    stages = [cost(1, 2, send=1, fixed_bytes=80, working_bytes=20, stash_bytes=10), cost(1, 2, send=1), cost(1, 2)]
+    choice = choose(*stages, memory=149.0)
+    assert choice.schedule == "dapple-b:D=4"
+    assert choice.held == (4, 8, 8)
+    assert "gpipe" not in choice.seconds
+    assert str(choice).endswith("; D = 4: a device's 149 B hold no more micro-batches of stage 0")
+
+
+def test_the_number_of_micro_batches_with_the_least_seconds() -> None:
+    """A bubble of one micro-batch and a fixed 0.1 of each call: 8 x 0.35 + 0.35, 4 x 0.6 + 0.6, 16 x 0.225 + 0.225."""
+    costs = {m: [cost(0.1 + 1 / m, 0.1 + 1 / m)] * 2 for m in (2, 4, 8, 16)}
+    choice = choose_schedule(costs, 1e9, measured=False)
+    seconds = {m: (m + 1) * 2 * (0.1 + 1 / m) for m in costs}
+    assert choice.micro_batches == min(seconds, key=lambda m: seconds[m]) == 4
+    assert "ACR 0.000 (estimated)" in str(choice)
+
+
+def test_a_number_of_micro_batches_that_does_not_fit_is_passed_over() -> None:
+    costs = {2: [cost(1, 1, stash_bytes=100)] * 2, 4: [cost(1, 1, stash_bytes=50)] * 2}
+    assert choose_schedule(costs, 60.0, measured=True).micro_batches == 4
+
+
+def test_a_schedule_that_is_given_is_only_limited() -> None:
+    assert choose(cost(1, 2, send=1), cost(1, 2), policies=("dapple-a",)).schedule == "dapple-a"
+
+
+def test_explicit_warm_ups_are_told_like_a_policy() -> None:
+    choice = choose(cost(1, 2), cost(1, 2), policies=("K=2,1",))
+    assert choice.seconds == {"K=2,1": 9 * 3}
+    assert str(choice) == "schedule K=2,1, M = 8: ACR 0.000"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("K=9,1", "K_0 = 9 is not between 1 and M = 8"),
+        ("K=1,2", "the schedule deadlocks"),
+        ("K=3,2,1", "K=3,2,1 gives K of 3 stages, but there are 2"),
+    ],
+)
+def test_explicit_warm_ups_that_cannot_be(schedule: str, said: str) -> None:
+    with refused(ScheduleError, said):
+        choose(cost(1, 2), cost(1, 2), policies=(schedule,))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "K=3,1"])
+def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
+    said = f"schedule {schedule} holds more micro-batches of stage 0, 40 B each with M = 8, than a device's 100 B have"
+    with refused(PlanError, said, "use schedule 'auto'"):
+        choose(cost(1, 2, stash_bytes=40), cost(1, 2), memory=100.0, policies=(schedule,))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "remedy"),
+    [
+        (50.0, "Use more micro-batches, or more stages: recompute=True saves nothing of one micro-batch"),
+        (500.0, "Its weights alone do not fit"),
+    ],
+)
+def test_nothing_fits(fixed: float, remedy: str) -> None:
+    message = f"no schedule fits: with M = 8 and one micro-batch in flight stage 1 needs .* and lacks .* {remedy}"
+    with pytest.raises(PlanError, match=message):
+        choose(cost(1, 2), cost(1, 2, fixed_bytes=fixed, stash_bytes=60), memory=100.0)

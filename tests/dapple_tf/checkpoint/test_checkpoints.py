@@ -1,0 +1,507 @@
+"""Checkpoints: what is saved comes back, under any plan, and damage is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.checkpoint.checkpoints import Checkpoints, Position, _read_value
+from dapple_tf.checkpoint.file import open_checkpoint, write_checkpoint
+from dapple_tf.errors import CheckpointError, DappleWarning, UsageError
+from tests.dapple_tf.builders import X, step_of
+from tests.paths import ROOT
+
+
+def job(width: int = 3, *, name: str = "first", dtype: Any = tf.float32, **options: Any) -> tuple[Any, tf.Variable]:
+    """A step that was built, and a weight of its model."""
+    first = tf.Variable(tf.ones((4, width), dtype), name=name)
+    second = tf.Variable(tf.ones((width, 1), dtype), name="second")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(tf.tanh(tf.cast(x, dtype) @ first) @ second))
+
+    step = step_of(loss, **{"optimizer": keras.optimizers.Adam(0.1), **options})
+    step.build(X)
+    return step, first
+
+
+def checkpoints_in(folder: Path) -> list[str]:
+    """Names of all files but the lock."""
+    return sorted(name for name in os.listdir(folder) if name != "lock")
+
+
+def train(step: Any, count: int) -> list[float]:
+    return [float(step(X)) for _ in range(count)]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a reader of the safetensors format would see."""
+    data = path.read_bytes()
+    content = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert isinstance(content, dict)
+    return content
+
+
+# --- what comes back
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole, weight = job()
+    expected = train(whole, 4)
+
+    before, _ = job()
+    losses = train(before, 2)
+    Checkpoints(tmp_path, before).save(2)
+    after, restored = job()
+    assert Checkpoints(tmp_path, after).restore() == Position(2, 2)
+    losses += train(after, 2)
+    assert losses == expected
+    np.testing.assert_array_equal(restored, weight)
+
+
+def test_the_position_in_the_data_set_may_be_another_than_the_number_of_steps(tmp_path: Path) -> None:
+    saving = Checkpoints(tmp_path, job()[0])
+    saving.save(2, batches=7)
+    assert saving.restore() == Position(2, 7)
+
+
+def test_a_checkpoint_knows_nothing_of_stages(tmp_path: Path) -> None:
+    before, weight = job(stages=2, dtype=tf.float64)
+    train(before, 3)
+    Checkpoints(tmp_path, before).save(3)
+    after, restored = job(stages=3, replicas=[2, 1, 1], micro_batches=4, dtype=tf.float64)
+    assert Checkpoints(tmp_path, after).restore() == Position(3, 3)
+    np.testing.assert_array_equal(restored, weight)
+    np.testing.assert_allclose(train(after, 5), train(before, 5), rtol=1e-12)
+
+
+def keras_job(**options: Any) -> tuple[Any, keras.Model]:
+    """Two dense layers of the same name, a batch norm (state) and dropout (a seed)."""
+    keras.utils.set_random_seed(3)
+    keras.backend.clear_session()
+
+    class Pair(keras.layers.Layer):
+        def __init__(self, name: str) -> None:
+            super().__init__(name=name)
+            self.dense = keras.layers.Dense(4, "tanh", name="dense")
+            self.norm = keras.layers.BatchNormalization(name="norm")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.norm(self.dense(x), training=training)
+
+    layers = [Pair("one"), keras.layers.Dropout(0.3, seed=5), Pair("two")]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    step = step_of(
+        lambda x: tf.reduce_mean(tf.square(model(x, training=True) - 1)),
+        **{"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), **options},
+    )
+    step.build(X)
+    return step, model
+
+
+def test_variables_have_the_names_that_keras_gives_them() -> None:
+    paths = [f"net/{pair}/{name}" for pair in ("one", "two") for name in ("dense/kernel", "dense/bias")]
+    norms = [
+        f"net/{pair}/norm/{n}" for pair in ("one", "two") for n in ("gamma", "beta", "moving_mean", "moving_variance")
+    ]
+    step, model = keras_job()
+    assert {variable.path for variable in model.variables} >= {*paths, *norms}
+    trained = [*paths, *(name for name in norms if "moving" not in name)]
+    slots = [f"optimizer/{name.replace('/', '_')}_momentum" for name in trained]
+    seeds = {name for name in step.variables if "seed" in name}
+    assert len(seeds) == 1
+    assert step.variables.keys() == {*paths, *norms, *slots, *seeds, "optimizer/iteration", "optimizer/learning_rate"}
+    assert step.variables["net/two/dense/kernel"] is model.get_layer("two").dense.kernel.value
+
+
+def test_state_and_random_seeds_come_back(tmp_path: Path) -> None:
+    whole, _ = keras_job()
+    expected = train(whole, 4)
+    before, _ = keras_job()
+    losses = train(before, 2)
+    Checkpoints(tmp_path, before).save(2)
+    after, _ = keras_job()
+    for variable in after.variables.values():  # whatever is not restored must show
+        variable.assign(tf.cast(tf.fill(variable.shape, 3), variable.dtype))
+    Checkpoints(tmp_path, after).restore()
+    assert losses + train(after, 2) == expected
+
+
+def test_variables_of_the_same_name_are_numbered_as_the_loss_uses_them() -> None:
+    x = tf.constant(X)
+    weights = [tf.Variable(tf.ones((4, 4)), name="w") for _ in range(3)]
+
+    def loss(batch: Any) -> Any:
+        return tf.reduce_mean(tf.tanh(tf.tanh(tf.tanh(batch @ weights[2]) @ weights[0]) @ weights[1]))
+
+    step = step_of(loss, stages=3)
+    step.build(x)
+    for name, i in (("w", 2), ("w_1", 0), ("w_2", 1)):
+        assert step.variables[name] is weights[i]
+
+
+def test_what_the_optimizer_keeps_for_itself_comes_back(tmp_path: Path) -> None:
+    class Counting(keras.optimizers.SGD):
+        """Adds up, in a variable that Keras does not know of, and takes smaller steps with time."""
+
+        def __init__(self) -> None:
+            super().__init__(0.1)
+            self.sum = tf.Variable(1.0, trainable=False, name="sum")
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            self.assign_sub(variable, gradient * learning_rate / tf.cast(self.sum.assign_add(1.0), gradient.dtype))
+
+    whole, _ = job(optimizer=Counting(), stages=1)
+    expected = train(whole, 4)
+    before, _ = job(optimizer=Counting(), stages=1)
+    train(before, 2)
+    Checkpoints(tmp_path, before).save(2)
+    after, _ = job(optimizer=Counting(), stages=1)
+    assert "optimizer/sum" in after.variables
+    Checkpoints(tmp_path, after).restore()
+    assert train(after, 2) == expected[2:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "size"),
+    [
+        ("float16", "F16", 2),
+        ("bfloat16", "BF16", 2),
+        ("float64", "F64", 8),
+        ("complex64", "C64", 8),
+        ("bool", "BOOL", 1),
+        ("uint32", "U32", 4),
+        ("int64", "I64", 8),
+    ],
+)
+def test_values_of_any_dtype_come_back_bit_by_bit(tmp_path: Path, dtype: str, code: str, size: int) -> None:
+    values = tf.cast(tf.constant([[0.1, 1], [2, 0]]), dtype)
+    empty, scalar = tf.zeros((0, 2), dtype), tf.cast(1, dtype)
+    held = [tf.Variable(value, trainable=False, name=f"held{i}") for i, value in enumerate((values, empty, scalar))]
+    weight = tf.Variable(tf.ones((4, 1)), name="weight")
+
+    def loss(x: Any) -> Any:
+        extra = tf.add_n([tf.reduce_sum(tf.cast(tf.cast(v, tf.bool), tf.float32)) for v in held])
+        return tf.reduce_mean(x @ weight) + 0 * extra
+
+    step = step_of(loss, stages=1)
+    step.build(X)
+    path = Path(Checkpoints(tmp_path, step).save(1))
+    header = read_header(path)
+    assert header["held0"]["dtype"] == code
+    assert [header[f"held{i}"]["shape"] for i in range(3)] == [[2, 2], [0, 2], []]
+    begin, end = header["held0"]["data_offsets"]
+    assert end - begin == 4 * size
+    for variable in held:
+        variable.assign(tf.zeros(variable.shape, dtype))
+    Checkpoints(tmp_path, step).restore()
+    for variable, value in zip(held, (values, empty, scalar), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value.numpy())
+
+
+def test_the_file_is_in_the_safetensors_format(tmp_path: Path) -> None:
+    """Read as the format's description has it: length, header, and tensors that follow without a gap."""
+    step, weight = job()
+    path = Path(Checkpoints(tmp_path, step).save(4, 6))
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = read_header(path)
+    texts = header.pop("__metadata__")
+    assert (texts["format"], texts["steps"], texts["batches"]) == ("dapple-checkpoint/1", "4", "6")
+    assert start % 8 == 0
+    places = sorted(entry["data_offsets"] for entry in header.values())
+    assert [begin for begin, _ in places] == [0, *(end for _, end in places[:-1])]
+    assert start + places[-1][1] == len(data)
+    begin, end = header["first"]["data_offsets"]
+    np.testing.assert_array_equal(np.frombuffer(data[start + begin : start + end], "<f4").reshape(4, 3), weight)
+
+
+# --- the folder
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path: Path) -> None:
+    step, weight = job()
+    assert Checkpoints(tmp_path / "new" / "folder", step).restore() == Position(0, 0)
+    np.testing.assert_array_equal(weight, np.ones((4, 3)))
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    saving = Checkpoints(tmp_path, job()[0])
+    paths = [saving.save(n) for n in (1, 9, 10, 11)]
+    assert paths[0] == str(tmp_path / "checkpoint-1.safetensors")
+    assert checkpoints_in(tmp_path) == ["checkpoint-10.safetensors", "checkpoint-11.safetensors"]
+    assert saving.restore().steps == 11
+
+
+def test_a_run_that_does_not_go_on_from_the_checkpoints_does_not_mix_with_them(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, job()[0]).save(5)
+    with pytest.raises(
+        CheckpointError, match=r"has checkpoint-5\.safetensors already, of a later step than 2: restore"
+    ):
+        Checkpoints(tmp_path, job()[0]).save(2)
+    assert checkpoints_in(tmp_path) == ["checkpoint-5.safetensors"]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/here"])
+def test_a_place_that_cannot_hold_checkpoints(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=f"{place} cannot hold checkpoints: (File exists|Not a directory|No such)"
+    ):
+        Checkpoints(tmp_path / place, job()[0])
+
+
+def test_a_folder_that_exists_and_cannot_be_written() -> None:
+    with pytest.raises(CheckpointError, match="/proc cannot hold checkpoints: "):
+        Checkpoints("/proc", job()[0])
+
+
+def test_checkpoints_of_tensorflow_are_told_apart(tmp_path: Path) -> None:
+    tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "ckpt"))
+    with pytest.raises(
+        CheckpointError, match=r"holds checkpoints of tf\.train\.Checkpoint \(ckpt-1\.index\), which name"
+    ):
+        Checkpoints(tmp_path, job()[0])
+
+
+def test_a_step_that_was_not_built() -> None:
+    with pytest.raises(UsageError, match="nothing has been built: call the step with a batch first"):
+        Checkpoints("folder", step_of(lambda x: x))
+
+
+def test_a_variable_that_no_checkpoint_holds(tmp_path: Path) -> None:
+    weight, text = tf.Variable(tf.ones((4, 1))), tf.Variable("some text", trainable=False, name="title")
+    step = step_of(lambda x: tf.reduce_mean(x @ weight) + 0 * tf.cast(tf.strings.length(text), tf.float32), stages=1)
+    step.build(X)
+    with pytest.raises(CheckpointError, match=r"variable 'title' \(string, shape \(\)\) cannot be saved"):
+        Checkpoints(tmp_path, step)
+
+
+# --- other models
+
+
+def refused(folder: Path, step: Any) -> str:
+    """Why the checkpoint does not go into ``step``, of which nothing has changed."""
+    before = {name: variable.numpy() for name, variable in step.variables.items()}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(folder, step).restore()
+    for name, variable in step.variables.items():
+        np.testing.assert_array_equal(variable.numpy(), before[name])
+    return str(caught.value)
+
+
+def test_another_name_is_told_with_the_nearest(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, job()[0]).save(1)
+    said = refused(tmp_path, job(name="fist")[0])
+    assert "checkpoint-1.safetensors is of another model or optimizer: it lacks 'fist' (nearest: 'first')" in said
+    assert "it has 'first' (nearest: 'fist')" in said
+
+
+def test_another_optimizer(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, job()[0]).save(1)
+    said = refused(tmp_path, job(optimizer=keras.optimizers.SGD(0.1))[0])
+    assert re.search(r"it has 'optimizer/\w*first\w*_momentum'.*and 1 more, which this model lacks", said)
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, job()[0]).save(1)
+    assert "has 'first' as float32 [4, 3], but here it is float32 [4, 5]" in refused(tmp_path, job(width=5)[0])
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, job()[0]).save(1)
+    said = refused(tmp_path, job(dtype=tf.float64)[0])
+    assert "has 'first' as float32 [4, 3], but here it is float64 [4, 3]" in said
+
+
+# --- damage
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Any, tf.Variable]:
+    return job()
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "empty":
+        data = bytearray()
+    elif how == "text":
+        data = bytearray(b"this is no checkpoint at all")
+    elif how == "torn":
+        data = data[: len(data) // 2]
+    elif how == "last byte missing":
+        data = data[:-1]
+    elif how == "longer":
+        data += b"\0"
+    elif how == "overwritten":
+        data[-100:] = b"x" * 100
+    path.write_bytes(data)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("how", ["empty", "text", "torn", "last byte missing", "longer", "overwritten"])
+def test_a_damaged_file_is_set_aside_and_the_one_before_it_loaded(
+    tmp_path: Path, made: tuple[Any, tf.Variable], how: str
+) -> None:
+    step, weight = made
+    saving = Checkpoints(tmp_path, step)
+    weight.assign(tf.fill((4, 3), 7.0))
+    saving.save(1)
+    weight.assign(tf.fill((4, 3), 8.0))
+    path = Path(saving.save(2))
+    damage(path, how)
+    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* going on from .*checkpoint-1\."):
+        assert saving.restore() == Position(1, 1)
+    np.testing.assert_array_equal(weight, np.full((4, 3), 7))
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
+    saving.save(2)
+    assert saving.restore() == Position(2, 2)
+
+
+def test_any_flipped_bit_is_seen(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    path = Path(saving.save(1))
+    good = path.read_bytes()
+    random = np.random.default_rng(0)
+    header = 8 + int.from_bytes(good[:8], "little")
+    places = [*range(8), *random.integers(8, header, 150), *random.integers(header, len(good), 30), len(good) - 1]
+    for place in places:
+        data = bytearray(good)
+        data[place] ^= 1 << int(random.integers(8))
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            saving.restore()
+    path.write_bytes(good)
+    assert saving.restore() == Position(1, 1)
+
+
+def test_where_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    for number in (1, 2):
+        damage(Path(saving.save(number)), "torn")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-2.* is damaged.*checkpoint-1.* is damaged.*No good checkpoint"
+    ):
+        saving.restore()
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors"]
+
+
+def test_a_file_of_a_later_version_is_left_alone(
+    tmp_path: Path, made: tuple[Any, tf.Variable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    saving.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("dapple_tf.checkpoint.file.FORMAT", "dapple-checkpoint/2")
+        saving.save(2)
+    with pytest.raises(CheckpointError, match=r"format 'dapple-checkpoint/2', but this version of dapple reads .*/1'"):
+        saving.restore()
+    assert "checkpoint-2.safetensors" in os.listdir(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    saving.save(1)
+    (tmp_path / "checkpoint-2.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2\.safetensors cannot be read: Is a directory"):
+        saving.restore()
+
+
+def test_a_file_that_changes_while_it_is_loaded(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    found = open_checkpoint(Path(Checkpoints(tmp_path, made[0]).save(1)))
+    name = next(iter(found.entries))
+    found.path.write_bytes(found.path.read_bytes()[: found.entries[name].begin + 1])
+    with pytest.raises(CheckpointError, match=rf"{name}.* cannot be read .* SOME VARIABLES HAVE CHANGED"):
+        _read_value(found, name)
+    found.path.unlink()
+    with pytest.raises(CheckpointError, match=r"No such file.* SOME VARIABLES HAVE CHANGED"):
+        _read_value(found, name)
+
+
+def test_a_value_too_few_leaves_no_file(tmp_path: Path) -> None:
+    variables = {name: tf.Variable(1.0) for name in ("a", "b")}
+    with pytest.raises(ValueError, match="shorter"):
+        write_checkpoint(tmp_path / "c", variables, [np.float32(1)], {})
+    assert not os.listdir(tmp_path)
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+import dapple_tf as dapple
+dapple.init(2)
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.errors import CheckpointError
+from tests.dapple_tf.checkpoint.test_checkpoints import job
+step, weight = job(width=64)
+saving = Checkpoints(sys.argv[1], step)
+saving.save(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+try:
+    saving.save(2)
+except CheckpointError as error:
+    print(error)
+"""
+
+ENDLESS = """
+import sys
+import dapple_tf as dapple
+dapple.init(2)
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from tests.dapple_tf.checkpoint.test_checkpoints import job
+step, weight = job(width=30000)
+saving = Checkpoints(sys.argv[1], step)
+for number in range(1, 1000000):
+    weight.assign(weight * 0 + number)
+    saving.save(number)
+    print(number, flush=True)
+"""
+
+
+def python(program: str, folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    with python(FULL_DISK, tmp_path) as process:
+        out, _ = process.communicate(timeout=60)
+    assert out == f"{tmp_path / 'checkpoint-2.safetensors'} cannot be written: File too large\n"
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors"]
+
+
+def test_killed_while_saving_leaves_the_last_good_one(tmp_path: Path) -> None:
+    """Kills land anywhere: in a file half written, between files, and in the removal of old ones."""
+    with python(ENDLESS, tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            told = 0
+            while told < 5:
+                told = int(process.stdout.readline())
+            # Until a file is just being written.
+            for _ in range(2000):
+                if any(name.endswith(".part") for name in os.listdir(tmp_path)):
+                    break
+                time.sleep(0.001)
+        finally:
+            process.kill()
+        told = max([told, *map(int, process.stdout.read().split())])
+    step, weight = job(width=30000)
+    found = Checkpoints(tmp_path, step).restore()
+    assert found.steps >= told
+    np.testing.assert_array_equal(weight, np.full((4, 30000), found.steps))
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]

@@ -1,0 +1,119 @@
+"""The lock of a checkpoint folder: who holds it, who is told, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.lock import lock_folder
+from dapple_tf.errors import CheckpointError, DappleWarning
+from tests.dapple_tf.builders import X, step_of
+from tests.paths import ROOT
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from dapple_tf.checkpoint.lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+child = os.fork() if sys.argv[2:] else 0
+if child or not sys.argv[2:]:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def hold(folder: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
+    """A process that has locked the folder, and its child's number."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), *more],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process, _ = hold(tmp_path)
+    with process:
+        yield process
+        process.kill()
+
+
+def test_a_second_run_fails_at_once_and_is_told_who_the_first_is(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    weight = tf.Variable(tf.ones((4, 1)))
+    step = step_of(lambda x: tf.reduce_mean(tf.square(x @ weight)), stages=1)
+    step.build(X)
+    (tmp_path / "checkpoint-1.safetensors.123.part").touch()  # the other run is writing it
+    who = re.escape(f"process {holder.pid} on {socket.gethostname()}")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is in use by another run, {who}: two would"):
+        Checkpoints(tmp_path, step)
+    assert (tmp_path / "checkpoint-1.safetensors.123.part").exists()
+    assert lock_folder(tmp_path.parent) is not None  # another folder is free
+
+
+def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(CheckpointError):
+        lock_folder(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(10)
+    assert lock_folder(tmp_path) is not None
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As workers of a data loader may."""
+    parent, child = hold(tmp_path, "and fork")
+    with parent:
+        try:
+            parent.kill()
+            parent.wait(10)
+            os.kill(child, 0)  # it lives
+            assert lock_folder(tmp_path) is not None
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_all_who_use_a_folder_in_one_process_share_its_lock(tmp_path: Path) -> None:
+    """It goes with the last of them."""
+    one, other = lock_folder(tmp_path), lock_folder(tmp_path)
+    assert one is not None
+    assert one is other
+    del other
+    assert not is_free(tmp_path)
+    del one
+    assert is_free(tmp_path)
+
+
+def is_free(folder: Path) -> bool:
+    """Whether another process could lock it; a lock is of an opened file, so opening it anew is as good."""
+    with (folder / "lock").open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_without_locks_a_run_goes_on_and_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems, of which there is none here."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(DappleWarning, match="has no locks .No locks available.: see to it that no other run saves"):
+        assert lock_folder(tmp_path) is None

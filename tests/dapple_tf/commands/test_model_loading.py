@@ -1,0 +1,160 @@
+"""MODEL: files, modules, callables and their options, and what is said when one is missing."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapple_tf.commands.model_loading import accepts, find_callable, load_workload, parse_options
+from dapple_tf.commands.workload import Workload
+from dapple_tf.errors import ModelError
+
+SOURCE = """
+import dapple_tf as dapple
+
+constant = 3
+
+def make(width=2, seed=0):
+    return dapple.Workload(lambda x: x, None, [width, seed])
+
+def needy(path, width=2):
+    return dapple.Workload(None, None, [path])
+
+def free(**options):
+    return dapple.Workload(None, None, [options])
+
+def wrong():
+    return 3
+"""
+
+numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules() -> Iterator[None]:
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / f"a_model_{next(numbers)}.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_file_and_its_options(file: Path) -> None:
+    workload = load_workload(f"{file}:make", {"width": 5})
+    assert isinstance(workload, Workload)
+    assert workload.dataset == [5, 0]
+    assert load_workload(f"{file}:free", {"anything": 1}).dataset == [{"anything": 1}]
+
+
+def test_a_module() -> None:
+    assert find_callable("json:dumps")([1]) == "[1]"
+
+
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "a_neighbour.py").write_text("value = 7")
+    (tmp_path / "a_model_beside.py").write_text("from a_neighbour import value\ndef make(): return value")
+    assert find_callable(f"{tmp_path / 'a_model_beside.py'}:make")() == 7
+
+
+def test_a_file_of_a_package_is_imported_as_part_of_it(tmp_path: Path) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("value = 8")
+    (package / "model.py").write_text("from .part import value\ndef make(): return value")
+    assert find_callable(f"{package / 'model.py'}:make")() == 8
+
+
+def test_a_file_runs_once(tmp_path: Path) -> None:
+    file = tmp_path / "a_model_that_counts.py"
+    file.write_text("import sys\nsys.path.append('ran')\ndef make(): pass")
+    find_callable(f"{file}:make")
+    assert accepts(f"{file}:make", "width") is False
+    assert sys.path.count("ran") == 1
+
+
+@pytest.mark.parametrize(("option", "expected"), [("seed", True), ("batch_size", False)])
+def test_accepts(file: Path, option: str, expected: bool) -> None:
+    assert accepts(f"{file}:make", option) is expected
+    assert accepts(f"{file}:free", option)
+
+
+@pytest.mark.parametrize(
+    ("callable_", "options", "message"),
+    [
+        (":mak", {}, "has no callable 'mak'; it has make"),
+        (":constant", {}, "has no callable 'constant'; it has make, needy, free, wrong"),
+        (":make", {"widht": 3}, "has no option 'widht'; it has width"),
+        (":make", {"zzz": 3}, "has no option 'zzz'; it has width, seed"),
+        (":wrong", {"a": 1}, "has no option 'a'; it has none"),
+        (":needy", {"width": 3}, "needs the option 'path': give it with --set path=VALUE"),
+        (":wrong", {}, r"returned a int, not a dapple.Workload\(loss_fn, optimizer, dataset\)"),
+    ],
+)
+def test_a_wrong_callable_or_option(file: Path, callable_: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_workload(f"{file}{callable_}", options)
+
+
+def test_a_module_without_callables(tmp_path: Path) -> None:
+    (tmp_path / "an_empty_model.py").write_text("")
+    with pytest.raises(ModelError, match="has no callable 'make'; it has none"):
+        find_callable(f"{tmp_path / 'an_empty_model.py'}:make")
+
+
+@pytest.mark.parametrize("name", ["", "make", ":make", "model.py:", "model.py"])
+def test_a_name_that_is_no_model(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=f"{name!r} is not a MODEL such as models/gpt.py:gpt or package.module:callable"
+    ):
+        find_callable(name)
+
+
+@pytest.mark.parametrize("name", ["absent.py:make", "dapple_tf:make.py:make"])
+def test_a_file_that_is_not_there(name: str) -> None:
+    with pytest.raises(ModelError, match=f"there is no file {name.rpartition(':')[0]}"):
+        find_callable(name)
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(
+        ModelError, match="module 'no_such_module' cannot be imported: No module named 'no_such_module'"
+    ):
+        find_callable("no_such_module:make")
+
+
+def test_a_file_that_imports_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a_needy_model.py").write_text("import no_such_module")
+    with pytest.raises(ModelError, match="module 'a_needy_model' cannot be imported: No module named 'no_such_module'"):
+        find_callable(f"{tmp_path / 'a_needy_model.py'}:make")
+
+
+def test_a_file_with_the_name_of_another_module(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(SOURCE)
+    with pytest.raises(ModelError, match=r"json.py has the name of another module, 'json': rename the file"):
+        find_callable(f"{tmp_path / 'json.py'}:make")
+
+
+def test_options_are_python_literals_or_texts() -> None:
+    pairs = ["a=1", "b=2.5", "c=True", "d=(1, 2)", "e=plain text", "f=", "g=x=y", "h='1'", "i=None"]
+    assert parse_options(pairs) == {
+        "a": 1, "b": 2.5, "c": True, "d": (1, 2), "e": "plain text", "f": "", "g": "x=y", "h": "1", "i": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", ["", "width", "=3", "a b=3", "a.b=3"])
+def test_a_pair_that_is_none(pair: str) -> None:
+    with pytest.raises(ModelError, match=f"--set {pair!r} is not of the form key=value"):
+        parse_options([pair])

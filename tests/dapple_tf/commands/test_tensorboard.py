@@ -1,0 +1,108 @@
+"""Curves for TensorBoard, read back with TensorFlow alone, and how often a step is recorded for them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from dapple_tf.commands.observation import Observer, choose_interval
+from dapple_tf.commands.tensorboard import Scalars, check_folder, recorded_scalars, step_scalars
+from dapple_tf.commands.training_loop import Done
+from dapple_tf.errors import UsageError
+from tests.dapple_tf.builders import X, chain, step_of
+from tests.dapple_tf.timeline.test_recording import MEASURED
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The points of every curve in the folder's one file of events."""
+    (file,) = folder.iterdir()
+    found = defaultdict(list)
+    for event in tf.compat.v1.train.summary_iterator(str(file)):
+        for value in event.summary.value:
+            assert value.metadata.plugin_data.plugin_name == "scalars"
+            found[value.tag].append((event.step, float(tf.make_ndarray(value.tensor))))
+    return dict(found)
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader deprecated
+def test_points_are_read_back(tmp_path: Path) -> None:
+    scalars = Scalars(tmp_path / "deep" / "down")
+    scalars.write(1, step_scalars(2.5, 64.0))
+    scalars.write(2, {"loss": 1.5})
+    scalars.close()
+    assert read_curves(tmp_path / "deep" / "down") == {
+        "loss": [(1, 2.5), (2, 1.5)],
+        "samples_per_second": [(1, 64.0)],
+    }
+
+
+def test_what_a_recorded_step_gives() -> None:
+    found = recorded_scalars(MEASURED)
+    assert found == {
+        "bubble": MEASURED.bubble,
+        "step_seconds": 11.5,
+        "utilisation/stage_0": pytest.approx(7 / 11.5),
+        "utilisation/stage_1": pytest.approx(7 / 11.5),
+        "critical_path_seconds/compute": 10,
+        "critical_path_seconds/transfer": 0.5,
+        "critical_path_seconds/allreduce": 0,
+        "critical_path_seconds/update": 0.5,
+        "critical_path_seconds/waiting": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("cost", "step", "wanted"), [(0.001, 0.2, 1), (0.001, 0.1, 1), (0.001, 0.099, 2), (0.003, 0.1, 3), (0.5, 0.1, 500)]
+)
+def test_recording_costs_at_most_a_hundredth(cost: float, step: float, wanted: int) -> None:
+    assert choose_interval(cost, step) == wanted
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("seconds", "recorded"), [(1e3, [1, 2, 3, 4, 5, 6, 7, 8]), (1e-9, [1, 2, 3, 4, 6, 7, 8])])
+def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float, recorded: list[int]) -> None:
+    """Of steps that take long every one; of those that take no time the first four, and the last three for a trace."""
+    _, loss = chain(2)
+    step = step_of(loss)
+    scalars = Scalars(tmp_path)
+    told: list[str] = []
+    observer = Observer(step, 1, 8, trace=True, curves=True, scalars=scalars, job=None, tell=told.append)
+    for number in range(1, 9):
+        observer.observe(Done(number, float(observer.run(X)), seconds, 8))
+    scalars.close()
+    curves = read_curves(tmp_path)
+    assert [number for number, _ in curves["loss"]] == list(range(1, 9))
+    assert [number for number, _ in curves["bubble"]] == recorded
+    assert [line.partition(" is recorded")[1] != "" for line in told] == [True] * (len(recorded) < 8)
+
+
+def test_without_curves_only_the_last_three_are_recorded_for_a_trace() -> None:
+    _, loss = chain(2)
+    step = step_of(loss)
+    observer = Observer(step, 3, 6, trace=True, curves=False, scalars=None, job=None, tell=print)
+    observer.run(X)
+    with pytest.raises(UsageError, match="no step was recorded"):
+        _ = step.timeline
+    observer.run(X)
+    taken = [step.timeline]
+    for _ in range(2):
+        observer.run(X)
+        taken.append(step.timeline)
+    assert len({id(timeline) for timeline in taken}) == 3
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_in_the_folders_place(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=f"{place} cannot hold TensorBoard's events: (File exists|Not a directory)"):
+        check_folder(tmp_path / place)
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
+    with pytest.raises(UsageError, match="cannot hold TensorBoard's events: it cannot be written"):
+        check_folder(tmp_path)

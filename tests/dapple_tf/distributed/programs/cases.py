@@ -1,0 +1,423 @@
+"""What the ranks of a job train, each to be compared with one device: layouts, and everything that may cross."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.plan import Plan, StagePlan
+from models.gpt import gpt
+from tests.equality.one_device import TOLERANCE, Problem
+
+WIDTH = 4
+WIDE = 730  # a matrix fills a bucket of gradients by itself
+CUTS: Mapping[int, Any] = {1: 1, 2: ["layer2"], 3: ["layer1", "layer3"], 4: ["layer1", "layer2", "layer3"]}
+Batches = Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``in_turn``: see ``one_device``; ``apart``: words in names of values that one device has otherwise."""
+
+    make_problem: Callable[[], Problem]
+    batches: Callable[[], Batches]
+    options: Mapping[str, Any]
+    tolerance: float = TOLERANCE["float64"]
+    in_turn: int = 1
+    apart: tuple[str, ...] = ()
+    equal: bool = True
+
+    @property
+    def ranks(self) -> int:
+        plan = self.options.get("plan")
+        return sum(self.options["replicas"] if plan is None else plan.replicas)
+
+
+def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any]:
+    """Options of ``dapple.pipeline``; a chain is cut so that every stage has a matrix of its own."""
+    return {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": micro_batches, **more}
+
+
+def overlapped(
+    *replicas: int,
+    micro_batches: int,
+    ends: Sequence[int],
+    samples: int = 11,
+    schedule: str = "dapple-a",
+    recompute: bool | tuple[int, ...] = False,
+) -> dict[str, Any]:
+    """A plan of stages that end with these layers, whose AllReduce runs during the last backward."""
+    starts = (0, *(end + 1 for end in ends))
+    devices = itertools.count()
+    stages = tuple(
+        StagePlan(first, last, tuple(itertools.islice(devices, r)))
+        for first, last, r in zip(starts, ends, replicas, strict=False)
+    )
+    size = -(-samples // micro_batches)
+    plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, recompute, stages, overlap=True)
+    return {"plan": plan}
+
+
+def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: int = WIDTH) -> Callable[[], Batches]:
+    """Inputs x and targets y of these many samples."""
+
+    def make() -> Batches:
+        random = np.random.default_rng(1)
+        return [tuple(tf.constant(random.normal(size=(n, width)), dtype) for _ in range(2)) for n in sizes]
+
+    return make
+
+
+# --- optimizers
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)  # which bites
+
+
+def momentum() -> Any:
+    schedule = keras.optimizers.schedules.CosineDecay(0.02, 5, warmup_steps=2, warmup_target=0.05)
+    return keras.optimizers.SGD(schedule, momentum=0.9)
+
+
+# --- chains of dense layers, of which some are tied, skip, or send something odd
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``layers`` matrices; ``tied`` gives a layer the matrix of another, ``skips`` adds what entered another to it.
+
+    ``odd`` maps what layer 1 gives to what layer 3 goes on with: it is made in layer 1, and taken apart in layer 3.
+    ``regularized``: the loss has a term of every matrix.
+    """
+
+    layers: int = 4
+    dtype: str = "float64"
+    tied: Mapping[int, int] = field(default_factory=dict)
+    skips: Mapping[int, int] = field(default_factory=dict)
+    aux: bool = False
+    regularized: bool = False
+    make_optimizer: Callable[[], Any] = adam
+    width: int = WIDTH
+
+    def __call__(self) -> Problem:
+        random = np.random.default_rng(0)
+        owners = sorted({self.tied.get(i, i) for i in range(self.layers)})
+        matrices = {
+            i: tf.Variable(random.normal(size=(self.width,) * 2) / self.width**0.5, dtype=self.dtype, name=f"w{i}")
+            for i in owners
+        }
+
+        def loss_fn(x: Any, y: Any) -> Any:
+            entered = []
+            h = x
+            for i in range(self.layers):
+                with tf.name_scope(f"layer{i}"):
+                    entered.append(h)
+                    h = tf.tanh(h @ matrices[self.tied.get(i, i)])
+                    if i in self.skips:
+                        h += entered[self.skips[i]]
+                    if i == 0:
+                        early = tf.reduce_sum(h, 1)
+            loss = tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1))
+            if self.regularized:
+                loss += tf.add_n([0.1 * tf.nn.l2_loss(matrix) for matrix in matrices.values()])
+            if not self.aux:
+                return loss
+            positive = tf.reduce_sum(tf.cast(y > 0, tf.int32))
+            return loss, {"predictions": h, "early": early, "mean": tf.reduce_mean(h), "positive": positive}
+
+        return Problem(loss_fn, {f"w{i}": matrix for i, matrix in matrices.items()}, self.make_optimizer)
+
+
+def gradient_that_is_a_constant() -> Problem:
+    """The only gradient of its dtype is zeros whatever comes: TensorFlow can tell while it optimises the graph."""
+    random = np.random.default_rng(0)
+    w = tf.Variable(random.normal(size=(WIDTH, WIDTH)), name="w")
+    idle = tf.Variable(random.normal(size=(WIDTH, WIDTH)), dtype=tf.float32, name="idle")
+
+    def ignore(value: Any) -> Any:
+        return tf.reduce_sum(value) * 0, lambda upstream: tf.zeros(value.shape, value.dtype)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        with tf.name_scope("first"):
+            h = x @ w
+        return tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1)) + tf.cast(tf.custom_gradient(ignore)(idle), h.dtype)
+
+    return Problem(loss_fn, {"w": w, "idle": idle}, momentum)
+
+
+def integers_and_booleans() -> Problem:
+    """Indices and a mask, made in the first layer, choose in the last."""
+    random = np.random.default_rng(0)
+    w, table = (tf.Variable(random.normal(size=(WIDTH, WIDTH)), name=name) for name in ("w", "table"))
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        with tf.name_scope("first"):
+            h = tf.tanh(x @ w)
+            best, mask, small = tf.argmax(h, 1), h > 0.1, tf.cast(h * 100, tf.int8)
+        with tf.name_scope("second"):
+            rows = tf.gather(table, best)
+            chosen = tf.where(mask, h * rows, h - rows) + tf.cast(small, h.dtype) * 0.01
+            return tf.reduce_mean(tf.reduce_sum(tf.square(chosen - y), 1))
+
+    return Problem(loss_fn, {"w": w, "table": table}, adam)
+
+
+def as_type(dtype: str) -> Callable[[], Problem]:
+    """The activation crosses as ``dtype``, and its gradient comes back as that."""
+
+    def make() -> Problem:
+        random = np.random.default_rng(0)
+        w, v = (tf.Variable(random.normal(size=(WIDTH, WIDTH)), name=name) for name in ("w", "v"))
+
+        def loss_fn(x: Any, y: Any) -> Any:
+            with tf.name_scope("first"):
+                h = tf.cast(tf.tanh(x @ w), dtype)
+            with tf.name_scope("second"):
+                h = tf.math.real(h) if h.dtype.is_complex else h
+                return tf.reduce_mean(tf.reduce_sum(tf.square(tf.cast(h, tf.float64) @ v - y), 1))
+
+        return Problem(loss_fn, {"w": w, "v": v}, adam)
+
+    return make
+
+
+def of_type(dtype: str) -> Callable[[], Problem]:
+    """Weights and their gradients have that dtype, in both halves; the loss is float64."""
+
+    def make() -> Problem:
+        random = np.random.default_rng(0)
+        values = [random.normal(size=(WIDTH, WIDTH)) * 0.5 + 0.3j * random.normal(size=(WIDTH, WIDTH)) for _ in "wv"]
+        complex_ = tf.as_dtype(dtype).is_complex
+        w, v = (tf.Variable(tf.cast(value if complex_ else value.real, dtype)) for value in values)
+
+        def loss_fn(x: Any, y: Any) -> Any:
+            with tf.name_scope("first"):
+                h = tf.cast(x, dtype) @ w
+            with tf.name_scope("second"):
+                h = h @ v
+                parts = (tf.math.real(h), tf.math.imag(h)) if complex_ else (h,)
+                total = tf.add_n([tf.square(tf.cast(part, tf.float64) - y) for part in parts])
+                return tf.reduce_mean(tf.reduce_sum(total, 1))
+
+        return Problem(loss_fn, {"w": w, "v": v}, lambda: keras.optimizers.SGD(0.1))
+
+    return make
+
+
+def cut_to_the_longest() -> Problem:
+    """Sequences as long as the longest of their micro-batch cross: both axes are unknown, and differ."""
+    random = np.random.default_rng(0)
+    w, v = (tf.Variable(random.normal(size=(1, 1)), name=name) for name in ("w", "v"))
+
+    def loss_fn(x: Any, y: Any, lengths: Any) -> Any:
+        with tf.name_scope("first"):
+            longest = tf.reduce_max(lengths)
+            mask = tf.sequence_mask(lengths, longest, x.dtype)
+            h = tf.tanh(x[:, :longest] * w) * mask
+        with tf.name_scope("second"):
+            return tf.reduce_mean(tf.square(tf.reduce_sum(tf.tanh(h * v) * mask, 1) - y[:, 0]))
+
+    return Problem(loss_fn, {"w": w, "v": v}, adam)
+
+
+def with_lengths() -> Batches:
+    lengths = [[1, 2, 1, 2, 3, 6, 4, 5], [6, 5, 4, 3, 1, 1, 1, 1]]
+    made = batches((8, 8), width=6)()
+    return [(*batch, tf.constant(length)) for batch, length in zip(made, lengths, strict=True)]
+
+
+def nothing_in_a_row() -> Problem:
+    """A tensor without columns crosses beside another: how many rows it has, its bytes do not say."""
+    w = tf.Variable(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), name="w")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        with tf.name_scope("first"):
+            h = tf.tanh(x @ w)
+            none = tf.cast(h[:, :0], tf.float32)
+        with tf.name_scope("second"):
+            wide = tf.cast(tf.reduce_sum(none, 1), h.dtype)
+            return tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1) + wide)
+
+    return Problem(loss_fn, {"w": w}, adam)
+
+
+# --- Keras layers with state
+
+
+def normalized() -> Problem:
+    """Batch norm in both halves."""
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    made = [
+        layers.BatchNormalization(momentum=0.5, dtype="float64", name="first"),
+        layers.Dense(WIDTH, "tanh", dtype="float64", name="dense_0"),
+        layers.Dense(WIDTH, "tanh", dtype="float64", name="dense_1"),
+        layers.BatchNormalization(momentum=0.9, dtype="float64", name="last"),
+        layers.Dense(WIDTH, dtype="float64", name="dense_2"),
+    ]
+    return _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
+
+
+def dropped() -> Problem:
+    """Dropout in both halves; its seeds are state."""
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    drops = [layers.Dropout(0.5, seed=i, dtype="float64", name=f"drop_{i}") for i in range(2)]
+    dense = [layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(3)]
+    order = itertools.chain(*itertools.zip_longest(dense, drops))
+    model = keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *(layer for layer in order if layer)])
+    problem = _squares(model)
+    seeds = {f"seed of {drop.name}": drop.seed_generator.state for drop in drops}
+    return Problem(problem.loss_fn, {**problem.variables, **seeds}, adam)
+
+
+def recurrent() -> Problem:
+    """A GRU, which is a loop: TensorFlow names its parts by what the process has traced before."""
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    made = [
+        layers.Dense(WIDTH, "tanh", dtype="float64", name="dense_0"),
+        layers.RepeatVector(3, dtype="float64"),
+        layers.GRU(WIDTH, dtype="float64", name="gru"),
+        layers.Dense(WIDTH, dtype="float64", name="dense_1"),
+    ]
+    problem = _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
+    # Without the state of the GRU's dropout, which it does not have.
+    return Problem(problem.loss_fn, {name: v for name, v in problem.variables.items() if v.trainable}, adam)
+
+
+def _squares(model: keras.Model) -> Problem:
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_sum(tf.square(model(x, training=True) - y), 1))
+
+    return Problem.of_model(model, loss_fn, adam)
+
+
+# --- a GPT
+
+
+def _small_gpt() -> Any:
+    return gpt(layers=2, width=16, heads=2, context=12, batch_size=6, tied=True, dtype="float64")
+
+
+def gpt_problem() -> Problem:
+    workload = _small_gpt()
+    cells = [cell.cell_contents for cell in workload.loss_fn.__closure__]
+    (model,) = [content for content in cells if isinstance(content, keras.Model)]
+    return Problem.of_model(model, workload.loss_fn, lambda: keras.optimizers.Adam(1e-3))
+
+
+def gpt_batches(steps: int) -> Callable[[], Batches]:
+    return lambda: [tuple(batch) for batch in _small_gpt().dataset.repeat().take(steps)]
+
+
+FLOAT32 = TOLERANCE["float32"]
+# Of weights, from their machine epsilon: each micro-batch's gradient is rounded, then their sum.
+WEIGHTS = {"bfloat16": 2**-6, "float16": 2**-9, "complex64": FLOAT32, "complex128": TOLERANCE["float64"]}
+EVEN = (8, 8, 8)
+DROPOUT_SEEDS = ("seed of",)
+LAYOUTS = [(1, 1), (2,), (2, 1), (1, 2), (1, 1, 1), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1), (4,)]
+
+
+def _name(replicas: Sequence[int]) -> str:
+    return (
+        "straight 4" if replicas == (1, 1, 1, 1) else f"DP {replicas[0]}" if len(replicas) == 1 else _colons(replicas)
+    )
+
+
+def _colons(replicas: Sequence[int]) -> str:
+    return ":".join(map(str, replicas))
+
+
+CASES: dict[str, Case] = {
+    **{f"{_name(r)} float64": Case(Chain(), batches(), layout(*r)) for r in LAYOUTS},
+    **{
+        f"{_name(r)} float32": Case(Chain(dtype="float32"), batches(dtype="float32"), layout(*r), FLOAT32)
+        for r in LAYOUTS
+    },
+    "one micro-batch": Case(Chain(), batches(), layout(1, 1, micro_batches=1)),
+    "gpipe": Case(Chain(), batches(), layout(1, 1, micro_batches=4, schedule="gpipe")),
+    "dapple-b": Case(Chain(), batches(), layout(1, 1, 1, micro_batches=5, schedule="dapple-b")),
+    "momentum, scheduled": Case(Chain(make_optimizer=momentum), batches([11] * 6), layout(1, 1)),
+    "momentum, scheduled, replicated": Case(Chain(make_optimizer=momentum), batches([11] * 6), layout(1, 2)),
+    "a batch that nothing divides": Case(Chain(), batches((13, 13)), layout(1, 2, micro_batches=3)),
+    "a short last batch": Case(Chain(), batches((12, 12, 5, 2, 12)), layout(2, 1, micro_batches=3)),
+    "a last batch of one": Case(Chain(), batches((12, 1, 12)), layout(1, 1, micro_batches=3)),
+    **{
+        f"DP 2, overlap, M = {m}": Case(
+            Chain(width=WIDE), batches(width=WIDE), overlapped(2, micro_batches=m, ends=[11])
+        )
+        for m in (1, 4)
+    },
+    "a gradient that is a constant, overlap": Case(
+        gradient_that_is_a_constant, batches(), overlapped(2, micro_batches=1, ends=[5])
+    ),
+    "2:1, overlap": Case(Chain(width=WIDE), batches(width=WIDE), overlapped(2, 1, micro_batches=3, ends=[3, 11])),
+    "tied, overlap": Case(
+        Chain(width=WIDE, tied={3: 0}), batches(width=WIDE), overlapped(1, 2, micro_batches=3, ends=[3, 11])
+    ),
+    "1:1:1, zb-h1": Case(Chain(skips={3: 0}), batches(), layout(1, 1, 1, micro_batches=4, schedule="zb-h1")),
+    "2:1, overlap, zb-h1": Case(
+        Chain(width=WIDE, tied={3: 0}),
+        batches(width=WIDE),
+        overlapped(2, 1, micro_batches=3, ends=[3, 11], schedule="zb-h1"),
+    ),
+    "tied": Case(Chain(tied={3: 0}), batches(), layout(1, 1)),
+    "tied, owner replicated": Case(Chain(tied={3: 0}), batches(), layout(2, 1)),
+    "tied, user replicated": Case(
+        Chain(tied={3: 0}), batches(), layout(1, 2, stages=["layer3"])
+    ),  # which has no other variable
+    "tied, both replicated": Case(Chain(tied={3: 0}), batches(), layout(2, 2)),
+    "tied over three stages": Case(Chain(tied={2: 0, 3: 0}), batches(), layout(1, 1, 1)),
+    "skips": Case(Chain(skips={1: 0, 3: 0}), batches(), layout(1, 1, 1)),
+    "skips over two stages": Case(Chain(skips={3: 1, 2: 0}), batches(), layout(1, 2, 1)),
+    "skips, tied": Case(Chain(skips={3: 0}, tied={2: 0}), batches(), layout(1, 1, 1, 1, micro_batches=4)),
+    "aux": Case(Chain(aux=True), batches(), layout(1, 1)),
+    "aux, replicated": Case(Chain(aux=True), batches(), layout(2, 1)),
+    "aux, DP": Case(Chain(aux=True), batches(EVEN), layout(2)),
+    "regularized": Case(Chain(regularized=True), batches(), layout(1, 1)),
+    "regularized, 2:1": Case(Chain(regularized=True), batches(), layout(2, 1)),
+    "regularized, 1:2:1": Case(Chain(regularized=True, skips={3: 0}), batches(), layout(1, 2, 1)),
+    "integers and booleans": Case(integers_and_booleans, batches(), layout(1, 1, stages=["second"])),
+    "integers and booleans, split": Case(integers_and_booleans, batches(), layout(1, 2, stages=["second"])),
+    "integers and booleans, joined": Case(integers_and_booleans, batches(), layout(2, 1, stages=["second"])),
+    **{
+        f"{kind} crosses": Case(as_type(kind), batches(EVEN), layout(1, 1, stages=["second"]))
+        for kind in ("bfloat16", "float16", "complex64", "complex128")
+    },
+    **{
+        f"{kind} weights, {_colons(r)}": Case(of_type(kind), batches(EVEN), layout(*r, **cut), tolerance)
+        for r, cut in (((2,), {}), ((2, 1), {"stages": ["second"]}))
+        for kind, tolerance in WEIGHTS.items()
+    },
+    "two unknown axes": Case(cut_to_the_longest, with_lengths, layout(1, 1, stages=["second"])),
+    "two unknown axes, replicated": Case(cut_to_the_longest, with_lengths, layout(2, 2, stages=["second"])),
+    "nothing in a row": Case(nothing_in_a_row, batches(), layout(1, 1, stages=["second"])),
+    "batch norm": Case(normalized, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
+    "batch norm, replicated": Case(
+        normalized, batches(EVEN), layout(2, 2, stages=["dense_1"]), in_turn=4, apart=("moving",)
+    ),
+    "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
+    "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
+    "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equal=False),
+    "dropout, recompute": Case(
+        dropped, batches(EVEN), layout(1, 1, stages=["dense_1"], recompute=["dense_0", "drop_0", "drop_1"]), in_turn=2
+    ),
+    "batch norm, recompute": Case(
+        normalized, batches(EVEN), layout(1, 1, stages=["dense_1"], recompute=True), in_turn=2
+    ),
+    "2:1, overlap, recompute": Case(
+        Chain(width=WIDE),
+        batches(width=WIDE),
+        overlapped(2, 1, micro_batches=3, ends=[3, 11], recompute=(0, 1, 2, 3, 6, 7)),
+    ),
+    "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
+}

@@ -1,0 +1,73 @@
+"""A MODEL for ``dapple train`` under mpirun: float64, tied weights, Adam; ranks of it can be killed as if by chance."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.distributed import membership
+
+
+def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str = "SIGKILL") -> dapple.Workload:
+    """Five dense layers on batches whose order changes every round.
+
+    The rank ``kill_rank`` gets the signal ``how`` (or raises) before batch ``at_batch``, or is killed while it writes a
+    file into the folder ``in_save``.
+    """
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(2)
+    weights = [tf.Variable(random.normal(size=(64, 64)) / 8, name=f"w{i}") for i in range(4)]
+    data = tf.data.Dataset.from_tensor_slices((random.normal(size=(20, 64)), random.normal(size=(20, 64))))
+    data = data.shuffle(20, seed=3).batch(8)  # two batches of 8, then one of 4
+    job = membership.current()
+    dies = job is not None and job.rank == kill_rank
+    if dies and in_save:
+        threading.Thread(target=_die_in_save, args=(Path(in_save),), daemon=True).start()
+
+    def loss(x: Any, y: Any) -> Any:
+        for i, weight in enumerate([*weights, weights[0]]):
+            with tf.name_scope(f"layer{i}"):
+                x = tf.tanh(x @ weight)
+        return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
+
+    return dapple.Workload(
+        loss, keras.optimizers.Adam(0.01, global_clipnorm=1.0), _Stream(data, how if dies else "", at_batch)
+    )
+
+
+class _Stream:
+    """Goes on through rounds of ``data``; ``what``, if anything, happens to the process before a batch."""
+
+    def __init__(self, data: Any, what: str, at_batch: int) -> None:
+        self._data, self._what, self._at_batch = data, what, at_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        number = 0
+        while True:
+            for batch in self._data:
+                number += 1
+                if self._what and number == self._at_batch:
+                    _fail(self._what)
+                yield batch
+
+
+def _fail(what: str) -> None:
+    if what == "raise":
+        raise KeyError("no such sample")
+    os.kill(os.getpid(), getattr(signal, what))
+
+
+def _die_in_save(folder: Path) -> None:
+    while not any(folder.glob("*.part")):
+        time.sleep(0.0002)
+    os.kill(os.getpid(), signal.SIGKILL)

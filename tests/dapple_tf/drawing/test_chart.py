@@ -1,0 +1,206 @@
+"""Charts as traces and pages; PNGs are looked at in tests/dapple_tf/timeline/test_picture.py too."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from dapple_tf.drawing.chart import COLOURS, LABELS, Chart, Curve, Row, Span, scale_bytes, scale_time, stack_charts
+from dapple_tf.drawing.chrome_trace import trace_events
+from dapple_tf.drawing.html import make_page
+from dapple_tf.drawing.save import save_chart
+from tests.dapple_tf.timeline.test_picture import chunks
+
+CHART = Chart(
+    title="one & <two>",
+    seconds=4.0,
+    rows=(Row("stage 0", "devices 0-1"), Row("0 to 1", "activations", network=True), Row("stage 1")),
+    spans=(
+        Span(0, "0F0", "forward", 0.0, 1.0, 0, critical=True),
+        Span(1, "0>1 F0", "send-forward", 1.0, 1.5, 0),
+        Span(2, "1B0", "backward", 1.5, 3.5, 0),
+        Span(2, "1 AllReduce", "allreduce", 3.5, 4.0),
+    ),
+    curves=(Curve("stage 0", (0.0, 1.0), (1e6, 3e6)), Curve("stage 1", (0.0, 1.5), (1e6, 2e6))),
+    limit=4e6,
+)
+
+
+def test_where_rows_lie() -> None:
+    assert list(CHART.tops()) == [0, 1, 1.3]
+    assert CHART.height == pytest.approx(2.3)
+    assert CHART.kinds == ("forward", "backward", "send-forward", "allreduce")
+
+
+def test_charts_are_stacked_on_one_axis() -> None:
+    short = Chart("1 s", 1.0, (Row("stage 0", until=1.0),), (Span(0, "0F0", "forward", 0.0, 1.0, 0),))
+    stacked = stack_charts("both", (("predicted", short), ("measured", CHART)))
+    assert (stacked.title, stacked.seconds, stacked.curves) == ("both", 4, ())
+    assert [(row.group, row.name) for row in stacked.rows] == [
+        ("predicted", "stage 0"),
+        ("measured", "stage 0"),
+        ("measured", "0 to 1"),
+        ("measured", "stage 1"),
+    ]
+    assert [span.row for span in stacked.spans] == [0, 1, 2, 3, 3]
+    assert stacked.headings == (("predicted: 1 s", 0), ("measured: one & <two>", pytest.approx(1.8)))
+    assert list(stacked.tops()) == pytest.approx([0.8, 2.6, 3.6, 3.9])
+    assert stacked.height == pytest.approx(4.9)
+    names = [e["args"]["name"] for e in trace_events(stacked)["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["predicted: stages", "measured: stages", "measured: network"]
+    places = [(e["pid"], e["tid"]) for e in trace_events(stacked)["traceEvents"] if e["ph"] == "X"]
+    assert places == [(0, 0), (1, 1), (2, 2), (1, 3), (1, 3)]
+    page = Page(make_page(stacked))
+    (idle,) = [rect for rect in page.named("rect") if rect.get("class") == "idle"]
+    assert (float(idle["x"] or 1), float(idle["width"] or 0)) == (0, 250)
+    assert len([text for text in page.named("text") if text.get("class") == "heading"]) == 2
+
+
+def test_a_trace_has_processes_threads_spans_and_counters() -> None:
+    trace = trace_events(CHART)
+    events = trace["traceEvents"]
+    assert trace["displayTimeUnit"] == "ms"
+    named = [(e["name"], e["pid"], e["tid"], e["args"]) for e in events if e["ph"] == "M"]
+    assert [entry for entry in named if "sort" not in entry[0]] == [
+        ("process_name", 0, 0, {"name": "stages"}),
+        ("process_name", 1, 0, {"name": "network"}),
+        ("thread_name", 0, 0, {"name": "stage 0 (devices 0-1)"}),
+        ("thread_name", 1, 1, {"name": "0 to 1 (activations)"}),
+        ("thread_name", 0, 2, {"name": "stage 1"}),
+    ]
+    assert [
+        (e["name"], e["cat"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"
+    ] == [
+        ("0F0", "forward", 0, 0, 0, 1e6, {"micro_batch": 0, "critical": True}),
+        ("0>1 F0", "send-forward", 1, 1, 1e6, 5e5, {"micro_batch": 0}),
+        ("1B0", "backward", 0, 2, 1.5e6, 2e6, {"micro_batch": 0}),
+        ("1 AllReduce", "allreduce", 0, 2, 3.5e6, 5e5, {}),
+    ]
+    assert [(e["name"], e["pid"], e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [
+        ("memory stage 0", 0, 0, {"bytes": 1e6}),
+        ("memory stage 0", 0, 1e6, {"bytes": 3e6}),
+        ("memory stage 1", 0, 0, {"bytes": 1e6}),
+        ("memory stage 1", 0, 1.5e6, {"bytes": 2e6}),
+    ]
+
+
+class Page(HTMLParser):
+    """Tags that were opened, and those left open; void ones aside."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for seen, attributes in self.seen if seen == tag]
+
+
+def test_a_page_draws_every_span_where_it_is() -> None:
+    page = Page(make_page(CHART))
+    assert page.open == []
+    spans = [rect for rect in page.named("rect") if "data-n" in rect]
+    assert [(s["class"], float(s["x"] or 0), float(s["width"] or 0), s["data-n"]) for s in spans] == [
+        ("forward", 0, 250, "0F0 (forward)"),
+        ("send-forward", 250, 125, "0>1 F0 (send forward)"),
+        ("backward", 375, 500, "1B0 (backward)"),
+        ("allreduce", 875, 125, "1 AllReduce (AllReduce)"),
+    ]
+    assert [s.get("data-m") for s in spans] == ["0", None, "0", None]  # numbers in the stages' rows alone
+    heights = [(float(s["y"] or 0), float(s["height"] or 0)) for s in spans]
+    assert heights[0][0] + heights[0][1] < heights[1][0] < heights[2][0] == heights[3][0]
+    (mark,) = [rect for rect in page.named("rect") if rect.get("class") == "mark"]
+    assert (mark["x"], mark["width"]) == (spans[0]["x"], spans[0]["width"])
+    assert heights[0][0] < float(mark["y"] or 0) < sum(heights[0])
+    assert [path["data-n"] for path in page.named("path")] == ["stage 0: at most 3 MB", "stage 1: at most 2 MB"]
+
+
+def test_a_page_needs_nothing_but_itself() -> None:
+    text = make_page(CHART)
+    assert not re.search(r"\b(src|href)\s*=|@import|url\((?!#)|fetch\(|XMLHttpRequest", text)
+    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]  # a name, not an address
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_a_page_escapes_names() -> None:
+    text = make_page(CHART)
+    assert "<h1>one &amp; &lt;two&gt;</h1>" in text
+    assert "<two>" not in text
+
+
+def test_a_limit_far_above_is_told_and_not_drawn() -> None:
+    near = make_page(CHART)
+    far = make_page(Chart(CHART.title, 4.0, CHART.rows, CHART.spans, CHART.curves, 1e9))
+    assert near.count('class="across limit"') == 1
+    assert far.count('class="across limit"') == 0
+    assert "Memory of a device (it has 4 MB)" in near
+    assert "Memory of a device (it has 1 GB)" in far
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    width, height = struct.unpack(">II", chunks(path.read_bytes())[0][1][:8])
+    return width, height
+
+
+def test_a_png_grows_with_what_is_drawn(tmp_path: Path) -> None:
+    bare = Chart("", 4.0, CHART.rows, CHART.spans)
+    many = Chart("", 4.0, CHART.rows, tuple(Span(0, "x", "forward", i / 50, (i + 1) / 50, i) for i in range(200)))
+    for name, chart in (("bare", bare), ("memory", CHART), ("many", many)):
+        save_chart(chart, tmp_path / f"{name}.png")
+    bare_size, memory_size, many_size = (size_of(tmp_path / f"{name}.png") for name in ("bare", "memory", "many"))
+    assert memory_size[0] == bare_size[0]
+    assert memory_size[1] > bare_size[1] + 200
+    assert many_size[0] > 1.5 * bare_size[0]
+
+
+def test_a_legend_of_all_kinds_leaves_the_rows_their_width(tmp_path: Path) -> None:
+    kinds = tuple(LABELS)
+    spans = tuple(Span(0, kind, kind, float(i), i + 1.0, critical=True) for i, kind in enumerate(kinds))
+    save_chart(Chart("all", float(len(kinds)), (Row("stage 0", until=8.0),), spans), tmp_path / "t.png")
+    picture = imread(tmp_path / "t.png")
+    coloured = np.abs(picture[:, :, :3] - to_rgb(COLOURS[kinds[-1]])).max(2) < 0.01
+    middle = picture.shape[0] // 2  # below the legend
+    assert np.flatnonzero(coloured[middle:].any(0)).max() > 0.95 * picture.shape[1]
+
+
+@pytest.mark.parametrize("suffix", ["png", "html", "json"])
+@pytest.mark.parametrize("curves", [(), (Curve("stage 0", (0.0,), (0.0,)),)])
+def test_a_step_that_takes_no_time_can_be_drawn(tmp_path: Path, suffix: str, curves: tuple[Curve, ...]) -> None:
+    chart = Chart("nothing", 0.0, (Row("stage 0"),), (Span(0, "0F0", "forward", 0.0, 0.0, 0),), curves, 0.0)
+    save_chart(chart, tmp_path / f"t.{suffix}")
+    assert (tmp_path / f"t.{suffix}").stat().st_size > 0
+    assert "NaN" not in json.dumps(trace_events(chart))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0, (1, "s")), (90, (1, "s")), (1, (1, "s")), (0.5, (1e3, "ms")), (9e-4, (1e6, "µs"))]
+)
+def test_units_of_time(seconds: float, wanted: tuple[float, str]) -> None:
+    assert scale_time(seconds) == wanted
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"), [(0, (1, "B")), (999, (1, "B")), (1e3, (1e3, "kB")), (5e8, (1e6, "MB")), (16e9, (1e9, "GB"))]
+)
+def test_units_of_bytes(most: float, wanted: tuple[float, str]) -> None:
+    assert scale_bytes(most) == wanted

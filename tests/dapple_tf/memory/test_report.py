@@ -1,0 +1,233 @@
+"""What a step says of its memory: before it runs, and after one was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.drawing.table import format_megabytes
+from dapple_tf.errors import StepError, UsageError
+from dapple_tf.memory.meter import Measured
+from dapple_tf.memory.predict import StageMemory
+from dapple_tf.memory.process_peak import predict_together
+from dapple_tf.memory.report import count_seen, make_report
+from dapple_tf.memory.stash import Kept
+from dapple_tf.timeline.timeline import Event, Timeline
+from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.schedule import Action
+from tests.dapple_tf.builders import X, chain, make_plan, step_of
+from tests.equality.small_models import data, weights
+from tests.paths import ROOT
+
+
+def memory(stage: int, *kept: Kept, working: int = 0, update: int = 0) -> StageMemory:
+    """Memory of a stage of which only what it holds during a step matters."""
+    works = {"F": 0, "B": working}
+    return StageMemory(stage, 5_000_000, 5_000_000, 10_000_000, 0, 1, kept, 0, 0, works, update, 7_000_000)
+
+
+def timeline(*events: tuple[str, float, float]) -> Timeline:
+    """A timeline of actions such as ``0F1``."""
+    return Timeline(
+        tuple(Event(Action(int(a[0]), a[1], int(a[2])), 0, f"/device:CPU:{a[0]}", *times) for a, *times in events)
+    )
+
+
+def test_there_is_no_report_before_anything_is_built() -> None:
+    _, loss = chain()
+    with pytest.raises(UsageError, match="call the step with a batch first, or give example_batch"):
+        _ = step_of(loss).report
+
+
+def test_a_step_that_was_not_recorded_reports_what_is_predicted() -> None:
+    _, loss = chain()
+    step = step_of(loss, example_batch=(X,))
+    report = step.report
+    assert [(stage.seen, stage.measured) for stage in report.stages] == [(None, None)] * 2
+    assert report.measured is None
+    lines = str(report).splitlines()
+    assert lines[0].startswith(
+        "memory of one device of each of 2 stages, 2 micro-batches of 4 samples, schedule dapple"
+    )
+    assert lines[1].split()[:6] == ["stage", "weights", "gradients", "slots", "copies", "K"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+    assert {len(line) for line in lines[1:]} == {len(lines[1])}
+
+
+@pytest.mark.filterwarnings("ignore:the loss of lambda goes through:dapple_tf.errors.DappleWarning")
+def test_a_stage_with_loops_is_told() -> None:
+    stack = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(4), keras.layers.GRU(4)])
+    step = dapple.pipeline(
+        lambda x: tf.reduce_mean(stack(x)),
+        optimizer=keras.optimizers.SGD(0.1),
+        stages=["gru"],
+        micro_batches=2,
+        example_batch=(np.ones((4, 3, 4), np.float32),),
+    )
+    assert str(step.report).splitlines()[-1] == "not counted: what the While loops of stage 1 keep of each round"
+    assert [stage["loops"] > 0 for stage in step.report.to_json()["stages"]] == [False, True]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple-a", "dapple-b", "K=3,2,2"])
+def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
+    _, loss = chain()
+    step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
+    step.record(X)
+    held = [stage.seen for stage in step.report.stages]
+    assert held == list(make_schedule(schedule, 3, 4).warm_up)
+    assert held == [stage.predicted.most_held for stage in step.report.stages]
+
+
+def test_a_split_backward_holds_its_stash_until_the_weights_part_is_done() -> None:
+    _, loss = chain()
+    step = step_of(loss, stages=3, micro_batches=4, schedule="zb-h1")
+    step.record(X)
+    stages = step.report.stages
+    assert [stage.seen for stage in stages] == [stage.predicted.most_held for stage in stages] == [3, 3, 3]
+    assert any(piece.until == "W" for piece in stages[2].predicted.kept)
+    assert set(stages[2].predicted.working) == {"F", "B", "W"}
+
+
+def test_a_recorded_step_is_measured() -> None:
+    """As one: logical CPU devices share their memory."""
+    _, loss = chain()
+    step = step_of(loss)
+    step.record(X)
+    report = step.report
+    assert report.measured is not None
+    assert report.measured.device == "CPU"
+    assert report.together is not None
+    assert report.together > 0
+    assert "all stages in the recorded step: " in str(report)
+    found = report.to_json()
+    assert found["measured"]["above_start"] == report.measured.above_start
+    assert [stage["most_held"] for stage in found["stages"]] == [2, 1]
+
+
+def test_a_step_that_failed_is_not_reported() -> None:
+    """What is said is what was built; then what the last step recorded, if another fails."""
+    (matrix,) = weights(1)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        tf.debugging.assert_less(tf.reduce_max(x), tf.constant(100.0, x.dtype))
+        return tf.reduce_mean(tf.square(tf.tanh(x @ matrix)))
+
+    x, _ = data(8)
+    step = step_of(loss, stages=1)
+    with pytest.raises(StepError):
+        step.record(x * 1000)
+    assert [stage.seen for stage in step.report.stages] == [None]
+    step.record(x)
+    said = str(step.report)
+    with pytest.raises(StepError):
+        step.record(x[:1] * 1000)  # under another plan
+    assert "2 micro-batches of 4 samples" in said
+    assert str(step.report) == said
+
+
+_LARGER = """
+import json
+import keras
+import tensorflow as tf
+import dapple_tf as dapple
+
+dapple.init(2)
+stack = [keras.layers.Dense(256, activation="relu", name=f"d{i}") for i in range(8)]
+model = keras.Sequential([keras.Input((256,)), *stack])
+step = dapple.pipeline(
+    lambda x: tf.reduce_mean(tf.square(model(x))),
+    optimizer=keras.optimizers.SGD(0.01),
+    stages=["d4"],
+    micro_batches=6,
+    schedule="gpipe",
+)
+for _ in range(3):  # the first also makes what stays
+    step.record(tf.ones((6 * 1024, 256)))
+print(json.dumps(step.report.to_json()))
+"""
+
+
+def test_a_larger_model_is_predicted_within_a_tenth() -> None:
+    """All that 6 micro-batches of 1 MB a layer hold, by the heap: oneDNN's blocks are larger than what they hold."""
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LARGER],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["measured"]["source"] == "heap"
+    assert report["together"] > 6 * 8 * 1024 * 256 * 4
+    assert report["together"] == pytest.approx(report["measured"]["above_start"], rel=0.1)
+
+
+def test_measurements_go_to_the_stages_of_their_devices() -> None:
+    plan = make_plan((0, 0, (0, 2)), (1, 1, (1,)), micro_batches=1)
+    found = [(rank, Measured(f"GPU:{rank}", "allocator", 10, 10 + peak)) for rank, peak in ((0, 5), (1, 6), (2, 7))]
+    report = make_report(plan, make_schedule("gpipe", 2, 1), [memory(0), memory(1)], None, found)
+    assert [stage.measured and stage.measured.above_start for stage in report.stages] == [7, 6]
+    assert report.measured is None
+
+
+def test_the_table_is_plain() -> None:
+    kept = Kept("F", "B", 3_000_000)
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=1)
+    events = timeline(("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 3), ("0B0", 3, 4))
+    shared = [(None, Measured("CPU", "allocator", 10_000_000, 14_000_000))]
+    stages = [memory(0, kept, working=1_000_000), memory(1)]
+    lines = str(make_report(plan, make_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
+    assert [line.split()[-10:] for line in lines[1:3]] == [
+        ["1", "1", "3.0", "3.0", "0", "0", "1.0", "7.0", "27.0", "-"],
+        ["1", "1", "0", "0", "0", "0", "0", "7.0", "27.0", "-"],
+    ]
+    assert {len(line) for line in lines[:3]} == {len(lines[0])}
+    assert lines[3] == "all stages in the recorded step: 4.0 MB measured (allocator), 4.0 MB predicted (+0%)"
+
+
+def test_what_is_seen_is_counted_by_time() -> None:
+    schedule = make_schedule("gpipe", 1, 3)
+    apart = timeline(("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
+    assert count_seen(apart, schedule, 0) == 1
+    over = timeline(("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
+    assert count_seen(over, schedule, 0) == 2
+
+
+def test_stages_together_hold_what_overlaps() -> None:
+    held = Kept("F", "B", 10)
+    events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
+    both = [memory(0, held, working=5), memory(1, held, working=7)]
+    assert predict_together(both, timeline(*events)) == 10 + 10 + 7
+    assert predict_together([memory(0, held, update=50), memory(1, held)], timeline(*events)) == 50
+
+
+def test_a_tensor_that_two_stages_hold_counts_once() -> None:
+    """On logical CPU devices it is sent by handing it over."""
+    made, taken = Kept("F", "B", 10, "h"), Kept("sent forward", "B", 10, "h")
+    events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
+    assert predict_together([memory(0, made), memory(1, taken)], timeline(*events)) == 10
+    assert predict_together([memory(0), memory(1, taken)], timeline(*events)) == 10
+    other = Kept("sent forward", "B", 10, "another")
+    assert predict_together([memory(0, made), memory(1, other)], timeline(*events)) == 20
+
+
+def test_figures_have_as_many_digits_as_say_something() -> None:
+    assert [format_megabytes(count) for count in (0, 1234, 54_321, 1_234_567, 123_456_789)] == [
+        "0",
+        "0.0012",
+        "0.054",
+        "1.2",
+        "123",
+    ]

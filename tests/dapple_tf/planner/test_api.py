@@ -1,0 +1,258 @@
+"""``dapple.plan``: what it refuses and what it then advises, and the planners that need no search."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+import dapple_tf as dapple
+from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.plan import Plan
+from dapple_tf.planner.api import make_task
+from profiler.cluster import Cluster
+from profiler.profile import Profile
+from tests.dapple_tf.planner.builders import Problem, make_cluster, make_profile, problems
+from tests.graph_passes.builders import refused
+
+# Of each layer: seconds, bytes sent, kept and trained of 4 samples. Fixed bytes of one: 4 x 10.
+PROFILE = make_profile(*[(1, 2, 8, 40, 10)] * 4)
+
+
+def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int = 8, **options: Any) -> Plan:
+    return dapple.plan(profile, cluster or make_cluster(4), global_batch_size=batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"planner": "bets"},
+            r"no planner is called 'bets' \(did you mean 'best'\?\); there are best, dapple, dp, gpipe",
+        ),
+        ({"planner": "x"}, "no planner is called 'x'; there are best, dapple, dp, gpipe"),
+        ({"planner": "best", "stages": 2}, "planner 'best' has no option 'stages'; it has none"),
+        ({"planner": "gpipe", "stage": 2}, "planner 'gpipe' has no option 'stage'; it has stages"),
+        ({"micro_batch_size": 3}, "micro_batch_size=3 does not divide global_batch_size=8: use 1 or 2 or 4"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 does not divide global_batch_size=8"),
+        ({"batch": 0}, "global_batch_size is 0; it must be at least 1"),
+        ({"optimizer_slots": -1}, "optimizer_slots is -1; it must be at least 0"),
+        ({"planner": "gpipe", "stages": 5}, "5 stages are wanted, but 'net' on 4 devices can have 1 to 4"),
+        ({"planner": "gpipe", "stages": 0}, "0 stages are wanted, but 'net' on 4 devices can have 1 to 4"),
+    ],
+)
+def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(**options)
+
+
+def test_more_stages_than_blocks_of_layers() -> None:
+    profile = make_profile((1, 1), (1, 1), (0, 0, 5), (1, 1), uncuttable=(1,))
+    with pytest.raises(PlanError, match=r"3 stages are wanted, .* the profile has 4 layers that make 2 blocks"):
+        plan(profile, planner="gpipe", stages=3)
+
+
+def test_zb_h1_is_planned_and_holds_fewer_where_memory_is_short() -> None:
+    """Three stages, one a layer: 10 bytes of weights and 30 of the rest, 4 bytes a stash of one of four samples."""
+    profile = make_profile(*[(4, 8, 0, 16, 10)] * 3)
+    options: dict[str, Any] = {"micro_batch_size": 1, "planner": "gpipe", "stages": 3}
+    whole = plan(profile, make_cluster(3), schedule="zb-h1", **options)
+    assert whole.schedule == "zb-h1"
+    assert whole.predicted
+    assert whole.predicted["step_seconds"] == 8 * 3 + 2 * (1 + 1 - 1)  # F = B = W = 1
+    assert whole.predicted["peak_memory_bytes"] == [40 + 4 * 3] * 3
+    tight = plan(profile, make_cluster(3, memory=40 + 4 * 2), schedule="zb-h1", **options)
+    assert tight.schedule == "zb-h1:D=2"
+    assert tight.predicted
+    assert tight.predicted["peak_memory_bytes"] == [40 + 4 * 2] * 3
+    with pytest.raises(PlanError, match=r"nothing that planner .gpipe. may choose fits|does not fit"):
+        plan(profile, make_cluster(3, memory=42), schedule="zb-h1", **options)
+
+
+def test_an_order_of_ones_own_is_planned_for_as_many_stages() -> None:
+    text = "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"
+    profile = make_profile((1, 2), (1, 2), (1, 2))
+    found = plan(profile, make_cluster(3), micro_batch_size=4, schedule=text)
+    assert (len(found.stages), found.micro_batches, found.schedule) == (2, 2, text)
+
+
+def test_a_schedule_that_does_not_exist() -> None:
+    with pytest.raises(ScheduleError, match="no schedule is called 'dapple'"):
+        plan(schedule="dapple")
+
+
+# --- nothing fits
+
+
+def test_what_one_planner_may_not_do_another_may() -> None:
+    profile = make_profile(*[(1, 2, 1, 4, 100)] * 4)
+    cluster = make_cluster(4, memory=420)  # one layer's 400 bytes a device
+    with pytest.raises(PlanError, match=r"planner 'dp' may choose fits the devices' memory, .* 'best' finds a plan"):
+        plan(profile, cluster, planner="dp")
+    found = plan(profile, cluster)
+    assert found.replicas == (1, 1, 1, 1)
+    assert all(dapple.simulate(found, profile, cluster).fits)
+
+
+def test_more_devices_than_samples() -> None:
+    one = make_profile((1, 2, 8, 4, 10))
+    for planner in ("dp", "dapple"):
+        with pytest.raises(PlanError, match=rf"'{planner}' may choose .* a sample for each replica: planner 'best'"):
+            plan(one, make_cluster(2), planner=planner, micro_batch_size=1)
+    assert plan(one, make_cluster(2), micro_batch_size=1).replicas == (1,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("K=0,1", "K_0 = 0 is not between 1 and M = 4"),
+        ("K=5,1", "K_0 = 5 is not between 1 and M = 4"),
+        ("K=1,2", "the schedule deadlocks; blocked actions are marked:\nstage 0: 0F0   0B0!"),
+    ],
+)
+@pytest.mark.parametrize("planner", ["best", "gpipe"])
+def test_explicit_warm_ups_that_no_plan_has_are_not_called_a_lack_of_memory(
+    planner: str, schedule: str, said: str
+) -> None:
+    with refused(ScheduleError, said):
+        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, planner=planner, schedule=schedule)
+
+
+def test_explicit_warm_ups_of_more_stages_than_devices() -> None:
+    with refused(PlanError, "schedule 'K=3,2,1' is for 3 stages, but the cluster has 2 devices"):
+        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule="K=3,2,1")
+    assert len(plan(cluster=make_cluster(3), batch=16, micro_batch_size=4, schedule="K=3,2,1").stages) == 3
+
+
+def test_a_schedule_that_holds_too_much() -> None:
+    cluster = make_cluster(4, memory=80)
+    with pytest.raises(PlanError, match=r"under schedule 'gpipe': use schedule 'auto'$"):
+        plan(cluster=cluster, batch=16, micro_batch_size=1, schedule="gpipe")
+    assert plan(cluster=cluster, batch=16, micro_batch_size=1).schedule.startswith("dapple")
+
+
+def test_a_schedule_that_holds_too_much_without_recompute() -> None:
+    profile, cluster = make_profile(*[(1, 2, 1, 40, 0)] * 2), make_cluster(1, memory=90)
+    with pytest.raises(PlanError, match=r"under schedule 'gpipe': use schedule 'auto' or recompute$"):
+        plan(profile, cluster, micro_batch_size=4, schedule="gpipe")
+    # One stage of two layers that keep 40 each and work on 2: with recompute 80 + 2, and nothing more for a second.
+    assert plan(profile, cluster, micro_batch_size=4, schedule="gpipe", recompute=True).micro_batches == 2
+    assert plan(profile, cluster, micro_batch_size=4).schedule == "dapple-a"
+
+
+def test_the_shortage_is_named_in_bytes_and_layers() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(cluster=make_cluster(4, memory=100), micro_batch_size=8)
+    # A layer's 40 fixed bytes, 80 kept and a working set of 32 (input and output) of 8 samples.
+    assert str(caught.value).startswith(
+        "'net' does not fit 4 devices of 100 B: even spread for memory, with one micro-batch of 8 samples in flight, "
+        "the stage of layers 3 to 3 (layer3 .. layer3) needs 152 B and lacks 52 B. Recompute would not help: it "
+        "saves nothing of a micro-batch that is alone in flight. It would fit with "
+    )
+
+
+def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, Any]) -> Plan:
+    """The plan after doing what ``advice`` says."""
+    options = dict(options)
+    if found := re.search(r"micro-batches of (\d+) samples", advice):
+        options["micro_batch_size"] = int(found[1])
+    if found := re.search(r"(\d+) devices", advice):
+        cluster = make_cluster(int(found[1]), memory=cluster.device_memory)
+    if "no recompute" in advice:
+        options["recompute"] = False
+    return plan(profile, cluster, **options)
+
+
+@pytest.mark.parametrize(
+    ("profile", "devices", "memory", "options", "remedies"),
+    [
+        # Seven samples would fit as well, but do not divide 8.
+        (PROFILE, 4, 145, {"micro_batch_size": 8}, ["micro-batches of 4 samples"]),
+        (PROFILE, 2, 170, {"micro_batch_size": 4}, ["micro-batches of 2 samples", "4 devices"]),
+        (PROFILE, 2, 80, {"micro_batch_size": 8}, ["micro-batches of 2 samples and 4 devices"]),
+        # 40 fixed, 80 kept or made again, 32 worked on, and 16 that enter: at least 160 in all but the first stage.
+        (PROFILE, 4, 155, {"micro_batch_size": 8, "recompute": True}, ["micro-batches of 4 samples", "no recompute"]),
+        (PROFILE, 2, 10, {}, []),
+    ],
+)
+def test_what_is_advised_is_true(
+    profile: Profile, devices: int, memory: float, options: dict[str, Any], remedies: list[str]
+) -> None:
+    cluster = make_cluster(devices, memory=memory)
+    with pytest.raises(PlanError) as caught:
+        plan(profile, cluster, **options)
+    text = str(caught.value)
+    found = text.partition("It would fit with ")[2]
+    advice = found.split(", or with ") if found else []
+    if not remedies:
+        assert text.endswith("No number of such devices would do, nor smaller micro-batches: cut the model finer")
+    assert advice == remedies
+    for one in advice:
+        planned = follow(one, profile, cluster, options)
+        count = 1 + max(device for stage in planned.stages for device in stage.devices)
+        assert all(dapple.simulate(planned, profile, make_cluster(count, memory=memory)).fits), one
+
+
+# --- planners without a search
+
+
+def test_dp_by_hand_with_and_without_overlap() -> None:
+    profile = make_profile((1, 2, 0, 0, 8), (1, 2, 0, 0, 8), batch_size=4)
+    cluster = make_cluster(2, inside=(2, 0))
+    options = {"cluster": cluster, "batch": 4, "micro_batch_size": 4, "planner": "dp"}
+    # Half the batch each: 1 + 2 s; 16 bytes at 2 x 1/2 / 2 s a byte: 8 s.
+    plain, overlapped = plan(profile, **options), plan(profile, overlap=True, **options)
+    assert plain.replicas == (2,)
+    assert plain.predicted is not None
+    assert overlapped.predicted is not None
+    assert plain.predicted["step_seconds"] == 1 + 2 + 8
+    # The later layer's 4 s start after 1 s of backward, the earlier's follow: 1 + 1 + 8.
+    assert overlapped.predicted["step_seconds"] == 10
+    assert (plain.overlap, overlapped.overlap) == (False, True)
+
+
+def test_gpipe_is_straight_and_even_and_holds_all() -> None:
+    profile = make_profile((1, 2), (1, 2), (2, 4), (4, 8))
+    found = plan(profile, make_cluster(3), planner="gpipe", micro_batch_size=2)
+    assert [(s.first_layer, s.last_layer, s.devices) for s in found.stages] == [
+        (0, 1, (0,)),
+        (2, 2, (1,)),
+        (3, 3, (2,)),
+    ]
+    assert found.schedule == "gpipe"
+    # Forward 1 s and 1 s to the last stage, whose 2 + 4 s are the longest, four times; then 2 s and 2 s back.
+    assert found.predicted is not None
+    assert found.predicted["step_seconds"] == 1 + 1 + 4 * (2 + 4) + 2 + 2
+    two = plan(profile, make_cluster(3), planner="gpipe", stages=2, schedule="dapple-a")
+    assert [s.last_layer for s in two.stages] == [2, 3]
+    assert two.schedule == "dapple-a"
+
+
+@given(problems(4))
+def test_a_plan_of_any_planner_is_what_its_prediction_says(problem: Problem) -> None:
+    profile, cluster, batch, options = problem
+    for planner in ("best", "dapple", "dp", "gpipe"):
+        try:
+            found = dapple.plan(profile, cluster, global_batch_size=batch, planner=planner, **options)
+        except PlanError:  # nothing fits
+            continue
+        timeline = dapple.simulate(replace(found, predicted=None), profile, cluster)
+        assert all(timeline.fits)
+        assert found.predicted is not None
+        assert found.predicted["step_seconds"] == timeline.step_seconds
+        assert found.predicted["peak_memory_bytes"] == list(timeline.peak_memory_bytes)
+        assert found.planner == planner
+        assert max(found.replicas) <= found.micro_batch_size
+
+
+def test_a_model_without_any_cost_is_planned() -> None:
+    found = plan(make_profile((0, 0), (0, 0)))
+    assert found.predicted is not None
+    assert found.predicted["step_seconds"] == 0
+
+
+def test_micro_batch_sizes_are_the_divisors() -> None:
+    assert make_task(PROFILE, make_cluster(1), global_batch_size=12).micro_batch_sizes == (1, 2, 3, 4, 6, 12)

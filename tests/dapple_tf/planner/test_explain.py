@@ -1,0 +1,100 @@
+"""A decision in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dapple_tf.plan import Plan
+from dapple_tf.planner.api import decide, make_task, predicted
+from dapple_tf.planner.explain import describe_decision, describe_plan, notation, split_positions
+from profiler.cluster import Cluster
+from profiler.profile import Profile, Timing
+from tests.dapple_tf.planner.builders import make_cluster, make_profile
+from tests.dapple_tf.simulator.builders import make_plan
+
+# Seconds, bytes sent, kept, trained of 4 samples: even in two stages, and DP has 30 bytes to reduce at 10 a second.
+PROFILE = make_profile((1, 2, 4, 4, 10), (1, 2, 4, 4, 10), (2, 4, 4, 4, 10))
+
+
+def say(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> str:
+    task = make_task(profile, cluster, global_batch_size=batch, **options)
+    decision = decide(task, "best")
+    others = [predicted(task, candidate, "best") for candidate in decision.others]
+    return describe_decision(task, decision, predicted(task, decision.chosen, "best"), others)
+
+
+@pytest.mark.parametrize(
+    ("plan", "written", "layers"),
+    [
+        (make_plan((0, 4, (0,))), "one device", "5"),
+        (make_plan((0, 4, (0, 1, 2))), "DP", "5"),
+        (make_plan((0, 0, (0,)), (1, 4, (1,))), "straight", "1:4"),
+        (make_plan((0, 2, (0, 1)), (3, 3, (2, 3)), (4, 4, (4,))), "2:2:1", "3:1:1"),
+        (make_plan((0, 22, tuple(range(8))), (23, 47, tuple(range(8, 16)))), "8:8", "23:25"),
+    ],
+)
+def test_plans_are_written_as_in_the_paper(plan: Plan, written: str, layers: str) -> None:
+    assert (notation(plan), split_positions(plan)) == (written, layers)
+
+
+def test_a_plan_in_a_few_lines() -> None:
+    task = make_task(PROFILE, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True, overlap=True)
+    plan, timeline = predicted(task, decide(task, "dp").chosen, "dp")
+    head, *table, stage = describe_plan(plan, PROFILE, timeline).splitlines()
+    assert head == (
+        "plan DP, layers 3, 2 micro-batches of 4 samples, schedule dapple-a, recompute, AllReduce overlaps backward"
+    )
+    assert "\n".join(table) == str(timeline)
+    assert stage == "stage 0: layer0 .. layer2"
+
+
+def test_long_names_are_cut() -> None:
+    profile = make_profile((1, 1))
+    profile = Profile("net", 4, "test", (type(profile.layers[0])("n" * 80, 1, 1, 0, 0, 0),))
+    task = make_task(profile, make_cluster(1), global_batch_size=4)
+    text = describe_plan(*_described(task, profile))
+    assert text.endswith(f"stage 0: {'n' * 57}... .. {'n' * 57}...")
+
+
+def _described(task: Any, profile: Profile) -> tuple[Any, ...]:
+    plan, timeline = predicted(task, decide(task, "best").chosen, "best")
+    return plan, profile, timeline
+
+
+def test_runners_up_lost_by_so_much_and_where() -> None:
+    lines = say(PROFILE, make_cluster(2)).splitlines()
+    # Straight is 13.7 s: eight times 1.5 s, 0.5 s + 0.1 s there, 1 s + 0.1 s back. DP halves 24 s, reduces for 3 s.
+    assert lines[0] == (
+        "runner-up DP, 4 micro-batches, dapple-a: 15.000 s, 9.5% slower: "
+        "AllReduce after the last backward takes 3.000 s against 0.0 ms"
+    )
+    assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing in ")
+    assert "no plan of the search space is faster in the simulator" in lines
+
+
+def test_small_slices_of_one_measured_batch_are_doubted() -> None:
+    doubt = "the profile has one batch size (4); smaller slices were taken as proportionally faster"
+    assert doubt in say(PROFILE, make_cluster(2))
+    assert doubt not in say(PROFILE, make_cluster(1), micro_batch_size=4)
+    timed = make_profile(*[(1, 2, 4, 4, 10)] * 2, timings=(Timing(8, (2, 2), (4, 4)),))
+    assert doubt not in say(timed, make_cluster(2))
+
+
+def test_a_tie_is_said_to_be_one() -> None:
+    text = say(make_profile((0, 0), (0, 0)), make_cluster(2))
+    assert "runner-up DP" in text, "of equals the one with the fewest devices is chosen"
+    assert "0.0 ms, as fast" in text
+
+
+def test_a_step_that_takes_no_time_is_beaten_by_no_percentage() -> None:
+    text = say(make_profile((0, 0, 0, 0, 10)), make_cluster(2), batch=4)
+    # DP reduces 2 (2 - 1)/2 x 10 bytes at 10 a second; one device has nothing to do.
+    assert "dapple-a: 1.000 s, slower: AllReduce after the last backward takes 1.000 s against 0.0 ms" in text
+
+
+def test_no_part_of_a_step_is_below_nothing() -> None:
+    # Six times 0.1 s and 0.1 s come to less when added one by one than when multiplied.
+    text = say(make_profile((0.4, 0.4), (0.4, 0.4)), make_cluster(2), batch=12, micro_batch_size=2)
+    assert "waiting for other stages and transfers takes 400.0 ms against 0.0 ms" in text

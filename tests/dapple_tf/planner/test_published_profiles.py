@@ -1,0 +1,87 @@
+"""Planner "best" on the published profiles: never slower than anything else that could be thought of."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.api import PLANNERS, make_task
+from dapple_tf.planner.baselines import data_parallel, even_pipeline
+from dapple_tf.planner.planning_problem import Task
+from profiler.importers import read_graph_file
+from profiler.presets import config
+from profiler.profile import Profile
+from tests.paths import SHARED_PROFILES
+
+DEVICES, BATCH = 8, 128
+
+pytestmark = pytest.mark.skipif(
+    not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here"
+)
+everywhere = pytest.mark.parametrize("letter", ["a", "b", "c"])
+on_each = pytest.mark.parametrize("name", ["amoeba-36-pbs-1", "bert-24-pbs-6", "gnmt-16-pbs-64", "vgg-19-pbs-32"])
+
+
+@cache
+def read(name: str) -> Profile:
+    return read_graph_file(SHARED_PROFILES / f"{name}.txt")
+
+
+@cache
+def best_of(name: str, letter: str) -> tuple[Task, float]:
+    """The task and the simulated seconds of the best plan, which fits."""
+    profile, cluster = read(name), config(letter, DEVICES)
+    plan = dapple.plan(profile, cluster, global_batch_size=BATCH)
+    timeline = dapple.simulate(plan, profile, cluster)
+    assert all(timeline.fits)
+    return make_task(profile, cluster, global_batch_size=BATCH), timeline.step_seconds
+
+
+@everywhere
+@on_each
+def test_never_slower_than_dp_straight_or_the_other_planners(name: str, letter: str) -> None:
+    task, seconds = best_of(name, letter)
+    others = task.price_all(data_parallel(task), "DP")
+    for stages in range(2, DEVICES + 1):
+        others += task.price_all(even_pipeline(task, stages), "straight")
+    for planner in ("dapple", "dp", "gpipe"):
+        decision = PLANNERS[planner](task)
+        others += [decision.chosen] if decision else []
+    assert others
+    assert seconds <= min(other.seconds for other in others) * (1 + 1e-9)
+
+
+@everywhere
+@on_each
+def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
+    """Every cut and every split of the devices in order, at a sample of micro-batch sizes."""
+    task, seconds = best_of(name, letter)
+    profile, last = task.profile, len(task.profile.layers) - 1
+    positions = task.chain.positions[1:-1]
+    for position, count in itertools.product(positions[:: max(1, len(positions) // 12)], range(1, DEVICES)):
+        stages = (
+            StagePlan(0, position - 1, tuple(range(count))),
+            StagePlan(position, last, tuple(range(count, DEVICES))),
+        )
+        for size in (8, 16, 32):
+            for schedule in ("dapple-a", "dapple-b", "gpipe"):
+                if max(count, DEVICES - count) > size:
+                    continue
+                plan = task.plan(stages, size, schedule, "test")
+                timeline = dapple.simulate(plan, profile, task.cluster)
+                if all(timeline.fits):
+                    assert seconds <= timeline.step_seconds * (1 + 1e-9), (position, count, size, schedule)
+
+
+@everywhere
+@on_each
+def test_no_micro_batch_size_given_is_faster_than_the_best_of_all(name: str, letter: str) -> None:
+    task, seconds = best_of(name, letter)
+    for size in (4, 16, 64):
+        fixed = make_task(task.profile, task.cluster, global_batch_size=BATCH, micro_batch_size=size)
+        decision = PLANNERS["best"](fixed)
+        assert decision is None or seconds <= decision.chosen.seconds * (1 + 1e-9)

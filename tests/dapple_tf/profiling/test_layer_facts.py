@@ -1,0 +1,209 @@
+"""Bytes of every layer, worked out by hand (float32: 4 bytes an element)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.frontend.capture import capture
+from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
+from profiler.peaks import Peak
+
+N = 4
+X = np.ones((N, 3), np.float32)
+
+
+def facts(loss: Callable[..., Any], *batch: Any, size: int = N) -> LayerFacts:
+    return examine_layers(capture(loss, batch or (X,)), size)
+
+
+def matrix(rows: int, columns: int) -> tf.Variable:
+    return tf.Variable(tf.ones((rows, columns)))
+
+
+def ops(found: LayerFacts) -> list[str]:
+    return [found.captured.graph.node(layer.nodes[0]).op for layer in found.layers.layers]
+
+
+def test_a_dense_model() -> None:
+    a, b = matrix(3, 5), matrix(5, 2)
+    found = facts(lambda x: tf.reduce_mean(tf.square(tf.tanh(x @ a) @ b)))
+    assert ops(found) == ["MatMul", "Tanh", "MatMul", "Square", "Mean"]
+    assert found.activation_bytes == (N * 5 * 4, N * 5 * 4, N * 2 * 4, N * 2 * 4, 0)
+    # The first product's gradient needs x; tanh's and the second product's both need what tanh gives, kept once, by
+    # tanh; the square's needs its input, which the product's does not; the mean's needs only a shape.
+    assert found.stash_bytes == (N * 3 * 4, N * 5 * 4, 0, N * 2 * 4, 0)
+    assert found.parameter_bytes == (3 * 5 * 4, 0, 5 * 2 * 4, 0, 0)
+    assert found.uncuttable == ()
+    assert found.unsplittable == ()
+    assert found.lists == ()
+
+
+def test_a_regularizer_sends_a_number() -> None:
+    a, b = matrix(3, 5), matrix(5, 2)
+    found = facts(lambda x: tf.reduce_mean(tf.square(tf.tanh(x @ a) @ b)) + tf.nn.l2_loss(a) + tf.nn.l2_loss(b))
+    assert ops(found) == ["MatMul", "Tanh", "MatMul", "Square", "Mean", "AddV2", "AddV2"]
+    # Beside what it sends anyway: one number from the first product on, another from the second one on.
+    sent = (N * 5 * 4 + 4, N * 5 * 4 + 4, N * 2 * 4 + 8, N * 2 * 4 + 8, 4 + 8, 4 + 4, 0)
+    assert found.activation_bytes == sent
+    assert found.stash_bytes == (N * 3 * 4, N * 5 * 4, 0, N * 2 * 4, 0, 0, 0)
+    assert found.parameter_bytes == (3 * 5 * 4, 0, 5 * 2 * 4, 0, 0, 0, 0)
+    assert found.uncuttable == ()
+    assert found.unsplittable == (5, 6)
+
+
+def test_bytes_grow_with_the_batch_and_weights_do_not() -> None:
+    a = matrix(3, 5)
+    small, large = (facts(lambda x: tf.reduce_mean(tf.tanh(x @ a)), size=size) for size in (2, 20))
+    assert large.activation_bytes == tuple(10 * x for x in small.activation_bytes)
+    assert large.stash_bytes == tuple(10 * x for x in small.stash_bytes)
+    assert large.parameter_bytes == small.parameter_bytes == (60, 0, 0)
+
+
+def test_a_tied_weight_counts_once_at_its_first_user() -> None:
+    a = matrix(3, 5)
+    found = facts(lambda x: tf.reduce_mean(tf.matmul(tf.tanh(x @ a), a, transpose_b=True)))
+    assert ops(found) == ["MatMul", "Tanh", "MatMul", "Mean"]
+    assert found.parameter_bytes == (60, 0, 0, 0)
+
+
+def test_a_skip_crosses_every_cut_on_its_way() -> None:
+    a, b = matrix(3, 5), matrix(5, 5)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        first = tf.tanh(x @ a)
+        return tf.reduce_mean(first + tf.tanh(first @ b))
+
+    found = facts(loss)
+    one = N * 5 * 4
+    assert ops(found) == ["MatMul", "Tanh", "MatMul", "Tanh", "AddV2", "Mean"]
+    assert found.activation_bytes == (one, one, 2 * one, 2 * one, one, 0)
+    assert found.stash_bytes == (N * 3 * 4, one, 0, one, 0, 0)
+
+
+def test_integers_and_booleans_have_their_own_sizes() -> None:
+    a = matrix(3, 3)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        chosen = tf.argmax(x, 1)  # int64 [N]
+        positive = x > 0  # bool [N, 3]
+        y = tf.tanh(x @ a)
+        return tf.reduce_mean(tf.where(positive, y, 0.0) * tf.cast(tf.one_hot(chosen, 3), tf.float32))
+
+    found = facts(loss)
+    by_op = dict(zip(ops(found), found.activation_bytes, strict=True))
+    assert ops(found)[:4] == ["ArgMax", "Greater", "MatMul", "Tanh"]
+    assert by_op["ArgMax"] == N * 8
+    assert by_op["Greater"] == N * 8 + N * 3
+    assert by_op["Tanh"] == N * 8 + N * 3 + N * 3 * 4
+    stash = dict(zip(ops(found), found.stash_bytes, strict=True))
+    assert stash["SelectV2"] == N * 3  # the condition; its maker has no backward
+    assert stash["OneHot"] == 0
+
+
+def test_an_argument_of_labels_is_kept_where_backward_reads_it() -> None:
+    a, labels = matrix(3, 7), np.zeros(N, np.int32)
+
+    def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(x @ a - tf.cast(y[:, None], tf.float32)))
+
+    found = facts(loss, X, labels)
+    stash = dict(zip(ops(found), found.stash_bytes, strict=True))
+    assert stash["MatMul"] == N * 3 * 4
+    assert stash["Square"] == N * 7 * 4
+    assert sum(found.stash_bytes) == N * 3 * 4 + N * 7 * 4
+
+
+def test_a_view_is_the_memory_it_looks_at() -> None:
+    a, b = matrix(3, 6), matrix(3, 2)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        hidden = tf.tanh(x @ a)  # tanh keeps its output, the second product the same under another shape
+        return tf.reduce_mean(tf.reshape(hidden, (-1, 3)) @ b)
+
+    found = facts(loss)
+    assert sum(found.stash_bytes) == N * 3 * 4 + N * 6 * 4
+
+
+def test_frozen_and_unreached_weights_are_not_trained() -> None:
+    a, b = matrix(3, 5), matrix(5, 5)
+    frozen = tf.Variable(tf.ones((5, 5)), trainable=False)
+    found = facts(lambda x: tf.reduce_mean(tf.tanh(x @ a) @ frozen + 0 * tf.stop_gradient(tf.reduce_sum(b))))
+    assert sum(found.parameter_bytes) == 3 * 5 * 4
+
+
+def test_a_keras_layer_is_one_layer_and_mixed_precision_weights_are_counted_as_kept() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, "tanh", dtype="mixed_bfloat16")], name="net")
+    found = facts(lambda x: tf.reduce_mean(tf.cast(model(x), tf.float32)))
+    dense = next(i for i, name in enumerate(found.names) if name.endswith("dense") or "dense" in name)
+    assert sum(found.parameter_bytes) == found.parameter_bytes[dense] == (3 * 5 + 5) * 4
+    assert found.activation_bytes[dense] == N * 5 * 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_roofline_seconds_of_forward_and_backward(frozen: bool) -> None:
+    # One FLOP a second and infinite memory: seconds are FLOPs. Forward: two products of 2 N 3 5 and 2 N 5 2. Backward
+    # of the first: its weight's gradient only (x takes none); of the second: both, or only its input's.
+    a, b = matrix(3, 5), tf.Variable(tf.ones((5, 2)), trainable=not frozen)
+    found = facts(lambda x: tf.reduce_mean(tf.tanh(x @ a) @ b))
+    peak = Peak("p", 1.0, float("inf"), 0.0, 1.0)
+    assert found.forward_seconds(peak).tolist() == [2 * N * 3 * 5, 0, 2 * N * 5 * 2, 0]
+    assert found.backward_seconds(peak).tolist() == [2 * N * 3 * 5, 0, 2 * N * 5 * 2 * (1 if frozen else 2), 0]
+
+
+def test_a_convolutions_backward_does_its_products_twice_more() -> None:
+    first, second = tf.Variable(tf.ones((3, 3, 2, 4))), tf.Variable(tf.ones((3, 3, 4, 5)))
+    images = np.ones((N, 6, 6, 2), np.float32)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.nn.conv2d(tf.nn.conv2d(x, first, 1, "SAME"), second, 2, "SAME"))
+
+    found = facts(loss, images)
+    peak = Peak("p", 1.0, float("inf"), 0.0, 1.0)
+    one, two = 2 * N * 36 * 4 * 9 * 2, 2 * N * 9 * 5 * 9 * 4
+    assert found.forward_seconds(peak).tolist() == [one, two, 0]
+    assert found.backward_seconds(peak).tolist() == [one, 2 * two, 0]
+
+
+def test_memory_bound_ops_take_what_they_read_and_write() -> None:
+    a = matrix(3, 5)
+    found = facts(lambda x: tf.reduce_mean(tf.tanh(x @ a)))
+    peak = Peak("p", float("inf"), 1.0, 0.0, 1.0)
+    product = (N * 3 + 3 * 5 + N * 5) * 4
+    assert found.forward_seconds(peak)[:2].tolist() == [product, 2 * N * 5 * 4]
+
+
+def test_what_a_loop_keeps_is_left_out_and_said() -> None:
+    a = matrix(3, 3)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        y, _ = tf.while_loop(
+            lambda y, i: i < 3, lambda y, i: (tf.tanh(y @ a), i + 1), (x @ a, tf.constant(0)), maximum_iterations=5
+        )
+        return tf.reduce_mean(y)
+
+    found = facts(loss)
+    (loop,) = [name for name, op in zip(found.names, ops(found), strict=True) if "While" in op]
+    assert found.lists == (loop,)
+    assert sum(found.parameter_bytes) == 3 * 3 * 4
+
+
+def test_masks_drawn_at_random_are_kept_and_what_depends_on_weights_alone_is_not() -> None:
+    a, scale = matrix(3, 5), tf.Variable(2.0)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        mask = tf.random.uniform((tf.shape(x)[0], 5))
+        fixed = tf.random.stateless_uniform((tf.shape(x)[0], 5), (1, 2))
+        return tf.reduce_mean((x @ a) * mask * fixed * tf.exp(scale))
+
+    found = facts(loss)
+    one = N * 5 * 4
+    # x, mask and fixed for what they are multiplied with; (x @ a) * mask * fixed for the gradient of the scale. No
+    # gradient needs x @ a, and exp(scale) is computed anew.
+    assert sum(found.stash_bytes) == N * 3 * 4 + 3 * one
+    assert sum(found.parameter_bytes) == 3 * 5 * 4 + 4

@@ -1,0 +1,153 @@
+"""Costs, orders, profiles and plans that the simulator's tests start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.simulator.engine import Order, encode
+from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.simulate import Timeline
+from graph_passes.schedules.policies import early_backward, make_schedule
+from graph_passes.schedules.schedule import Action, Schedule
+from profiler.cluster import Cluster, Link, Server
+from profiler.profile import LayerCost, Profile
+
+
+def cost(
+    forward: float = 1, backward: float = 1, send: float = 0, back: float | None = None, **more: float
+) -> StageCosts:
+    """A stage's costs: the seconds given, nothing else unless said so."""
+    fields: dict[str, float] = {
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "send_forward_seconds": send,
+        "send_backward_seconds": send if back is None else back,
+        "allreduce_seconds": 0,
+        "exposed_seconds": 0,
+        "fixed_bytes": 0,
+        "stash_bytes": 0,
+        "working_bytes": 0,
+        **more,
+    }
+    return StageCosts(**{name: float(value) for name, value in fields.items()})
+
+
+def arrays(costs: Sequence[StageCosts], splits: bool = False) -> tuple[Any, ...]:
+    """What the kernels take after the order, exposed seconds last."""
+    names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
+    found = {name: np.array([getattr(c, f"{name}_seconds") for c in costs]) for name in names}
+    if splits:
+        found["backward"] = found["backward"] - found["weights"]
+    else:
+        found["weights"] = np.zeros(0)
+    return tuple(found.values())
+
+
+def order_of(name: str, stages: int, micro_batches: int) -> Order:
+    """The order of the schedule called ``name``."""
+    return encode(make_schedule(name, stages, micro_batches))
+
+
+def step_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> float:
+    """The seconds of a step."""
+    return execute(order_of(name, len(costs), micro_batches), costs).step_seconds
+
+
+def make_plan(*stages: tuple[int, int, tuple[int, ...]], **changes: Any) -> Plan:
+    """A plan of (first layer, last layer, devices), two micro-batches of two samples."""
+    fields: dict[str, Any] = {
+        "model": "net",
+        "planner": "test",
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": False,
+    }
+    return Plan(**{**fields, "stages": tuple(StagePlan(*stage) for stage in stages), **changes})
+
+
+def make_profile(*layers: tuple[float, float], **changes: Any) -> Profile:
+    """Layers of (forward, backward) seconds for 4 samples; each sends 8 bytes, keeps 6 and trains 10."""
+    costs = tuple(LayerCost(f"layer{i}", f, b, 8, 6, 10) for i, (f, b) in enumerate(layers))
+    return Profile(**{"model": "net", "batch_size": 4, "device": "test", "layers": costs, **changes})
+
+
+def make_cluster(devices: int = 2, memory: float = 1000) -> Cluster:
+    """One server whose devices exchange 4 bytes a second after half a second."""
+    return Cluster((Server("a", devices),), memory, Link(4, 0.5), Link(1, 1))
+
+
+def make_timeline(
+    name: str, micro_batches: int, costs: Sequence[StageCosts], replicas: Sequence[int] | None = None
+) -> Timeline:
+    """What ``simulate`` makes of these costs; one device takes 100 s, and each has 1000 bytes."""
+    stages, used = [], 0
+    for index, r in enumerate(replicas or (1,) * len(costs)):
+        stages.append((index, index, tuple(range(used, used + r))))
+        used += r
+    plan = make_plan(
+        *stages, schedule=name, micro_batches=micro_batches, micro_batch_size=1, global_batch_size=micro_batches
+    )
+    return Timeline(plan, execute(order_of(name, len(costs), micro_batches), costs), 100.0, 1000.0)
+
+
+seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnormal=False))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """GPipe, policies A and B, ZB-H1, other warm-ups, and orders that no policy makes."""
+    stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    kind = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "K", "any", "any W"]))
+    if kind == "K":
+        k = draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
+        return early_backward(sorted(k, reverse=True), micro_batches)
+    if kind.startswith("any"):
+        return draw_order(draw, stages, micro_batches, splits=kind == "any W")
+    return make_schedule(kind, stages, micro_batches)
+
+
+def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -> Schedule:
+    """Actions one by one, each any that could run then."""
+    ran: list[Action] = []
+    random = draw(st.randoms(use_true_random=False))
+    while len(ran) < (3 if splits else 2) * stages * micro_batches:
+        ready = []
+        for stage in range(stages):
+            for m in range(micro_batches):
+                forward, backward = Action(stage, "F", m), Action(stage, "B", m)
+                if forward not in ran:
+                    if stage == 0 or Action(stage - 1, "F", m) in ran:
+                        ready.append(forward)
+                elif backward not in ran:
+                    if stage == stages - 1 or Action(stage + 1, "B", m) in ran:
+                        ready.append(backward)
+                elif splits and Action(stage, "W", m) not in ran:
+                    ready.append(Action(stage, "W", m))
+        ran.append(random.choice(ready))
+    return Schedule(tuple(tuple(a for a in ran if a.stage == stage) for stage in range(stages)))
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn, stages: int) -> tuple[StageCosts, ...]:
+    """Seconds of everything, whole numbers (so that events tie) or not; a part of backward is gradients of weights."""
+    found = []
+    for _ in range(stages):
+        forward, inputs, weights, send, back, exposed = (draw(seconds) for _ in range(6))
+        more = {"exposed_seconds": exposed, "weights_seconds": weights}
+        found.append(cost(forward, inputs + weights, send, back, **more))
+    return tuple(found)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Schedule, tuple[StageCosts, ...]]:
+    """A schedule and the costs of its stages."""
+    schedule = draw(schedules())
+    return schedule, draw(stage_costs(len(schedule.stages)))

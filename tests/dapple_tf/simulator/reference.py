@@ -1,0 +1,44 @@
+"""A simulator that is slow and plain: the longest path to every event over a graph of all events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import networkx as nx
+
+from dapple_tf.simulator.costs import StageCosts
+from graph_passes.schedules.schedule import Schedule
+
+Name = tuple[str, int, int]  # F, B, W, SF or SB; stage (of a transfer: before the boundary); micro-batch
+
+
+def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name, tuple[float, float]]:
+    """Start and end of every event: a stage's actions, and a channel's transfers, follow one another."""
+    graph: nx.DiGraph[Name] = nx.DiGraph()
+    last = len(costs) - 1
+    for stage, actions in enumerate(schedule.stages):
+        nx.add_path(graph, [(a.kind, stage, a.micro_batch) for a in actions])
+        for a in actions:
+            me: Name = (a.kind, stage, a.micro_batch)
+            if a.kind == "F" and stage < last:
+                nx.add_path(graph, [me, ("SF", stage, a.micro_batch), ("F", stage + 1, a.micro_batch)])
+            if a.kind == "B" and stage > 0:
+                nx.add_path(graph, [me, ("SB", stage - 1, a.micro_batch), ("B", stage - 1, a.micro_batch)])
+        sent = [("SF", stage, a.micro_batch) for a in actions if a.kind == "F" and stage < last]
+        returned = [("SB", stage - 1, a.micro_batch) for a in actions if a.kind == "B" and stage > 0]
+        graph.add_edges_from(pairwise(sent))
+        graph.add_edges_from(pairwise(returned))
+    times: dict[Name, tuple[float, float]] = {}
+    for event in nx.topological_sort(graph):
+        kind, stage, _ = event
+        seconds = {
+            "F": costs[stage].forward_seconds,
+            "B": costs[stage].backward_seconds - schedule.splits * costs[stage].weights_seconds,
+            "W": costs[stage].weights_seconds,
+            "SF": costs[stage].send_forward_seconds,
+            "SB": costs[stage].send_backward_seconds,
+        }[kind]
+        start = max((times[before][1] for before in graph.predecessors(event)), default=0.0)
+        times[event] = start, start + seconds
+    return times

@@ -1,0 +1,170 @@
+"""What the stages of a plan cost: by hand, and against the slow reference of the planner's tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dapple_tf.plan import Plan
+from dapple_tf.simulator.costs import StageCosts, exposed_seconds, stage_costs
+from profiler.cluster import Cluster, Link, Server
+from profiler.profile import LayerCost, Profile, Timing
+from tests.dapple_tf.planner.builders import Problem, problems
+from tests.dapple_tf.planner.exhaustive import Pricer, divisors, list_plans
+from tests.dapple_tf.simulator.builders import make_plan
+
+# Seconds of forward and backward, bytes sent, kept and trained, for 4 samples.
+PROFILE = Profile(
+    model="net",
+    batch_size=4,
+    device="test",
+    layers=(LayerCost("l0", 4, 8, 8, 6, 10), LayerCost("l1", 2, 4, 4, 2, 20), LayerCost("l2", 1, 3, 2, 1, 0)),
+)
+CLUSTER = Cluster((Server("a", 3),), 1000, Link(4, 0.5), Link(1, 1))
+# Two samples a micro-batch: half the profile's, and one for each replica of stage 0.
+PLAN = make_plan((0, 1, (0, 1)), (2, 2, (2,)))
+
+
+def costs_of(plan: Plan = PLAN, profile: Profile = PROFILE, slots: int = 2) -> tuple[StageCosts, ...]:
+    return stage_costs(plan, profile, CLUSTER, optimizer_slots=slots)
+
+
+def test_costs_by_hand() -> None:
+    assert costs_of() == (
+        StageCosts(
+            forward_seconds=1.5,  # (4 + 2) / 4
+            backward_seconds=3.0,  # (8 + 4) / 4
+            send_forward_seconds=1.0,  # latency 0.5, and 4 x 2/4 bytes into one device at 4 bytes a second
+            send_backward_seconds=1.0,
+            allreduce_seconds=7.5,  # 2 x 1/2 x 30 bytes / 4
+            exposed_seconds=7.5,
+            fixed_bytes=120,  # weight, gradient, two slots of 30 bytes
+            stash_bytes=2,  # (6 + 2) / 4
+            working_bytes=3,  # of layer 1: its input 8 and output 4, over 4
+        ),
+        StageCosts(
+            forward_seconds=0.5,
+            backward_seconds=1.5,
+            send_forward_seconds=0,
+            send_backward_seconds=0,
+            allreduce_seconds=0,
+            exposed_seconds=0,
+            fixed_bytes=0,
+            stash_bytes=0.5,
+            working_bytes=3,  # (4 + 2) x 2/4
+        ),
+    )
+
+
+def test_recompute_runs_forward_again_and_keeps_what_enters() -> None:
+    plain, again = costs_of(), costs_of(replace(PLAN, recompute=True))
+    assert [c.backward_seconds for c in again] == [3 + 1.5, 1.5 + 0.5]
+    assert [c.stash_bytes for c in again] == [0, 2]  # nothing enters the first; 4 x 2/4 bytes the second
+    assert [c.working_bytes for c in again] == [3 + 2, 3 + 0.5]  # and what forward makes again
+    same = ("forward_seconds", "send_forward_seconds", "allreduce_seconds", "fixed_bytes")
+    assert all(getattr(a, name) == getattr(b, name) for a, b in zip(plain, again, strict=True) for name in same)
+
+
+def test_a_schedule_that_puts_off_gradients_of_weights_tells_them_apart() -> None:
+    first, second = costs_of(replace(PLAN, schedule="zb-h1"))
+    assert (first.backward_seconds, first.weights_seconds) == (3, 1.5)  # half of it, of layers with parameters
+    assert (second.backward_seconds, second.weights_seconds) == (1.5, 0)
+    assert all(costs.weights_seconds == 0 for costs in costs_of(replace(PLAN, schedule="dapple-b")))
+    measured = replace(PROFILE, layers=(*PROFILE.layers[:2], replace(PROFILE.layers[2], weights_seconds=2)))
+    assert costs_of(replace(PLAN, schedule="zb-h1:D=1"), measured)[1].weights_seconds == 1
+
+
+def test_overlap_of_a_split_backward_hides_behind_its_gradients_of_weights_alone() -> None:
+    first, _ = costs_of(replace(PLAN, overlap=True, schedule="zb-h1"))
+    # Layer 1's are there after 0.5 s and reduced until 5.5; layer 0's after 1.5, and reduced from 5.5 to 8.
+    assert first.exposed_seconds == 6.5
+
+
+def test_recompute_of_some_layers_keeps_the_others_and_what_enters_each_run() -> None:
+    whole = make_plan((0, 2, (0,)), micro_batch_size=4)
+    costs = {
+        layers: costs_of(replace(whole, recompute=layers))[0] for layers in ((), (0,), (1,), (0, 2), (1, 2), (0, 1, 2))
+    }
+    forward, backward = 4 + 2 + 1, 8 + 4 + 3
+    assert {c.forward_seconds for c in costs.values()} == {forward}
+    again = {layers: c.backward_seconds - backward for layers, c in costs.items()}
+    assert again == {(): 0, (0,): 4, (1,): 2, (0, 2): 4 + 1, (1, 2): 2 + 1, (0, 1, 2): forward}
+    # Layers keep 6, 2 and 1; 8 bytes enter layer 1, and 4 layer 2.
+    kept = {layers: c.stash_bytes for layers, c in costs.items()}
+    assert kept == {(): 9, (0,): 3, (1,): 6 + 8 + 1, (0, 2): 2 + 4, (1, 2): 6 + 8, (0, 1, 2): 0}
+    # Layers work on 8, 8 + 4 and 4 + 2, and on what their run has made again.
+    work = {layers: c.working_bytes for layers, c in costs.items()}
+    assert work == {(): 12, (0,): 8 + 6, (1,): 12 + 2, (0, 2): 8 + 6, (1, 2): 12 + 3, (0, 1, 2): 12 + 9}
+    assert costs_of(replace(whole, recompute=True)) == (costs[0, 1, 2],)
+    assert costs_of(replace(whole, recompute=False)) == (costs[()],)
+
+
+def test_overlap_hides_what_runs_during_the_last_backward() -> None:
+    first, second = costs_of(replace(PLAN, overlap=True))
+    # Layer 1 is done after 1 s and reduces until 6; layer 0 is done at 3 and reduces from 6 to 8.5.
+    assert (first.allreduce_seconds, first.exposed_seconds) == (7.5, 5.5)
+    assert second.exposed_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("backward", "ring", "exposed"),
+    [
+        ([3, 3], [1, 2], 1),  # the later layer's ends before the earlier's backward does
+        ([3, 3], [1, 4], 2),  # and here a second after: 3 + 4, then 1 more
+        ([3, 3], [0, 0], 0),
+        ([3, 3], [0, 2], 0),
+        ([0, 0], [2, 5], 7),
+    ],
+)
+def test_exposed_seconds(backward: list[float], ring: list[float], exposed: float) -> None:
+    assert exposed_seconds(backward, np.array(ring, float)) == exposed
+
+
+@pytest.mark.parametrize(("slots", "fixed"), [(0, 60), (1, 90), (2, 120)])
+def test_an_optimizer_keeps_slots_of_each_weight(slots: int, fixed: float) -> None:
+    assert costs_of(slots=slots)[0].fixed_bytes == fixed
+
+
+def test_seconds_are_those_measured_at_the_slice_of_each_replica() -> None:
+    profile = replace(PROFILE, timings=(Timing(1, (2, 2, 2), (3, 3, 3)), Timing(2, (2.5, 2, 2), (4, 3, 3))))
+    first, second = costs_of(profile=profile)
+    assert (first.forward_seconds, first.backward_seconds) == (4, 6)  # one sample
+    assert (second.forward_seconds, second.backward_seconds) == (2, 3)  # two
+
+
+def test_an_output_that_skips_a_stage_crosses_both_boundaries() -> None:
+    profile = replace(PROFILE, edges=((0, 1), (0, 2), (1, 2)))
+    costs = costs_of(make_plan((0, 0, (0,)), (1, 1, (1,)), (2, 2, (2,))), profile)
+    # 8 x 2/4 bytes over the first; over the second 4 x 2/4 more.
+    assert [c.send_forward_seconds for c in costs] == [0.5 + 4 / 4, 0.5 + 6 / 4, 0]
+    assert costs[2].working_bytes == (2 + 8 + 4) / 2
+
+
+@given(problems(), st.data())
+def test_agrees_with_the_reference(problem: Problem, data: st.DataObject) -> None:
+    profile, cluster, batch, options = problem
+    size = data.draw(st.sampled_from(divisors(batch)))
+    plans = [p for p in list_plans(profile, cluster) if max(len(devices) for _, _, devices in p) <= size]
+    assume(plans)
+    stages = data.draw(st.sampled_from(plans))
+    plan = make_plan(
+        *((first, end - 1, devices) for first, end, devices in stages),
+        global_batch_size=batch,
+        micro_batch_size=size,
+        micro_batches=batch // size,
+        **options,
+    )
+    expected = Pricer(profile, cluster, size, slots=1, **options).costs(stages)
+    found = stage_costs(plan, profile, cluster, optimizer_slots=1)
+    close = {"rel": 1e-12, "abs": 1e-12}
+    assert [c.forward_seconds for c in found] == pytest.approx(expected.forward, **close)
+    assert [c.backward_seconds for c in found] == pytest.approx(expected.backward, **close)
+    assert [c.exposed_seconds for c in found] == pytest.approx(expected.exposed, **close)
+    assert [c.send_forward_seconds for c in found] == pytest.approx([*expected.send, 0], **close)
+    assert [c.send_backward_seconds for c in found] == pytest.approx([*expected.send, 0], **close)
+    assert [c.fixed_bytes + c.working_bytes for c in found] == pytest.approx(expected.fixed, **close)
+    assert [c.stash_bytes for c in found] == pytest.approx(expected.stash, **close)

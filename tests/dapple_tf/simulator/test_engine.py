@@ -1,0 +1,226 @@
+"""The compiled run against tables by hand, closed forms, and a simulator that is slow and plain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.simulator.engine import decode, early_backward_order, encode, has_weights, run, step_seconds
+from dapple_tf.simulator.execution import execute
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.policies import early_backward, named_warm_up
+from graph_passes.schedules.schedule import Action, Kind, Schedule
+from graph_passes.schedules.text import parse_schedule
+from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
+from tests.dapple_tf.simulator.reference import longest_paths
+from tests.graph_passes.builders import refused
+
+
+def test_a_schedule_becomes_numbers() -> None:
+    order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"))
+    assert order.dtype == np.int32
+    assert order.tolist() == [[1, 0, -1, -2], [1, 0, -1, -2]]
+
+
+@given(schedules())
+def test_numbers_become_the_schedule(schedule: Schedule) -> None:
+    order, m = encode(schedule), schedule.micro_batches
+    assert has_weights(order) == schedule.splits
+    found = tuple(tuple(decode(action, s, m) for action in row) for s, row in enumerate(order.tolist()))
+    assert found == schedule.stages
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(7, 9))
+def test_an_order_made_of_warm_ups_is_early_backwards(k: list[int], micro_batches: int) -> None:
+    k = sorted(k, reverse=True)
+    wanted = encode(early_backward(k, micro_batches))
+    assert np.array_equal(early_backward_order(np.array(k), micro_batches), wanted)
+
+
+@given(runs())
+def test_every_time_is_that_of_the_longest_path(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+    schedule, costs = drawn
+    done = execute(encode(schedule), costs)
+    found = {}
+    for kind, starts, ends in (
+        ("F", done.start_forward, done.end_forward),
+        ("B", done.start_backward, done.end_backward),
+        ("W", done.start_weights, done.end_weights),
+        ("SF", done.start_send_forward[:-1], done.end_send_forward[:-1]),
+        ("SB", done.start_send_backward[:-1], done.end_send_backward[:-1]),
+    ):
+        for stage, m in np.ndindex(starts.shape):
+            found[kind, stage, m] = starts[stage, m], ends[stage, m]
+    assert found == longest_paths(schedule, costs)
+
+
+@given(runs())
+def test_the_step_ends_with_the_last_allreduce(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+    schedule, costs = drawn
+    times = longest_paths(schedule, costs)
+    ends = [(stage, end) for (kind, stage, _), (_, end) in times.items() if kind == ("W" if schedule.splits else "B")]
+    last = max(end + costs[stage].exposed_seconds for stage, end in ends)
+    assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
+    assert execute(encode(schedule), costs).step_seconds == last
+
+
+# Closed forms.
+
+small = st.integers(1, 6)
+counts = st.integers(1, 9)
+
+
+@given(st.sampled_from(["gpipe", "dapple-a", "dapple-b"]), small, counts, small, small)
+def test_balanced_stages_take_m_plus_s_minus_1_rounds(name: str, s: int, m: int, f: int, b: int) -> None:
+    assert step_of(name, m, [cost(f, b)] * s) == (m + s - 1) * (f + b)
+
+
+@given(small, counts, small, small, st.integers(0, 8))
+def test_gpipe_with_transfers(s: int, m: int, f: int, b: int, c: int) -> None:
+    # A line of S stages and S - 1 channels: the first micro-batch passes all of them, each later one comes out one
+    # beat of the slowest after the one before. Backwards start when the last forward is out, on channels of their own.
+    slowest_forward, slowest_backward = (max(f, c), max(b, c)) if s > 1 else (f, b)
+    wanted = s * (f + b) + 2 * (s - 1) * c + (m - 1) * (slowest_forward + slowest_backward)
+    assert step_of("gpipe", m, [cost(f, b, c)] * s) == wanted
+
+
+@given(st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=4), counts)
+def test_gpipes_transfers_are_stages_of_their_own(drawn: list[tuple[float, ...]], m: int) -> None:
+    costs = [cost(*figures) for figures in drawn]
+    line = []
+    for each in costs:
+        line += [
+            cost(each.forward_seconds, each.backward_seconds),
+            cost(each.send_forward_seconds, each.send_backward_seconds),
+        ]
+    assert step_of("gpipe", m, costs) == step_of("gpipe", m, line[:-1])
+
+
+@given(st.integers(1, 8), st.integers(0, 5), st.data())
+def test_zb_h1s_bubble_is_the_papers(s: int, more: int, data: st.DataObject) -> None:
+    # Qi et al., Table 1: (p - 1) (T_F + T_B - T_W), against (p - 1) (T_F + T_B + T_W) of 1F1B.
+    f, b = data.draw(small), data.draw(small)
+    w = data.draw(st.integers(0, min(f, b)))
+    costs = [cost(f, b + w, weights_seconds=w)] * s
+    work = (s + more) * (f + b + w)
+    assert step_of("zb-h1", s + more, costs) - work == (s - 1) * (f + b - w)
+    assert step_of("dapple-a", s + more, costs) - work == (s - 1) * (f + b + w)
+
+
+def test_zb_h1_by_hand() -> None:
+    # F = B = W = 1, S = 2, M = 3: two seconds less than 1F1B's 12, and one second idle on each stage.
+    #   stage 0: F0 0  F1 1        B0 3  W0 4  F2 5  B1 6  W1 7  B2 8  W2 9
+    #   stage 1:       F0 1  B0 2  F1 3  B1 4  W0 5  F2 6  B2 7  W1 8  W2 9
+    done = execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1)] * 2)
+    assert done.start_forward.tolist() == [[0, 1, 5], [1, 3, 6]]
+    assert done.start_backward.tolist() == [[3, 6, 8], [2, 4, 7]]
+    assert done.start_weights.tolist() == [[4, 7, 9], [5, 8, 9]]
+    assert done.step_seconds == 10
+
+
+def test_policy_a_waits_for_the_network_by_hand() -> None:
+    # F = B = c = 1, S = 2, M = 4. Stage 0: F0 at 0, F1 at 1, then it waits for B0, which is back at 5.
+    #   stage 0: F0 0  F1 1            B0 5  F2 6  B1 7  F3 8              B2 11       B3 13
+    #   stage 1:             F0 2  B0 3  F1 4  B1 5       F2 8  B2 9  F3 10  B3 11
+    done = execute(order_of("dapple-a", 2, 4), [cost(1, 1, 1), cost(1, 1)])
+    assert done.start_forward.tolist() == [[0, 1, 6, 8], [2, 4, 8, 10]]
+    assert done.start_backward.tolist() == [[5, 7, 11, 13], [3, 5, 9, 11]]
+    assert done.start_send_forward[0].tolist() == [1, 2, 7, 9]
+    assert done.start_send_backward[0].tolist() == [4, 6, 10, 12]
+    assert done.step_seconds == 14
+
+
+def test_policy_b_fills_that_wait_by_hand() -> None:
+    #   stage 0: F0 0  F1 1  F2 2      B0 5  F3 6  B1 7        B2 9        B3 11
+    #   stage 1:             F0 2  B0 3  F1 4  B1 5  F2 6  B2 7  F3 8  B3 9
+    done = execute(order_of("dapple-b", 2, 4), [cost(1, 1, 1), cost(1, 1)])
+    assert done.start_forward.tolist() == [[0, 1, 2, 6], [2, 4, 6, 8]]
+    assert done.start_backward.tolist() == [[5, 7, 9, 11], [3, 5, 7, 9]]
+    assert done.step_seconds == 12
+
+
+def test_a_slow_channel_is_first_in_first_out_by_hand() -> None:
+    # Forwards of 1 s leave every second, but each needs 3 s on the wire: they arrive at 4, 7, 10.
+    done = execute(order_of("gpipe", 2, 3), [cost(1, 1, 3, 0), cost(1, 1)])
+    assert done.start_send_forward[0].tolist() == [1, 4, 7]
+    assert done.start_forward[1].tolist() == [4, 7, 10]
+    assert done.start_backward[1].tolist() == [11, 12, 13]
+    assert done.end_backward[0].tolist() == [13, 14, 15]
+
+
+def test_a_channel_takes_what_its_producer_runs_first() -> None:
+    order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B1 1B0"))
+    done = execute(order, [cost(1, 1, 3), cost(1, 1)])
+    assert done.start_send_forward[0].tolist() == [4, 1]  # micro-batch 1 ran first
+    assert done.start_send_backward[0].tolist() == [12, 9]
+
+
+@given(st.integers(1, 6), counts, small, small, st.integers(0, 8))
+def test_policy_b_is_never_slower_than_a_on_balanced_stages(s: int, m: int, f: int, b: int, c: int) -> None:
+    costs = [cost(f, b, c)] * s
+    assert step_of("dapple-b", m, costs) <= step_of("dapple-a", m, costs)
+
+
+def test_policy_b_may_be_slower_where_stages_differ_by_hand() -> None:
+    # Forwards (1, 3, 1), backwards (5, 4, 2), no transfers, M = 3. B's third forward of stage 1 delays its first
+    # backward, on which stage 0's all wait.
+    #   A: stage 0: F0-2 0-3                      B0 11-16  B1 18-23  B2 23-28
+    #      stage 1: F0 1-4  F1 4-7  B0 7-11  F2 11-14  B1 14-18  B2 18-22
+    #      stage 2: F0 4-5 B0 5-7  F1 7-8 B1 8-10  F2 14-15 B2 15-17
+    #   B: stage 0: F0-2 0-3                              B0 14-19  B1 19-24  B2 24-29
+    #      stage 1: F0 1-4  F1 4-7  F2 7-10  B0 10-14  B1 14-18  B2 18-22
+    costs = [cost(1, 5), cost(3, 4), cost(1, 2)]
+    assert (step_of("dapple-a", 3, costs), step_of("dapple-b", 3, costs)) == (28, 29)
+
+
+@given(runs())
+def test_a_step_is_no_shorter_than_a_stages_work_or_a_micro_batchs_way(
+    drawn: tuple[Schedule, tuple[StageCosts, ...]],
+) -> None:
+    schedule, costs = drawn
+    m = schedule.micro_batches
+    found = step_seconds(encode(schedule), *arrays(costs, schedule.splits))
+    way = sum(c.forward_seconds + c.backward_seconds - schedule.splits * c.weights_seconds for c in costs)
+    way += sum(c.send_forward_seconds + c.send_backward_seconds for c in costs[:-1])
+    work = max(m * (c.forward_seconds + c.backward_seconds) for c in costs)
+    assert max(way, work) <= found * (1 + 1e-12)  # sums in another order round otherwise
+
+
+# What cannot run ends all the same.
+
+DEADLOCKS = [
+    ("0B0 0F0", 0),
+    ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
+    ("0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0\n2F1 2B1 2B0 2F0", 7),
+    ("0F0 0W0 0B0", 1),
+    ("0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1F1 1B1 1W0 1B0 1W1", 5),
+]
+
+
+def unchecked(text: str) -> Schedule:
+    rows = [line.split() for line in text.splitlines()]
+    kinds: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
+    return Schedule(tuple(tuple(Action(int(w[0]), kinds[w[1]], int(w[2])) for w in r) for r in rows))
+
+
+@pytest.mark.parametrize(("text", "ran"), DEADLOCKS)
+def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
+    order = encode(unchecked(text))
+    costs = [cost(1, 1, 1)] * len(order)
+    *_, done = run(order, *arrays(costs, has_weights(order))[:5])
+    assert done == ran
+    assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf
+    with refused(ScheduleError, f"the schedule deadlocks after {ran} of {order.size} actions"):
+        execute(order, costs)
+
+
+def test_costs_of_other_stages() -> None:
+    with refused(ScheduleError, "the schedule has 2 stages, but there are costs of 3"):
+        execute(order_of("gpipe", 2, 2), [cost()] * 3)
+
+
+def test_a_policys_name_gives_its_warm_ups() -> None:
+    assert named_warm_up("dapple-b:D=4", 4, 16) == (4, 4, 3, 1)

@@ -1,0 +1,185 @@
+"""The critical path of a measured step, by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple_tf.timeline.critical_path import critical_stage, find_critical_path, share_out
+from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from graph_passes.schedules.schedule import Action
+from tests.dapple_tf.timeline.test_timeline import TWO, event
+
+
+def path_of(timeline: Timeline) -> list[tuple[str, float, float]]:
+    return [(str(part), part.start, part.end) for part in find_critical_path(timeline)]
+
+
+def summed(kind: str, stage: int | None, device: int, start: float, end: float) -> StageEvent:
+    assert kind in ("allreduce", "update")
+    return StageEvent("allreduce" if kind == "allreduce" else "update", stage, 0, f"/device:CPU:{device}", start, end)
+
+
+def test_a_path_without_gaps_is_all_compute() -> None:
+    assert path_of(TWO) == [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
+    assert share_out(TWO.critical_path) == {"compute": 6, "transfer": 0, "allreduce": 0, "update": 0, "waiting": 0}
+    assert TWO.critical_stage == 0  # 1 + 2 seconds, as stage 1: the first of several
+
+
+def test_a_gap_is_waiting_for_what_comes_after_it() -> None:
+    late = Timeline((*TWO.events[:3], event("0B0", 0, 4.5, 6.0)))
+    assert path_of(late)[-2:] == [("wait before 0B0", 4, 4.5), ("0B0", 4.5, 6)]
+    assert share_out(late.critical_path)["waiting"] == 0.5
+
+
+def test_what_ended_last_is_followed_whether_it_ran_here_or_sent() -> None:
+    # 0F1 holds stage 0 until 3, 1B0 has ended at 2.5: 0B0 waited for its device. 1F1 waited for 0F1, not for 1B0.
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 3.0),
+            event("1F0", 1, 1.0, 1.5),
+            event("1B0", 1, 1.5, 2.5),
+            event("0B0", 0, 3.0, 4.0),
+            event("1F1", 1, 3.0, 3.5),
+            event("1B1", 1, 3.5, 4.5),
+            event("0B1", 0, 4.5, 5.0),
+        )
+    )
+    assert [name for name, _, _ in path_of(timeline)] == ["0F0", "0F1", "1F1", "1B1", "0B1"]
+    assert timeline.critical_stage == 0  # 3.5 seconds to 1.5
+
+
+def test_transfers_of_a_job_are_on_the_path_and_their_channel_is_followed() -> None:
+    # 0>1 1 could start when 0F1 ended at 2, but its channel was busy until 4.
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("1F0", 1, 4.0, 5.0),
+            event("1F1", 1, 7.25, 8.0),
+        ),
+        (Transfer(0, 1, 0, 1.0, 4.0), Transfer(0, 1, 1, 4.0, 7.0)),
+    )
+    assert path_of(timeline) == [
+        ("0F0", 0, 1),
+        ("0>1 0", 1, 4),
+        ("0>1 1", 4, 7),
+        ("wait before 1F1", 7, 7.25),
+        ("1F1", 7.25, 8),
+    ]
+    assert share_out(timeline.critical_path)["transfer"] == 6
+
+
+def test_an_allreduce_begins_when_the_last_replica_has_come() -> None:
+    # Replica 0 has waited in it since 2; replica 1 comes at 5, and both go on at 6.
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0B0", 0, 1.0, 2.0),
+            event("0F0", 1, 0.0, 2.0, 1),
+            event("0B0", 1, 2.0, 5.0, 1),
+        ),
+        (),
+        (summed("allreduce", 0, 0, 2.0, 6.0), summed("allreduce", 0, 1, 5.0, 6.0), summed("update", 0, 1, 6.0, 7.0)),
+    )
+    assert path_of(timeline) == [
+        ("0F0 of replica 1", 0, 2),
+        ("0B0 of replica 1", 2, 5),
+        ("AllReduce of stage 0", 5, 6),
+        ("update of stage 0", 6, 7),
+    ]
+
+
+def test_an_allreduce_that_overlaps_backward_cuts_it() -> None:
+    parts = (summed("allreduce", 0, 0, 2.0, 3.0), summed("allreduce", 0, 0, 2.5, 4.0))
+    timeline = Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.5)), (), parts)
+    assert path_of(timeline) == [("0F0", 0, 1), ("0B0", 1, 2.5), ("AllReduce of stage 0", 2.5, 4)]
+
+
+def test_an_update_waits_at_the_barrier_for_every_stage() -> None:
+    timeline = Timeline(TWO.events, (), (summed("update", 1, 1, 6.5, 7.0), summed("update", None, 0, 6.5, 6.6)))
+    assert path_of(timeline)[-3:] == [
+        ("0B0", 4, 6),
+        ("wait before update of stage 1", 6, 6.5),
+        ("update of stage 1", 6.5, 7),
+    ]
+
+
+def test_the_master_stage_is_the_one_that_the_path_computes_in_most() -> None:
+    timeline = Timeline((*TWO.events[:2], event("1B0", 1, 2.0, 5.0), event("0B0", 0, 5.0, 7.0)))
+    assert critical_stage(timeline.critical_path) == timeline.critical_stage == 1
+
+
+def test_events_of_no_length_end_the_search() -> None:
+    timeline = Timeline((event("0F0", 0, 0.0, 0.0), event("0B0", 0, 0.0, 0.0), event("1F0", 1, 0.0, 1.0)))
+    assert path_of(timeline) == [("1F0", 0, 1)]
+
+
+def test_what_takes_less_than_the_clock_can_tell_does_not_end_the_path() -> None:
+    """0B0 and 0B1 are of no length, and begin with the weights' gradients behind them."""
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("0B0", 0, 2.0, 2.0),
+            event("0W0", 0, 2.0, 3.0),
+            event("0B1", 0, 3.0, 3.0),
+            event("0W1", 0, 3.0, 4.0),
+        )
+    )
+    assert path_of(timeline) == [("0F0", 0, 1), ("0F1", 1, 2), ("0W0", 2, 3), ("0W1", 3, 4)]
+
+
+@pytest.mark.parametrize("transfers", [(), (Transfer(1, 0, 0, 5.0, 6.0),)])
+def test_weights_of_a_first_stage_wait_for_the_gradient_that_comes_back(transfers: tuple[Transfer, ...]) -> None:
+    """0B0 has nothing to do, so it has run long before 1B0."""
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0B0", 0, 1.0, 1.1),
+            event("1F0", 1, 1.0, 3.0),
+            event("1B0", 1, 3.0, 5.0),
+            event("1W0", 1, 5.0, 5.5),
+            event("0W0", 0, 6.0, 7.0),
+        ),
+        transfers,
+    )
+    between = [("1>0 0", 5, 6)] if transfers else [("wait before 0W0", 5, 6)]
+    assert path_of(timeline) == [("0F0", 0, 1), ("1F0", 1, 3), ("1B0", 3, 5), *between, ("0W0", 6, 7)]
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Any events whatever: even where they overlap or contradict each other the parts must add up."""
+    seconds = st.floats(0, 9).map(lambda value: round(value, 3))
+    stages, replicas, m = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    events, transfers = [], []
+    for stage in range(stages):
+        for b in range(m):
+            for replica in range(replicas):
+                for kind in ("F", "B"):
+                    start = draw(seconds)
+                    action = Action(stage, "F" if kind == "F" else "B", b)
+                    events.append(Event(action, replica, f"d:{stage}{replica}", start, start + draw(seconds)))
+            if stage and draw(st.booleans()):
+                start = draw(seconds)
+                transfers.append(Transfer(stage - 1, stage, b, start, start + draw(seconds)))
+    more = []
+    for stage in range(stages):
+        for kind in draw(st.lists(st.sampled_from(["allreduce", "update"]), max_size=3)):
+            start = draw(seconds)
+            more.append(summed(kind, stage, stage, start, start + draw(seconds)))
+    return Timeline(tuple(events), tuple(transfers), tuple(more))
+
+
+@given(timelines())
+def test_the_parts_fill_the_step_from_its_start_to_its_end(timeline: Timeline) -> None:
+    path = find_critical_path(timeline)
+    assert all(before.end == after.start for before, after in pairwise(path))
+    if timeline.seconds:
+        assert (path[0].start, path[-1].end) == (0, timeline.seconds)
+    assert sum(share_out(path).values()) == pytest.approx(timeline.seconds, abs=1e-9)

@@ -1,0 +1,317 @@
+"""Measured steps beside predicted ones, and traces that are read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapple_tf.errors import TraceError, UsageError
+from dapple_tf.timeline.describe import find_slowest
+from dapple_tf.timeline.picture import draw_recording, save_recording
+from dapple_tf.timeline.prediction import BY_PROFILE, BY_TIMES, Prediction, predict_from_times, unroll
+from dapple_tf.timeline.recording import Recording, make_recording, simulated_recording
+from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from dapple_tf.timeline.trace_file import read_recording
+from graph_passes.schedules.policies import make_schedule
+from tests.dapple_tf.builders import X, chain, make_plan, step_of
+from tests.dapple_tf.simulator.builders import cost
+from tests.dapple_tf.simulator.builders import make_timeline as simulated
+from tests.dapple_tf.timeline.test_timeline import TWO, event
+
+# Two stages, two micro-batches of dapple-a: forwards take 1 s, backwards 2 s, but 0F1 and 1B1 a second longer.
+# Activations travel for half a second, and stage 1's gradients are summed for 1 s after its last backward.
+MEASURED = Timeline(
+    (
+        event("0F0", 0, 0.0, 1.0),
+        event("0F1", 0, 1.0, 3.0),
+        event("1F0", 1, 1.5, 2.5),
+        event("1B0", 1, 2.5, 4.5),
+        event("0B0", 0, 4.5, 6.5),
+        event("1F1", 1, 4.5, 5.5),
+        event("1B1", 1, 5.5, 8.5),
+        event("0B1", 0, 8.5, 10.5),
+    ),
+    (Transfer(0, 1, 0, 1.0, 1.5), Transfer(0, 1, 1, 3.0, 3.5)),
+    (
+        StageEvent("allreduce", 1, 0, "/device:CPU:1", 8.5, 9.5),
+        StageEvent("update", 0, 0, "/device:CPU:0", 11.0, 11.25),
+        StageEvent("update", None, 0, "/device:CPU:0", 11.25, 11.5),
+    ),
+)
+
+
+def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
+    found = predict_from_times(MEASURED, make_schedule("dapple-a", 2, 2))
+    # Medians: F 1.5 and 1 s, B 2 and 2.5 s. 1F0 from 2 to 3, 1B0 to 5.5, 1F1 to 6.5, 1B1 to 9, 0B1 to 11.
+    assert {str(e.action): (e.start, e.end) for e in found.timeline.events} == {
+        "0F0": (0, 1.5),
+        "0F1": (1.5, 3),
+        "1F0": (2, 3),
+        "1B0": (3, 5.5),
+        "0B0": (5.5, 7.5),
+        "1F1": (5.5, 6.5),
+        "1B1": (6.5, 9),
+        "0B1": (9, 11),
+    }
+    assert found.timeline.transfers == (Transfer(0, 1, 0, 1.5, 2), Transfer(0, 1, 1, 3, 3.5))
+    assert [(e.kind, e.stage, e.start, e.end) for e in found.timeline.stage_events] == [
+        ("allreduce", 1, 9, 10),
+        ("update", 0, 11, 11.25),
+        ("update", None, 11.25, 11.5),
+    ]
+    assert found.source == BY_TIMES
+
+
+def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
+    """Backwards of 1 and gradients of weights of 2 s: a step that went by the schedule is what is simulated of it."""
+    run = simulated("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
+    measured = unroll(run.execution, ((0, 0, "a:0"), (1, 0, "a:1")))
+    assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
+    assert predict_from_times(measured, make_schedule("zb-h1", 2, 3)).timeline == measured
+
+
+def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -> None:
+    # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
+    sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
+    events = tuple(event(f"{s}{k}{m}", s, 0.0, 1.0) for s in range(2) for k in "FB" for m in range(3))
+    found = predict_from_times(Timeline(events, sent), make_schedule("gpipe", 2, 3))
+    assert [t.end - t.start for t in found.timeline.transfers] == [1, 1, 1]
+
+
+def test_a_simulated_step_has_the_rows_of_the_measured_one() -> None:
+    run = simulated("gpipe", 2, [cost(1, 2, exposed_seconds=1), cost(1, 1)], (2, 1))
+    places = ((0, 0, "a:0"), (0, 1, "a:1"), (1, 0, "a:2"))
+    found = unroll(run.execution, places)
+    assert found.places == places
+    assert found.seconds == run.step_seconds
+    assert [e.device for e in found.stage_events] == ["a:0", "a:1"]
+    for device in ("a:0", "a:1"):
+        assert [str(e.action) for e in found.events if e.device == device] == ["0F0", "0F1", "0B0", "0B1"]
+    assert found.bubble == pytest.approx(run.bubble)
+    assert found.stage_utilisation == pytest.approx(run.utilisation)
+
+
+def test_the_planners_error_is_told() -> None:
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2, predicted={"step_seconds": 9.2})
+    recording = make_recording("net", MEASURED, plan)
+    assert recording.planner_error == pytest.approx(-0.2)
+    assert recording.prediction_error == 0
+    assert recording.headline == "net: dapple-a, M = 2 · 11.5 s, 39% idle · planner said 9.2 s (-20.0%)"
+    lines = str(recording).splitlines()
+    assert lines[0] == "measured: 11.5 s, bubble 39.1%; busy: stage 0 61%, stage 1 61%"
+    assert lines[-1] == "the planner predicted 9.2 s, 20.0% less than measured"
+    found = recording.to_json()
+    assert (found["planned_step_seconds"], found["planner_error"]) == (9.2, pytest.approx(-0.2))
+    assert found["predicted"]["source"] == BY_TIMES
+
+
+def test_a_plan_made_here_is_beside_its_own_simulation() -> None:
+    run = simulated("dapple-a", 2, [cost(1, 2), cost(1, 2)])
+    plan = dataclasses.replace(run.plan, predicted={"step_seconds": run.step_seconds})
+    recording = make_recording("net", MEASURED, plan, run)
+    assert recording.predicted is not None
+    assert recording.predicted.source == BY_PROFILE
+    assert recording.predicted.timeline.seconds == run.step_seconds == 9
+    assert str(recording).count("9 s") == 2, "what is known is not told again"
+
+
+def test_the_text_says_what_made_the_step_so_long() -> None:
+    assert str(MEASURED).splitlines()[1] == (
+        "critical path: compute 10 s (87%), transfers 500 ms (4%), weight update 500 ms (4%), waiting 500 ms (4%); "
+        "critical stage 1; longest wait 500 ms, before update of stage 0"
+    )
+
+
+def test_the_slowest_actions_are_so_by_their_own_kind() -> None:
+    found = find_slowest(MEASURED, 2)
+    assert [(str(slow.event), slow.seconds) for slow in found] == [("0F1", 2), ("1B1", 3)]
+    assert [slow.times for slow in found] == pytest.approx([2 / 1.5, 3 / 2.5])
+
+
+def test_predicted_stands_above_measured() -> None:
+    recording = make_recording("net", MEASURED, make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2))
+    chart = draw_recording(recording)
+    assert [(row.group, row.name) for row in chart.rows] == [
+        ("predicted", "stage 0"),
+        ("predicted", "0 to 1"),
+        ("predicted", "stage 1"),
+        ("measured", "stage 0"),
+        ("measured", "0 to 1"),
+        ("measured", "stage 1"),
+    ]
+    assert chart.title == recording.headline
+    assert dict(chart.captions)["predicted"] == f"predicted: 11.5 s, 39% idle ({BY_TIMES})"
+
+
+def test_a_recorded_step_has_a_prediction_and_a_cost() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, replicas=[2, 1])
+    with pytest.raises(UsageError, match=r"no step was recorded: call step\.record"):
+        _ = step.recording
+    step.record(X)
+    recording = step.recording
+    assert recording.measured == step.timeline
+    assert recording.predicted.timeline.places == step.timeline.places
+    assert recording.predicted.timeline.order(0, 1) == step.timeline.order(0, 1)
+    assert recording.planned_seconds is None
+    assert step.recording_seconds > 0
+    step.record(X[:3])  # too few for two replicas of two micro-batches
+    assert step.recording.predicted.timeline.places == step.timeline.places
+
+
+def test_what_records_can_be_built_first() -> None:
+    _, loss = chain(2)
+    step = step_of(loss)
+    step.build(X, record=True)
+    built = step.graph
+    assert any(node.op == "timestamp" for node in built.nodes)
+    step.record(X)
+    assert step.graph is built
+    step.build(X)
+    assert not any(node.op == "timestamp" for node in step.graph.nodes)
+
+
+# --- files
+
+
+RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, make_schedule("dapple-a", 2, 2)), 9.2)
+
+
+@pytest.mark.parametrize(
+    "recording",
+    [
+        RECORDING,
+        Recording("", TWO),
+        simulated_recording(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
+        simulated_recording(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
+    ],
+)
+def test_what_is_read_is_what_was_saved(tmp_path: Path, recording: Recording) -> None:
+    save_recording(recording, tmp_path / "t.json")
+    found = read_recording(tmp_path / "t.json")
+    assert found == recording
+    assert str(found) == str(recording)
+
+
+def test_a_measured_trace_is_read_to_the_last_bit(tmp_path: Path) -> None:
+    _, loss = chain(2)
+    step = step_of(loss)
+    step.record(X)
+    save_recording(step.recording, tmp_path / "t.json")
+    assert read_recording(tmp_path / "t.json") == step.recording
+
+
+def test_a_simulated_step_is_read_too(tmp_path: Path) -> None:
+    run = simulated("dapple-a", 4, [cost(1, 1, 1), cost(1, 1)])
+    run.save(tmp_path / "t.json")
+    found = read_recording(tmp_path / "t.json")
+    assert found.measured is None
+    assert found.shown.seconds == run.step_seconds
+    assert found.shown.critical_stage == run.critical_stage
+
+
+def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Set (None: remove) what stands at ``place``, such as ``measured.actions.0.start``."""
+
+    def apply(data: dict[str, Any]) -> None:
+        *path, last = [int(word) if word.isdecimal() else word for word in place.split(".")]
+        inner: Any = data["dapple"]
+        for word in path:
+            inner = inner[word]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change("format", "dapple-timeline/9"), r"dapple: format is 'dapple-timeline/9', not 'dapple-timeline/1'"),
+        (change("title", None), r"dapple: title is missing"),
+        (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; there are F, B"),
+        (change("measured.actions.3.start", None), r"dapple: measured\.actions\[3\]\.start is missing"),
+        (change("measured.actions.3.start", "now"), r"measured\.actions\[3\]\.start is 'now', not a finite number"),
+        (change("measured.actions.3.end", 0.5), r"measured\.actions\[3\]\.end is 0\.5, before its start, 2\.5"),
+        (change("measured.actions.3.stage", -1), r"measured\.actions\[3\]\.stage is -1, not a whole number"),
+        (change("measured.actions.3.color", "red"), r"measured\.actions\[3\]\.color is no field of this file"),
+        (change("measured.actions.1.micro_batch", 0), r"actions\[1\] is 0F0, as measured\.actions\[0\]: it runs"),
+        (change("measured.actions.7.stage", 5), r"measured\.actions has stages \[0, 1, 5\]; they count from 0"),
+        (change("measured.actions", []), r"measured\.actions is empty"),
+        (change("measured.transfers.0", 7), r"measured\.transfers\[0\] is 7, not an object"),
+        (change("measured.transfers.1.target", 2), r"measured\.transfers\[1\] goes 0>2: no two stages of it"),
+        (change("measured.actions.3.end", 1e300), r"measured\.actions\[3\]\.end is 1e\+300, more than 1e\+09 seconds"),
+        (change("measured.stage_events.0.stage", 9), r"stage_events\[0\] is of stage 9: there are \[0, 1\]"),
+        (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0: no two stages of it"),
+        (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; there are allreduce"),
+        (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
+        (change("predicted.source", None), r"predicted\.source is missing"),
+        (change("planned_seconds", -1), r"planned_seconds is -1, not a finite number from 0"),
+    ],
+)
+def test_a_damaged_trace_says_where(tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
+    save_recording(RECORDING, tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    damage(data)
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    with pytest.raises(TraceError, match=message) as raised:
+        read_recording(tmp_path / "t.json")
+    assert str(raised.value).startswith(f"{tmp_path}/t.json: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"traceEvents": []}', r"a trace, but not one that dapple_tf saved \(there is no field 'dapple' in it"),
+        ("[]", "a trace, but not one that dapple_tf saved"),
+        ('{"layers": []}', "not a trace"),
+        ('{"dapple": 3}', "dapple: format is 'int', not 'dapple-timeline/1'"),
+        ('{"dapple": {"format": "dapple-timeline/1", "title": ""}}', "dapple: it holds neither a measured step"),
+        ('{"traceEvents": [', r"not a readable JSON file: .* line 1 column 18"),
+        ('{"dapple": NaN}', "not a readable JSON file: NaN is not a figure"),
+        ("", "not a readable JSON file"),
+        (b"\x0a\x93\x01\xff", "not a readable JSON file: 'utf-8' codec can't decode byte"),
+        (None, "not a readable JSON file: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_trace_of_ours(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+    path = tmp_path / "t.json"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TraceError, match=message):
+        read_recording(path)
+
+
+def test_a_trace_of_no_time_at_all(tmp_path: Path) -> None:
+    save_recording(Recording("", TWO), tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    for action in data["dapple"]["measured"]["actions"]:
+        action.update(start=0.0, end=0.0)
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    with pytest.raises(TraceError, match="dapple: measured takes no time at all"):
+        read_recording(tmp_path / "t.json")
+
+
+def test_a_recording_of_nothing() -> None:
+    with pytest.raises(UsageError, match="needs a measured step, or a predicted one"):
+        Recording("nothing")
+
+
+def test_a_prediction_alone_has_no_error() -> None:
+    recording = Recording("net", predicted=Prediction(TWO, BY_PROFILE), planned_seconds=5.0)
+    assert recording.prediction_error is None
+    assert recording.planner_error is None
+    assert str(recording).startswith(f"predicted ({BY_PROFILE}): 6 s, bubble 50.0%")
+    assert recording.to_json()["planned_step_seconds"] == 5
+    assert [row.group for row in draw_recording(recording).rows] == ["", ""]
+
+
+def test_an_event_of_a_replica_says_so() -> None:
+    assert str(Event(MEASURED.events[0].action, 1, "a:0", 0.0, 1.0)) == "0F0 of replica 1"

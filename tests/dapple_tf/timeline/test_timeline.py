@@ -1,0 +1,134 @@
+"""Timelines: read from time stamps, and taken from a real step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dapple_tf.timeline.picture import make_chart
+from dapple_tf.timeline.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
+from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.schedule import Action
+from tests.dapple_tf.builders import X, chain, step_of
+
+
+def event(text: str, device: int, start: float, end: float, replica: int = 0) -> Event:
+    stage, kind, micro_batch = text
+    return Event(Action(int(stage), kind, int(micro_batch)), replica, f"/device:CPU:{device}", start, end)
+
+
+TWO = Timeline(
+    (
+        event("0F0", 0, 0.0, 1.0),
+        event("1F0", 1, 1.0, 2.0),
+        event("1B0", 1, 2.0, 4.0),
+        event("0B0", 0, 4.0, 6.0),
+    )
+)
+
+
+def test_seconds_and_bubble() -> None:
+    assert TWO.seconds == 6
+    assert TWO.bubble == pytest.approx(0.5)  # 6 of 12 device seconds
+
+
+def test_a_device_that_is_always_busy_has_no_bubble() -> None:
+    assert Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.0))).bubble == 0
+
+
+def test_the_order_of_each_replica() -> None:
+    events = (event("0F0", 0, 0, 1), event("0F0", 1, 0.5, 1, replica=1), event("0B0", 0, 1, 2), *TWO.events[1:2])
+    timeline = Timeline(events)
+    assert [str(action) for action in timeline.order(0)] == ["0F0", "0B0"]
+    assert [str(action) for action in timeline.order(0, 1)] == ["0F0"]
+    assert [str(action) for action in timeline.order(1)] == ["1F0"]
+
+
+@pytest.mark.parametrize("schedule", ["dapple-a", "dapple-b", "gpipe", "dapple-a:D=1"])
+def test_a_recorded_step_ran_in_the_schedules_order(schedule: str) -> None:
+    _, loss = chain(3)
+    step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
+    step.record(X)
+    wanted = make_schedule(schedule, 3, 4).stages
+    assert [step.timeline.order(stage) for stage in range(3)] == [tuple(actions) for actions in wanted]
+
+
+def test_a_recorded_step_trains_and_returns_the_loss() -> None:
+    losses = []
+    for record in (False, True):
+        _, loss = chain(2)
+        step = step_of(loss)
+        losses.append([float(step.record(X) if record else step(X)) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_a_recorded_step_knows_replicas_and_devices() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, replicas=[2, 1])
+    step.record(X)
+    events = step.timeline.events
+    assert {(e.action.stage, e.replica, e.device) for e in events} == {
+        (0, 0, "/device:CPU:0"),
+        (0, 1, "/device:CPU:1"),
+        (1, 0, "/device:CPU:2"),
+    }
+    assert len(events) == 3 * 2 * 2  # places, micro-batches, F and B
+    assert min(e.start for e in events) == 0
+    assert all(e.start <= e.end for e in events)
+    assert [e.start for e in events] == sorted(e.start for e in events)
+    assert 0 <= step.timeline.bubble < 1
+
+
+def test_stamps_are_paired_with_calls() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, micro_batches=1)
+    step.record(X)
+    found = read_timeline(step.graph, np.arange(10.0, 24.0))
+    assert [(e.start, e.end) for e in found.events] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert {str(e.action) for e in found.events} == {"0F0", "1F0", "1B0", "0B0"}
+    updates = [(e.kind, e.stage, e.end - e.start) for e in found.stage_events]
+    assert sorted(updates, key=str) == [("update", 0, 1), ("update", 1, 1), ("update", None, 1)]
+
+
+def test_gradients_of_weights_are_actions_and_spans_of_their_own() -> None:
+    places = [("forward", 0, 1), ("backward", 1, 3), ("weights", 4, 5)]
+    stamps = [stamp(op, f"stage0/replica0/mb0/{op}", (0, 0, 0), 0, start, end) for op, start, end in places]
+    found = make_timeline(stamps)
+    assert " ".join(map(str, found.order(0))) == "0F0 0B0 0W0"
+    assert [(span.name, span.kind) for span in make_chart(found).spans] == [
+        ("0F0", "forward"),
+        ("0B0", "backward"),
+        ("0W0", "weights"),
+    ]
+
+
+def stamp(op: str, name: str, place: tuple[int | None, int | None, int | None], rank: int, *times: float) -> Stamp:
+    return Stamp(op, name, *place, f"rank:{rank}", *times)
+
+
+def test_times_of_several_ranks_become_one_timeline() -> None:
+    there = "exchange/stage0_to_stage1/mb0/forward"
+    found = make_timeline(
+        [
+            stamp("forward", "stage0/replica0/mb0/forward", (0, 0, 0), 0, 10.0, 11.0),
+            stamp("exchange", there, (None, None, None), 0, 11.0, 12.0),
+            stamp("exchange", "exchange/outputs", (None, None, None), 0, 11.5, 15.0),
+            stamp("exchange", there, (None, None, None), 1, 9.0, 12.5),  # rank 1 waits from the start of the step
+            stamp("forward", "stage1/replica0/mb0/forward", (1, 0, 0), 1, 12.5, 13.0),
+            stamp("allreduce", "stage0/allreduce", (0, None, None), 0, 14.0, 16.0),
+            stamp("update", "update/shared", (None, None, None), 1, 16.0, 16.5),
+        ]
+    )
+    assert [(str(e.action), e.device, e.start, e.end) for e in found.events] == [
+        ("0F0", "rank:0", 0, 1),
+        ("1F0", "rank:1", 2.5, 3),
+    ]
+    assert found.transfers == (Transfer(0, 1, 0, 1.0, 2.5),)
+    assert [(e.kind, e.stage, e.start, e.end) for e in found.stage_events] == [
+        ("allreduce", 0, 4, 6),
+        ("update", None, 6, 6.5),
+    ]
+    assert found.seconds == 6.5
+    assert found.utilisation("rank:1") == pytest.approx(0.5 / 6.5)
+    assert found.bubble == pytest.approx(1 - 1.5 / 13)

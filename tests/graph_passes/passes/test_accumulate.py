@@ -1,0 +1,71 @@
+"""Gradient accumulation: DAPPLE, Fig. 10 (GA)."""
+
+from __future__ import annotations
+
+from graph_passes.passes.accumulate import Accumulate
+from tests.graph_passes.builders import assert_graph, calls, function
+
+BACKWARD = function("stage0/backward", "gradient h", "gradient x, variable w, variable v float32[2]")
+
+ONE = """
+    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0}
+    %stage0/replica0/mbM/backward = backward() {function='stage0/backward', micro_batch=M, replica=0, stage=0}
+    | -> (float32[?,4], float32[4], float32[2])
+"""
+TWO = ONE.replace("M", "0") + ONE.replace("M", "1")
+
+
+def test_two_micro_batches_are_summed_in_order() -> None:
+    assert_graph(
+        Accumulate()(calls(TWO, BACKWARD)),
+        TWO
+        + """
+        %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
+        | {first=True, micro_batch=0, replica=0, stage=0, variables=['w', 'v']}
+        %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:1, %stage0/replica0/mb1/backward:2)
+        | {first=False, micro_batch=1, replica=0, stage=0, variables=['w', 'v']}
+        | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+        %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
+        """,
+    )
+
+
+def test_where_backward_is_split_the_gradients_of_weights_are_summed() -> None:
+    inputs = function("stage0/backward", "gradient h", "gradient x, carry c")
+    weights = function("stage0/weights", "carry c", "variable w")
+    before = """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %b = backward() {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4])
+        %g = weights(%b:1) {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4])
+    """
+    sums = "%stage0/replica0/gradients = gradients(%g:0) {replica=0, stage=0, variables=['w']} -> (float32[4])"
+    assert_graph(Accumulate()(calls(before, inputs, weights)), before + sums)
+
+
+def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
+    before = ONE.replace("M", "0")
+    assert_graph(
+        Accumulate()(calls(before, BACKWARD)),
+        before
+        + """
+        %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
+        | {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        """,
+    )
+
+
+def test_every_replica_sums_for_itself() -> None:
+    other = ONE.replace("replica0", "replica1").replace("replica=0", "replica=1")
+    result = Accumulate()(calls(ONE.replace("M", "0") + other.replace("M", "0"), BACKWARD))
+    gradients = [(node.name, str(node.inputs[0])) for node in result.nodes if node.op == "gradients"]
+    assert gradients == [
+        ("stage0/replica0/gradients", "%stage0/replica0/mb0/backward:1"),
+        ("stage0/replica1/gradients", "%stage0/replica1/mb0/backward:1"),
+    ]
+
+
+def test_a_stage_without_variables_has_no_gradients() -> None:
+    before = TWO.replace(" -> (float32[?,4], float32[4], float32[2])", " -> (float32[?,4])")
+    frozen = function("stage0/backward", "gradient h", "gradient x")
+    assert_graph(Accumulate()(calls(before, frozen)), before)

@@ -1,0 +1,131 @@
+"""Weight update behind a barrier of everything that may fail: DAPPLE, Fig. 10 (Apply)."""
+
+from __future__ import annotations
+
+from graph_passes.errors import GraphError
+from graph_passes.passes.apply import Apply
+from graph_passes.passes.split_update import Updates
+from tests.graph_passes.builders import assert_graph, calls, function, refused
+
+GRADIENTS = """
+    %loss = merge() -> (float32[])
+    %stage0/reduced = reduced() {replica=0, stage=0, variables=['u', 'w']} -> (float32[4], float32[2])
+    %stage1/reduced = reduced() {replica=0, stage=1, variables=['v']} -> (float32[4])
+    outputs %loss:0
+"""
+
+STAGES = (
+    (0, function("stage0/update", "gradient w float32[2], gradient u, variable u, variable w")),
+    (1, function("stage1/update", "gradient v, variable v")),
+)
+SHARED = function("optimizer/before", "variable step"), function("optimizer/after", "variable step")
+
+BARRIER = """
+    %update/barrier = barrier()
+    | ^%stage0/reduced 'barrier: no weight changes before every gradient is there'
+    | ^%stage1/reduced 'barrier: no weight changes before every gradient is there'
+    | ^%loss 'barrier: no weight changes before the loss is there'
+"""
+BEGIN = """
+    %update/begin = mark() {updating=True}
+    | ^%update/barrier 'barrier: from here on a failure leaves the step half-applied'
+"""
+
+
+def test_an_update_without_its_gradient_is_refused() -> None:
+    stages = ((0, function("stage0/update", "gradient lost, variable lost")),)
+    with refused(GraphError, "'stage0/update' updates 'lost', but no backward gives its gradient"):
+        Apply(Updates(None, stages, None))(calls(GRADIENTS))
+
+
+def test_each_stage_updates_what_it_owns_behind_the_barrier() -> None:
+    result = Apply(Updates(None, STAGES, None))(calls(GRADIENTS))
+    assert_graph(
+        result,
+        f"""
+        {GRADIENTS}
+        {BARRIER}
+        {BEGIN}
+        %stage0/update = update(%stage0/reduced:1, %stage0/reduced:0)
+        | {{function='stage0/update', replica=0, stage=0}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %stage1/update = update(%stage1/reduced:0) {{function='stage1/update', replica=0, stage=1}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %update/done = mark() {{updating=False}}
+        | ^%stage0/update 'the optimizer steps once, after all updates'
+        | ^%stage1/update 'the optimizer steps once, after all updates'
+        """,
+    )
+    assert [f.name for f in result.functions] == ["stage0/update", "stage1/update"]
+
+
+def test_what_the_stages_share_runs_once_before_and_once_after_all_of_them() -> None:
+    result = Apply(Updates(SHARED[0], STAGES, SHARED[1]))(calls(GRADIENTS))
+    waits = {node.name: [control.source for control in node.controls] for node in result.nodes if "update" in node.name}
+    assert waits == {
+        "update/barrier": ["stage0/reduced", "stage1/reduced", "loss"],
+        "update/begin": ["update/barrier"],
+        "update/before": ["update/begin"],
+        "stage0/update": ["update/before"],
+        "stage1/update": ["update/before"],
+        "update/after": ["update/before", "stage0/update", "stage1/update"],
+        "update/done": ["update/after"],
+    }
+    assert result.node("update/before").attrs == (("function", "optimizer/before"),)
+    assert result.node("update/after").attrs == (("function", "optimizer/after"),)
+    assert [f.name for f in result.functions] == [
+        "optimizer/before",
+        "stage0/update",
+        "stage1/update",
+        "optimizer/after",
+    ]
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
+    assert_graph(
+        Apply(Updates(None, STAGES, None), global_clipnorm=1.5)(calls(GRADIENTS)),
+        f"""
+        {GRADIENTS}
+        {BARRIER}
+        %stage0/square_norm = square_norm(%stage0/reduced:0, %stage0/reduced:1) {{replica=0, stage=0}} -> (float64[])
+        %stage1/square_norm = square_norm(%stage1/reduced:0) {{replica=0, stage=1}} -> (float64[])
+        %update/global_norm = global_norm(%stage0/square_norm:0, %stage1/square_norm:0) -> (float64[])
+        %stage0/clip = clip(%update/global_norm:0, %stage0/reduced:0, %stage0/reduced:1)
+        | {{limit=real(1.5), replica=0, stage=0}} -> (float32[4], float32[2])
+        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced:0) {{limit=real(1.5), replica=0, stage=1}}
+        | -> (float32[4])
+        {BEGIN}
+        %stage0/update = update(%stage0/clip:1, %stage0/clip:0) {{function='stage0/update', replica=0, stage=0}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %stage1/update = update(%stage1/clip:0) {{function='stage1/update', replica=0, stage=1}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %update/done = mark() {{updating=False}}
+        | ^%stage0/update 'the optimizer steps once, after all updates'
+        | ^%stage1/update 'the optimizer steps once, after all updates'
+        """,
+    )
+
+
+def test_state_is_committed_behind_the_barrier_and_before_the_end() -> None:
+    before = GRADIENTS.replace("outputs", "%stage0/commit = commit() {replica=0, stage=0, variables=['mean']}\noutputs")
+    result = Apply(Updates(None, STAGES, None))(calls(before))
+    assert [c.source for c in result.node("stage0/commit").controls] == ["update/begin"]
+    assert [c.source for c in result.node("update/done").controls] == [
+        "stage0/update",
+        "stage1/update",
+        "stage0/commit",
+    ]
+
+
+def test_a_step_that_updates_nothing_still_ends() -> None:
+    assert_graph(
+        Apply(Updates(None, (), None))(calls("%loss = merge() -> (float32[])\noutputs %loss:0")),
+        """
+        %loss = merge() -> (float32[])
+        %update/barrier = barrier() ^%loss 'barrier: no weight changes before the loss is there'
+        %update/begin = mark() {updating=True}
+        | ^%update/barrier 'barrier: from here on a failure leaves the step half-applied'
+        %update/done = mark() {updating=False} ^%update/begin 'the step ends after its barrier'
+        outputs %loss:0
+        """,
+    )

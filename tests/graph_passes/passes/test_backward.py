@@ -1,0 +1,350 @@
+"""Forward and backward functions of each stage, cut from the differentiated graph."""
+
+from __future__ import annotations
+
+from graph_passes.analysis.layers import find_layers
+from graph_passes.errors import PartitionError
+from graph_passes.ir.graph import Function
+from graph_passes.ir.text import print_graph
+from graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
+from graph_passes.passes.partition import partition
+from tests.graph_passes.builders import functions_of, graph, refused, value
+
+
+def split(forward: str, backward: str, starts: list[int], *gradients: StageGradients) -> list[Function]:
+    """Forward and backward functions of all stages, in order."""
+    captured = graph(forward)
+    stages = partition(find_layers(captured), starts)
+    pairs = split_backward(stages, graph(forward + backward), gradients)
+    return [function for pair in pairs for function in pair]
+
+
+def found(seeds: str = "", boundary: str = "", variables: str = "") -> StageGradients:
+    """``h=dh, ...``: what has which placeholder (seeds) or gradient (the others)."""
+
+    def pairs(text: str) -> list[list[str]]:
+        return [pair.split("=") for pair in text.split(", ") if pair]
+
+    return StageGradients(
+        tuple((value(a), b) for a, b in pairs(seeds)),
+        tuple((value(a), value(b)) for a, b in pairs(boundary)),
+        tuple((a, value(b)) for a, b in pairs(variables)),
+    )
+
+
+def assert_functions(result: list[Function], text: str) -> None:
+    """``result`` are the functions of ``text``."""
+    expected = graph(text)
+    assert print_graph(expected.replace(functions=tuple(result))) == print_graph(expected)
+    assert tuple(result) == functions_of(text)
+
+
+TWO_DENSE = """
+    inputs %x
+    %x = arg() -> (float32[?,4])
+    %w = variable() -> (resource[])
+    %v = variable() -> (resource[])
+    %r = ReadVariableOp(%w:0) -> (float32[4,4]) !read
+    %h = MatMul(%x:0, %r:0) -> (float32[?,4])
+    %a = Tanh(%h:0) -> (float32[?,4])
+    %s = ReadVariableOp(%v:0) -> (float32[4,1]) !read
+    %y = MatMul(%a:0, %s:0) -> (float32[?,1])
+    %loss = Mean(%y:0) -> (float32[])
+    outputs %loss:0
+"""
+
+TWO_DENSE_GRADIENTS = """
+    %seed = Placeholder() -> (float32[])
+    %dy = MeanGrad(%seed:0, %y:0) -> (float32[?,1])
+    %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
+    %ds = MatMul(%a:0, %dy:0) {transpose_a=True} -> (float32[4,1])
+    %seed_a = Placeholder() -> (float32[?,4])
+    %dh = TanhGrad(%a:0, %seed_a:0) -> (float32[?,4])
+    %dr = MatMul(%x:0, %dh:0) {transpose_a=True} -> (float32[4,4])
+"""
+
+
+def test_two_stages() -> None:
+    result = split(
+        TWO_DENSE,
+        TWO_DENSE_GRADIENTS,
+        [2],
+        found(seeds="a=seed_a", variables="w=dr"),
+        found(seeds="loss=seed", boundary="a=da", variables="v=ds"),
+    )
+    assert_functions(
+        result,
+        """
+        function stage0/forward
+        takes arg float32[?,4] 'x'
+        takes variable resource[] 'w'
+        gives boundary float32[?,4] '%a:0'
+        gives stash float32[?,4] '%a:0'
+          graph stage0/forward
+          inputs %arg/1 %variable/0
+          %arg/1 = arg() {port='x'} -> (float32[?,4])
+          %variable/0 = variable() {port='w'} -> (resource[])
+          %r = ReadVariableOp(%variable/0:0) -> (float32[4,4]) !read
+          %h = MatMul(%arg/1:0, %r:0) -> (float32[?,4])
+          %a = Tanh(%h:0) -> (float32[?,4])
+          outputs %a:0 %a:0
+          end
+        function stage0/backward
+        takes arg float32[?,4] 'x'
+        takes gradient float32[?,4] '%a:0'
+        takes stash float32[?,4] '%a:0'
+        gives variable float32[4,4] 'w'
+          graph stage0/backward
+          inputs %arg/2 %gradient/1 %stash/0
+          %arg/2 = arg() {port='x'} -> (float32[?,4])
+          %gradient/1 = gradient() {port='%a:0'} -> (float32[?,4])
+          %stash/0 = stash() {port='%a:0'} -> (float32[?,4])
+          %dh = TanhGrad(%stash/0:0, %gradient/1:0) -> (float32[?,4])
+          %dr = MatMul(%arg/2:0, %dh:0) {transpose_a=True} -> (float32[4,4])
+          outputs %dr:0
+          end
+        function stage1/forward
+        takes boundary float32[?,4] '%a:0'
+        takes variable resource[] 'v'
+        gives loss float32[] 'loss'
+        gives stash float32[?,1] '%y:0'
+          graph stage1/forward
+          inputs %boundary/1 %variable/0
+          %boundary/1 = boundary() {port='%a:0'} -> (float32[?,4])
+          %variable/0 = variable() {port='v'} -> (resource[])
+          %s = ReadVariableOp(%variable/0:0) -> (float32[4,1]) !read
+          %y = MatMul(%boundary/1:0, %s:0) -> (float32[?,1])
+          %loss = Mean(%y:0) -> (float32[])
+          outputs %loss:0 %y:0
+          end
+        function stage1/backward
+        takes boundary float32[?,4] '%a:0'
+        takes seed float32[] 'loss'
+        takes stash float32[?,1] '%y:0'
+        takes variable resource[] 'v'
+        gives gradient float32[?,4] '%a:0'
+        gives variable float32[4,1] 'v'
+          graph stage1/backward
+          inputs %boundary/3 %seed/1 %stash/2 %variable/0
+          %boundary/3 = boundary() {port='%a:0'} -> (float32[?,4])
+          %seed/1 = seed() {port='loss'} -> (float32[])
+          %stash/2 = stash() {port='%y:0'} -> (float32[?,1])
+          %variable/0 = variable() {port='v'} -> (resource[])
+          %s = ReadVariableOp(%variable/0:0) -> (float32[4,1]) !read
+          %dy = MeanGrad(%seed/1:0, %stash/2:0) -> (float32[?,1])
+          %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
+          %ds = MatMul(%boundary/3:0, %dy:0) {transpose_a=True} -> (float32[4,1])
+          outputs %da:0 %ds:0
+          end
+        """,
+    )
+
+
+def test_a_tensor_that_a_stage_only_hands_on_is_taken_and_given() -> None:
+    forward = """
+        inputs %x
+        %x = arg() -> (float32[?,4])
+        %a = Neg(%x:0) -> (float32[?,4])
+        %b = Exp(%a:0) -> (float32[?,4])
+        %c = Add(%b:0, %a:0) -> (float32[?,4])
+        outputs %c:0
+    """
+    middle = split(forward, "", [1, 2], found(), found(), found())[2]
+    assert_functions(
+        [middle],
+        """
+        function stage1/forward
+        takes boundary float32[?,4] '%a:0'
+        gives boundary float32[?,4] '%a:0'
+        gives boundary float32[?,4] '%b:0'
+          graph stage1/forward
+          inputs %boundary/0
+          %boundary/0 = boundary() {port='%a:0'} -> (float32[?,4])
+          %b = Exp(%boundary/0:0) -> (float32[?,4])
+          outputs %boundary/0:0 %b:0
+          end
+        """,
+    )
+
+
+def test_the_gradient_of_a_tensor_handed_on_is_handed_back() -> None:
+    forward = """
+        inputs %x
+        %x = arg() -> (float32[?,4])
+        %a = Neg(%x:0) -> (float32[?,4])
+        %b = Exp(%a:0) -> (float32[?,4])
+        %c = Add(%b:0, %a:0) -> (float32[?,4])
+        outputs %c:0
+    """
+    backward = """
+        %seed_a = Placeholder() -> (float32[?,4])
+        %seed_b = Placeholder() -> (float32[?,4])
+        %db = Mul(%seed_b:0, %b:0) -> (float32[?,4])
+        %da = AddN(%seed_a:0, %db:0) -> (float32[?,4])
+    """
+    middle = split(forward, backward, [1, 2], found(), found(seeds="a=seed_a, b=seed_b", boundary="a=da"), found())[3]
+    assert_functions(
+        [middle],
+        """
+        function stage1/backward
+        takes gradient float32[?,4] '%b:0'
+        takes gradient float32[?,4] '%a:0'
+        takes stash float32[?,4] '%b:0'
+        gives gradient float32[?,4] '%a:0'
+          graph stage1/backward
+          inputs %gradient/0 %gradient/2 %stash/1
+          %gradient/0 = gradient() {port='%b:0'} -> (float32[?,4])
+          %gradient/2 = gradient() {port='%a:0'} -> (float32[?,4])
+          %stash/1 = stash() {port='%b:0'} -> (float32[?,4])
+          %db = Mul(%gradient/0:0, %stash/1:0) -> (float32[?,4])
+          %da = AddN(%gradient/2:0, %db:0) -> (float32[?,4])
+          outputs %da:0
+          end
+        """,
+    )
+
+
+def test_shapes_that_gradients_ask_for_are_taken_in_forward_so_no_activation_is_kept() -> None:
+    forward = """
+        inputs %x
+        %x = arg() -> (float32[?,4])
+        %h = Exp(%x:0) -> (float32[?,4])
+        %y = Sum(%h:0) -> (float32[])
+        outputs %y:0
+    """
+    backward = """
+        %seed = Placeholder() -> (float32[])
+        %hshape = Shape(%h:0) -> (int32[2])
+        %dh = Fill(%hshape:0, %seed:0) -> (float32[?,4])
+    """
+    first, second = split(forward, backward, [], found(seeds="y=seed", variables="w=dh"))
+    assert_functions(
+        [first, second],
+        """
+        function stage0/forward
+        takes arg float32[?,4] 'x'
+        gives loss float32[] 'loss'
+        gives stash int32[2] '%hshape:0'
+          graph stage0/forward
+          inputs %arg/0
+          %arg/0 = arg() {port='x'} -> (float32[?,4])
+          %h = Exp(%arg/0:0) -> (float32[?,4])
+          %y = Sum(%h:0) -> (float32[])
+          %hshape = Shape(%h:0) -> (int32[2])
+          outputs %y:0 %hshape:0
+          end
+        function stage0/backward
+        takes seed float32[] 'loss'
+        takes stash int32[2] '%hshape:0'
+        gives variable float32[?,4] 'w'
+          graph stage0/backward
+          inputs %seed/1 %stash/0
+          %seed/1 = seed() {port='loss'} -> (float32[])
+          %stash/0 = stash() {port='%hshape:0'} -> (int32[2])
+          %dh = Fill(%stash/0:0, %seed/1:0) -> (float32[?,4])
+          outputs %dh:0
+          end
+        """,
+    )
+
+
+def test_aux_leaves_the_stage_that_computes_it_and_captures_are_no_ports() -> None:
+    forward = """
+        inputs %x
+        %x = arg() -> (float32[?,4])
+        %k = capture() -> (float32[])
+        %a = Mul(%x:0, %k:0) -> (float32[?,4])
+        %n = Sum(%a:0) -> (float32[])
+        %loss = Mean(%a:0) -> (float32[])
+        outputs %loss:0 %n:0
+    """
+    first, _, last, _ = split(forward, "", [2], found(), found())
+    assert_functions(
+        [first, last],
+        """
+        function stage0/forward
+        takes arg float32[?,4] 'x'
+        gives boundary float32[?,4] '%a:0'
+        gives aux float32[] '0'
+          graph stage0/forward
+          inputs %arg/0
+          %arg/0 = arg() {port='x'} -> (float32[?,4])
+          %k = capture() -> (float32[])
+          %a = Mul(%arg/0:0, %k:0) -> (float32[?,4])
+          %n = Sum(%a:0) -> (float32[])
+          outputs %a:0 %n:0
+          end
+        function stage1/forward
+        takes boundary float32[?,4] '%a:0'
+        gives loss float32[] 'loss'
+          graph stage1/forward
+          inputs %boundary/0
+          %boundary/0 = boundary() {port='%a:0'} -> (float32[?,4])
+          %loss = Mean(%boundary/0:0) -> (float32[])
+          outputs %loss:0
+          end
+        """,
+    )
+
+
+def test_side_effects_stay_in_order_inside_their_stage() -> None:
+    forward = """
+        inputs %x
+        %x = arg() -> (float32[?])
+        %a = Neg(%x:0) -> (float32[?])
+        %p = Print(%a:0) !side
+        %b = Exp(%a:0) -> (float32[?])
+        %q = Print(%b:0) !side ^%p 'auto'
+        outputs %b:0
+    """
+    (one, _), (first, _, second, _) = split(forward, "", [], found()), split(forward, "", [2], found(), found())
+    assert [node.name for node in one.graph.nodes] == ["arg/0", "a", "p", "b", "q"]
+    assert [c.source for c in one.graph.node("q").controls] == ["p"]
+    assert [node.name for node in first.graph.nodes] == ["arg/0", "a", "p"]
+    assert [node.name for node in second.graph.nodes] == ["boundary/0", "b", "q"]
+    assert second.graph.node("q").controls == ()
+
+
+def test_a_gradient_that_closes_over_another_stage_is_refused() -> None:
+    foreign = TWO_DENSE_GRADIENTS.replace("MeanGrad(%seed:0, %y:0)", "MeanGrad(%seed:0, %h:0)")
+    with refused(
+        PartitionError,
+        "stage1/backward needs %h:0, which another stage computes and does not send: a custom gradient",
+        "Start the stage before 'h'",
+    ):
+        split(
+            TWO_DENSE,
+            foreign,
+            [2],
+            found(seeds="a=seed_a", variables="w=dr"),
+            found(seeds="loss=seed", boundary="a=da", variables="v=ds"),
+        )
+
+
+def test_gradients_that_nothing_before_needs_are_dropped() -> None:
+    joint = graph(
+        """
+        %seed_a = Placeholder() -> (float32[])
+        %seed_b = Placeholder() -> (float32[])
+        %seed = Placeholder() -> (float32[])
+        %dw = Neg(%seed_a:0) -> (float32[])
+        %da = Exp(%seed:0) -> (float32[])
+        %db = Log(%seed:0) -> (float32[])
+        %dv = Tan(%seed:0) -> (float32[])
+        """
+    )
+    before = (
+        found(seeds="a=seed_a, b=seed_b", variables="w=dw"),
+        found(seeds="loss=seed", boundary="a=da, b=db", variables="v=dv"),
+    )
+    assert prune_gradients(joint, before) == (
+        found(seeds="a=seed_a", variables="w=dw"),
+        found(seeds="loss=seed", boundary="a=da", variables="v=dv"),
+    )
+
+
+def test_a_first_stage_without_variables_needs_no_gradients() -> None:
+    joint = graph("%seed_a = Placeholder() -> (float32[])\n%seed = Placeholder() -> (float32[])\n"
+                  "%da = Exp(%seed:0) -> (float32[])\n%dv = Tan(%seed:0) -> (float32[])")  # fmt: skip
+    before = found(seeds="a=seed_a"), found(seeds="loss=seed", boundary="a=da", variables="v=dv")
+    assert prune_gradients(joint, before) == (found(), found(seeds="loss=seed", variables="v=dv"))

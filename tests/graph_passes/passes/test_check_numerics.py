@@ -1,0 +1,25 @@
+"""What a checked step looks at: the loss and every stage's complete gradients."""
+
+from __future__ import annotations
+
+from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
+from graph_passes.passes.check_numerics import CheckNumerics
+
+KIND = tensor("float64", 4)
+
+
+def test_the_loss_and_complete_gradients_are_marked_and_nothing_else() -> None:
+    graph = Graph(
+        "g",
+        (
+            Node("x", "input", (), (KIND,), attributes({"index": 0})),
+            Node("stage0/reduced", "reduced", (Value("x"),), (KIND,), attributes({"stage": 0, "variables": ("w",)})),
+            Node("out/0", "merge", (Value("x"),), (KIND,), attributes({"kind": "concat"})),
+            Node("loss", "merge", (Value("x"),), (KIND,), attributes({"kind": "mean"})),
+        ),
+        ("x",),
+        (Value("loss"), Value("out/0")),
+    )
+    checked = CheckNumerics()(graph)
+    assert [node.name for node in checked.nodes if node.has("check")] == ["stage0/reduced", "loss"]
+    assert [node.inputs for node in checked.nodes] == [node.inputs for node in graph.nodes]

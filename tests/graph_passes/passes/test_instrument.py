@@ -1,0 +1,62 @@
+"""Time stamps around calls, and gradients as outputs: graphs that tell what happened."""
+
+from __future__ import annotations
+
+from graph_passes.passes.expose_gradients import Expose, exposed
+from graph_passes.passes.instrument import Instrument, timed_nodes
+from tests.graph_passes.builders import assert_graph, graph
+
+CALLS = """
+    %x = input() -> (float32[?])
+    %stage0/refresh = refresh()
+    %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+    | ^%stage0/refresh 'refresh'
+    %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
+    | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+    outputs %stage0/replica0/mb0/forward:0
+"""
+
+
+def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run() -> None:
+    assert_graph(
+        Instrument()(graph(CALLS)),
+        """
+        %x = input() -> (float32[?])
+        %stage0/refresh = refresh()
+        %stage0/replica0/mb0/forward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%x 'time: it could start' ^%stage0/refresh 'time: it could start'
+        %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+        | ^%stage0/refresh 'refresh' ^%stage0/replica0/mb0/forward/start 'time: the start is taken before'
+        %stage0/replica0/mb0/forward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/forward 'time: it has ended'
+        %stage0/replica0/mb0/backward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/forward/end 'time: it could start'
+        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
+        | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+        | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'
+        %stage0/replica0/mb0/backward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        | ^%stage0/replica0/mb0/backward 'time: it has ended'
+        %timeline = pack(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
+        | %stage0/replica0/mb0/backward/start:0, %stage0/replica0/mb0/backward/end:0) -> (float64[4])
+        outputs %stage0/replica0/mb0/forward:0 %timeline:0
+        """,
+    )
+
+
+def test_timed_nodes_are_those_that_take_time_in_order() -> None:
+    found = timed_nodes(graph(CALLS + "%stage0/replica0/mb0/weights = weights() {micro_batch=0, replica=0, stage=0}"))
+    assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", "weights"]
+
+
+def test_exposed_gradients_are_the_last_outputs() -> None:
+    before = """
+        %loss = merge() -> (float32[])
+        %stage0/reduced = reduced() {variables=['u', 'w']} -> (float32[4], float32[2])
+        %stage1/reduced = reduced() {variables=['v']} -> (float32[4])
+        outputs %loss:0
+    """
+    assert exposed(graph(before)) == ("u", "w", "v")
+    assert_graph(
+        Expose()(graph(before)),
+        before.replace("outputs %loss:0", "outputs %loss:0 %stage0/reduced:0 %stage0/reduced:1 %stage1/reduced:0"),
+    )

@@ -1,0 +1,164 @@
+"""The call-level graph: every stage's forward and backward once for each micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import DType, Shape, TensorType, tensor
+from graph_passes.ir.verify import verify
+from graph_passes.passes.microbatch import Microbatch, aux_kind
+from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
+
+X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
+
+MICRO_BATCH = """
+    %stage0/replica0/mbM/slice = slice(%batch/size:0, %x:0)
+    | {micro_batch=M, micro_batches=2, replica=0, replicas=1, stage=0} -> (float64[], float32[?,4])
+    %stage0/replica0/mbM/forward = forward(%stage0/replica0/mbM/slice:1)
+    | {function='stage0/forward', micro_batch=M, replica=0, stage=0} -> (float32[?,4], float32[?,4])
+    %stage1/replica0/mbM/slice = slice(%batch/size:0)
+    | {micro_batch=M, micro_batches=2, replica=0, replicas=1, stage=1} -> (float64[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
+    | {function='stage1/forward', micro_batch=M, replica=0, stage=1} -> (float32[], float32[?,4])
+    %stage1/replica0/mbM/seed = cast(%stage1/replica0/mbM/slice:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
+    | %stage1/replica0/mbM/forward:1)
+    | {function='stage1/backward', micro_batch=M, replica=0, stage=1} -> (float32[?,4], float32[4])
+    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0, %stage0/replica0/mbM/forward:1)
+    | {function='stage0/backward', micro_batch=M, replica=0, stage=0} -> (float32[4])
+"""
+
+
+def test_two_stages_and_two_micro_batches() -> None:
+    result = Microbatch(2, 2)(calls(X, *two_stages()))
+    verify(result)
+    assert_graph(
+        result,
+        f"""
+        {X}
+        %batch/size = batch_size(%x:0) -> (int64[])
+        {MICRO_BATCH.replace("M", "0")}
+        {MICRO_BATCH.replace("M", "1")}
+        %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0,
+        | %stage1/replica0/mb1/forward:0, %stage1/replica0/mb1/slice:0) {{kind='mean'}} -> (float32[])
+        outputs %loss:0
+        """,
+    )
+
+
+def test_gradients_of_weights_follow_backward_and_take_what_it_carries() -> None:
+    functions = (
+        function("stage0/forward", "arg x, variable w", "boundary h"),
+        function("stage0/backward"),
+        function("stage0/weights", "arg x, gradient h", "variable w"),
+        function("stage1/forward", "boundary h, variable v", "loss loss, stash b"),
+        function("stage1/backward", "seed loss, stash b", "gradient h, carry c"),
+        function("stage1/weights", "boundary h, seed loss, carry c, variable v", "variable v"),
+    )
+    result = Microbatch(2, 1)(calls(X, *functions))
+    verify(result)
+    assert_graph(
+        result,
+        f"""
+        {X}
+        %batch/size = batch_size(%x:0) -> (int64[])
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
+        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0}} -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
+        | {{function='stage0/forward', micro_batch=0, replica=0, stage=0}} -> (float32[?,4])
+        %stage1/replica0/mb0/slice = slice(%batch/size:0)
+        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=1}} -> (float64[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
+        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[], float32[?,4])
+        %stage1/replica0/mb0/seed = cast(%stage1/replica0/mb0/slice:0)
+        | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
+        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/weights = weights(%stage0/replica0/mb0/forward:0, %stage1/replica0/mb0/seed:0,
+        | %stage1/replica0/mb0/backward:1)
+        | {{function='stage1/weights', micro_batch=0, replica=0, stage=1}} -> (float32[4])
+        %stage0/replica0/mb0/backward = backward()
+        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}}
+        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/backward:0)
+        | {{function='stage0/weights', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0) {{kind='mean'}} -> (float32[])
+        outputs %loss:0
+        """,
+    )
+
+
+def test_an_argument_is_sliced_in_each_stage_and_pass_that_takes_it() -> None:
+    functions = (
+        function("stage0/forward", "arg x", "boundary h"),
+        function("stage0/backward"),
+        function("stage1/forward", "boundary h", "loss loss"),
+        function("stage1/backward", "arg y int32[?], arg x, seed loss", "variable v"),
+    )
+    text = "inputs %x %y\n%x = input() -> (float32[?,4])\n%y = input() -> (int32[?])"
+    result = Microbatch(2, 1)(calls(text, *functions))
+    last = result.node("stage1/replica0/mb0/slice")
+    assert list(map(str, last.inputs)) == ["%batch/size:0", "%y:0", "%x:0"]
+    assert last.outputs == (tensor("float64"), tensor("int32", None), tensor("float32", None, 4))
+    assert list(map(str, result.node("stage1/replica0/mb0/backward").inputs)) == [
+        "%stage1/replica0/mb0/slice:1",
+        "%stage1/replica0/mb0/slice:2",
+        "%stage1/replica0/mb0/seed:0",
+    ]
+    assert list(map(str, result.node("stage0/replica0/mb0/slice").inputs)) == ["%batch/size:0", "%x:0"]
+
+
+def test_aux_outputs_are_merged_by_kind_where_they_are_computed() -> None:
+    functions = (
+        function("stage0/forward", "arg x", "boundary h, aux 1 int32[]"),
+        function("stage0/backward"),
+        function("stage1/forward", "boundary h", "loss loss, aux 0 float32[?]"),
+        function("stage1/backward", "seed loss"),
+    )
+    result = Microbatch(2, 1, (tensor("float32", None), tensor("int32")))(calls(X, *functions))
+    merged = "\n".join(
+        f"{node.name} {node.string('kind')} {node.inputs[0]} {node.inputs[1]}" for node in result.nodes[-3:]
+    )
+    assert merged.splitlines() == [
+        "loss mean %stage1/replica0/mb0/forward:0 %stage1/replica0/mb0/slice:0",
+        "aux/0 concat %stage1/replica0/mb0/forward:1 %stage1/replica0/mb0/slice:0",
+        "aux/1 sum %stage0/replica0/mb0/forward:1 %stage0/replica0/mb0/slice:0",
+    ]
+    assert list(map(str, result.outputs)) == ["%loss:0", "%aux/0:0", "%aux/1:0"]
+
+
+def test_the_size_grows_with_stages_times_micro_batches() -> None:
+    sizes = [len(Microbatch(2, m)(calls(X, *two_stages())).nodes) for m in (1, 2, 5)]
+    assert sizes == [3 + 7, 3 + 14, 3 + 35]
+
+
+def test_a_pipeline_without_arguments_is_refused() -> None:
+    with refused(GraphError, "a pipeline needs at least one batched argument"):
+        Microbatch(2, 1)(calls("", *two_stages()))
+
+
+def test_no_micro_batch_is_refused() -> None:
+    with refused(GraphError, "M = 0: there must be at least one micro-batch"):
+        Microbatch(2, 0)(calls(X, *two_stages()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "merged"),
+    [
+        (tensor("float32", None, 4), "concat"),
+        (tensor("bool", None), "concat"),
+        (tensor("float32"), "mean"),
+        (tensor("bfloat16", 4), "mean"),
+        (tensor("int64"), "sum"),
+        (tensor("uint8", 3), "sum"),
+    ],
+)
+def test_how_an_aux_output_is_merged(kind: TensorType, merged: str) -> None:
+    assert aux_kind(kind).kind == merged
+
+
+@pytest.mark.parametrize("dtype", ["bool", "string"])
+def test_an_aux_output_that_cannot_be_merged_is_refused(dtype: str) -> None:
+    with refused(GraphError, f"an aux output of type {dtype} without a batch axis cannot be merged"):
+        aux_kind(TensorType(DType(dtype), Shape(())))

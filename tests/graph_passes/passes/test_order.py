@@ -1,0 +1,137 @@
+"""Control edges of a schedule: DAPPLE, Fig. 11."""
+
+from __future__ import annotations
+
+from graph_passes.errors import ScheduleError
+from graph_passes.passes.order import Order
+from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.text import parse_schedule
+from tests.graph_passes.builders import assert_graph, function, graph, refused, two_stages
+
+# The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.
+DATA = """
+    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0)
+    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+"""
+TWO = graph(DATA.replace("M", "0") + DATA.replace("M", "1"))
+
+
+def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
+    assert_graph(
+        Order(make_schedule("dapple-a", 2, 2))(TWO),
+        """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
+        | {micro_batch=0, replica=0, stage=1} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+        | {micro_batch=0, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[])
+        | ^%stage0/replica0/mb0/forward 'order: 0F1 after 0F0'
+        %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0)
+        | {micro_batch=0, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/mb1/forward 'order: 0B0 after 0F1'
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/forward:0)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[]) ^%stage1/replica0/mb0/backward 'order: 1F1 after 1B0'
+        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mb1/backward = backward(%stage1/replica0/mb1/backward:0)
+        | {micro_batch=1, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/mb0/backward 'order: 0B1 after 0B0'
+        """,
+    )
+
+
+def test_gradients_of_weights_have_their_place_in_the_order() -> None:
+    weights = """
+        %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/backward:0)
+        | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    """
+    split = graph("".join((DATA + weights).replace("M", m) for m in "012"))
+    result = Order(make_schedule("zb-h1", 2, 3))(split)
+    edges = [control.reason for node in result.nodes for control in node.controls]
+    wanted = ["0F1 after 0F0", "0B0 after 0F1", "0F2 after 0W0", "0B1 after 0F2", "0B2 after 0W1"]
+    wanted += ["1F1 after 1B0", "1W0 after 1B1", "1F2 after 1W0", "1W1 after 1B2", "1W2 after 1W1"]
+    assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
+
+
+def test_one_micro_batch_on_two_stages_needs_one_edge_for_what_no_data_orders() -> None:
+    result = Order(make_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
+    edges = [(control.reason, node.name) for node in result.nodes for control in node.controls]
+    assert edges == [("order: 0B0 after 0F0", "stage0/replica0/mb0/backward")]
+
+
+def test_gpipe_runs_all_forwards_before_the_first_backward() -> None:
+    result = Order(make_schedule("gpipe", 2, 2))(TWO)
+    edges = [control.reason for node in result.nodes for control in node.controls]
+    assert sorted(edges) == [
+        "order: 0B0 after 0F1",
+        "order: 0B1 after 0B0",
+        "order: 0F1 after 0F0",
+        "order: 1B0 after 1F1",
+        "order: 1B1 after 1B0",
+        "order: 1F1 after 1F0",
+    ]
+
+
+def test_every_replica_is_ordered_by_itself() -> None:
+    lines = [
+        f"%stage0/replica{r}/mb0/{op} = {op}() {{micro_batch=0, replica={r}, stage=0}}"
+        for r in (0, 1)
+        for op in ("forward", "backward")
+    ]
+    result = Order(make_schedule("dapple-a", 1, 1))(graph("\n".join(lines)))
+    assert_graph(
+        result,
+        """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
+        | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+        %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0}
+        %stage0/replica1/mb0/backward = backward() {micro_batch=0, replica=1, stage=0}
+        | ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
+        """,
+    )
+
+
+def test_a_schedule_for_another_shape_is_refused() -> None:
+    with refused(ScheduleError, "the schedule is for 3 stages x 4 micro-batches, the graph has 2 x 2"):
+        Order(make_schedule("dapple-a", 3, 4))(TWO)
+
+
+def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
+    sums = """
+        %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
+        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+    """
+    result = Order(make_schedule("dapple-a", 2, 2))(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    edges = {(node.name, control.source) for node in result.nodes for control in node.controls}
+    assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/accumulate") in edges
+    assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/backward") in edges
+    assert not any(target.startswith("stage0") for target, source in edges if source.endswith("accumulate"))
+
+
+def test_no_call_waits_for_a_sum_that_waits_for_what_comes_later() -> None:
+    """Sums are in micro-batch order: that of micro-batch 1 is complete only after 1B0."""
+    sums = """
+        %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
+        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+    """
+    order = parse_schedule("0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0")
+    result = Order(order)(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    assert not [c for node in result.nodes for c in node.controls if c.source.endswith("accumulate")]
+
+
+def test_what_is_written_is_written_in_the_order_of_the_samples() -> None:
+    counting = (*two_stages()[:2], function("stage1/forward", writes=["seen"]), function("stage1/backward"))
+    found = TWO.replace(functions=counting)
+    with refused(ScheduleError, "runs 1F1 before 1F0, but forward of stage 1 writes 'seen'"):
+        Order(parse_schedule("0F0 0F1 0B0 0B1; 1F1 1F0 1B0 1B1"))(found)
+    Order(parse_schedule("0F1 0F0 0B1 0B0; 1F0 1F1 1B1 1B0"))(found)
+    found = TWO.replace(functions=(function("stage0/forward"), function("stage0/backward", writes=["n"])))
+    with refused(ScheduleError, "runs 0B1 before 0B0, but backward of stage 0 writes 'n'"):
+        Order(parse_schedule("0F1 0F0 0B1 0B0; 1F0 1F1 1B1 1B0"))(found)

@@ -1,0 +1,261 @@
+"""A rank's share of a pipelined graph: its own nodes, and for every edge that leaves or enters it one exchange."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Graph, Node, Value
+from graph_passes.ir.verify import verify
+from graph_passes.passes.project import Project
+from graph_passes.passes.verify_ranks import verify_ranks
+from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
+from tests.graph_passes.whole import Kind, kinds, ranks_of, spread
+
+# --- before and after
+
+CHAIN = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%x:0) {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+    | -> (float32[?,4], float32[?,4])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
+    | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[], float32[?,4])
+    | ^%stage0/replica0/mb0/forward 'dropped: it lives elsewhere' ^%x 'kept: it is here too'
+    %loss = merge(%stage1/replica0/mb0/forward:0) -> (float32[])
+    outputs %loss:0
+"""
+
+
+def test_an_edge_between_stages_becomes_an_exchange_of_both() -> None:
+    before = calls(CHAIN, *two_stages())
+    first, second = (Project(((0,), (1,)), rank)(before) for rank in (0, 1))
+    assert_graph(
+        first,
+        """
+        inputs %x
+        %x = input() -> (float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%x:0) {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+        | -> (float32[?,4], float32[?,4])
+        %exchange/stage0_to_stage1/mb0/forward = exchange(%stage0/replica0/mb0/forward:0)
+        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[], to=[1]} -> (int64[])
+        %exchange/outputs = exchange()
+        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[1], to=[]} -> (float32[], int64[])
+        %loss = merge(%exchange/outputs:0) -> (float32[])
+        %sent = sent(%exchange/stage0_to_stage1/mb0/forward:0, %exchange/outputs:1) -> (int64[])
+        outputs %loss:0 %sent:0
+        """,
+    )
+    assert_graph(
+        second,
+        """
+        inputs %x
+        %exchange/stage0_to_stage1/mb0/forward = exchange()
+        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[0], to=[]} -> (float32[?,4], int64[])
+        %x = input() -> (float32[?,4])
+        %stage1/replica0/mb0/forward = forward(%exchange/stage0_to_stage1/mb0/forward:0)
+        | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[], float32[?,4])
+        | ^%x 'kept: it is here too'
+        %exchange/outputs = exchange(%stage1/replica0/mb0/forward:0)
+        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[], to=[0]} -> (int64[])
+        %loss = merge(%stage1/replica0/mb0/forward:0) -> (float32[])
+        %sent = sent(%exchange/stage0_to_stage1/mb0/forward:1, %exchange/outputs:0) -> (int64[])
+        outputs %loss:0 %sent:0
+        """,
+    )
+    assert [function.name for function in first.functions] == ["stage0/forward"]
+    assert [function.name for function in second.functions] == ["stage1/forward"]
+
+
+REPLICAS = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[4])
+    %stage0/replica1/mb0/forward = forward(%x:0) {micro_batch=0, replica=1, stage=0} -> (float32[4])
+    %stage0/allreduce = allreduce(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0)
+    | {replica=0, replicas=2, stage=0, variables=['w']} -> (float32[4])
+    %stage0/reduced = reduced(%stage0/allreduce:0) {replica=0, stage=0, variables=['w']} -> (float32[4])
+    %barrier = barrier() ^%stage0/reduced 'barrier: all gradients are there'
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_replica_sums_and_updates_for_itself(rank: int) -> None:
+    assert_graph(
+        Project(((0, 1),), rank)(graph(REPLICAS)),
+        f"""
+        inputs %x
+        %x = input() -> (float32[?,4])
+        %stage0/replica{rank}/mb0/forward = forward(%x:0) {{micro_batch=0, replica={rank}, stage=0}} -> (float32[4])
+        %stage0/allreduce = allreduce(%stage0/replica{rank}/mb0/forward:0)
+        | {{ranks=[0, 1], replica=0, replicas=2, stage=0, variables=['w']}} -> (float32[4], int64[])
+        %stage0/reduced = reduced(%stage0/allreduce:0) {{replica=0, stage=0, variables=['w']}} -> (float32[4])
+        %barrier = barrier() {{ranks=[0, 1]}} -> (int64[]) ^%stage0/reduced 'barrier: all gradients are there'
+        %sent = sent(%stage0/allreduce:1, %barrier:0) -> (int64[])
+        outputs %sent:0
+        """,
+    )
+
+
+def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
+    """Stage 1 has nothing but the tied weight, whose share its first replica alone sends to the owner."""
+    text = """
+        %stage0/replica0/mb0/forward = forward() {replica=0, stage=0} -> (float32[4])
+        %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} -> (float32[4])
+        %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} -> (float32[4])
+        %stage1/allreduce = allreduce(%stage1/replica0/mb0/forward:0, %stage1/replica1/mb0/forward:0)
+        | {replica=0, replicas=2, stage=1, variables=['t']} -> (float32[4])
+        %stage0/tied_sum_0 = tied_sum(%stage0/replica0/mb0/forward:0, %stage1/allreduce:0)
+        | {replica=0, stage=0, variable='t'} -> (float32[4])
+    """
+    assert_graph(
+        Project(((0,), (1, 2)), 2)(graph(text)),
+        """
+        %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} -> (float32[4])
+        %stage1/allreduce = allreduce(%stage1/replica1/mb0/forward:0)
+        | {ranks=[1, 2], replica=0, replicas=2, stage=1, variables=['t']} -> (float32[4], int64[])
+        %sent = sent(%stage1/allreduce:1) -> (int64[])
+        outputs %sent:0
+        """,
+    )
+
+
+# --- shapes that receivers cannot tell
+
+CROSSING = """
+    %stage0/replica0/mb0/forward = forward() {{micro_batch=0, replica=0, stage=0}} -> ({types})
+    %stage1/replica0/mb0/forward = forward({values}) {{micro_batch=0, replica=0, stage=1}}
+"""
+
+
+def crossing(*types: str) -> Graph:
+    values = ", ".join(f"%stage0/replica0/mb0/forward:{i}" for i in range(len(types)))
+    return graph(CROSSING.format(types=", ".join(types), values=values))
+
+
+@pytest.mark.parametrize(
+    ("types", "header"),
+    [
+        (["float32[2,3]", "float32[7]"], False),
+        (["float32[?,3]", "float32[7]"], False),
+        (["float32[?,3]", "int32[?]"], False),  # each dtype travels by itself
+        (["float32[?,?]"], True),
+        (["float32[?,3]", "float32[?]"], True),
+        (["float32[?,0]"], True),  # no number of elements tells how many rows
+        (["float32[0,3]"], False),
+    ],
+)
+def test_shapes_are_sent_where_the_number_of_elements_does_not_tell_them(types: list[str], header: bool) -> None:
+    result = Project(((0,), (1,)), 0)(crossing(*types))
+    assert result.node("exchange/stage0_to_stage1/mb0/forward").attr("header") is header
+
+
+def test_a_tensor_of_unknown_rank_cannot_travel() -> None:
+    with refused(GraphError, "a tensor of unknown rank would have to travel between ranks", "tf.ensure_shape"):
+        Project(((0,), (1,)), 0)(crossing("float32[*]"))
+
+
+# --- which ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (((0,), (1, 2)), "the stages have (1, 1) replicas, but ranks are given for (1, 2)"),
+        (((0,),), "the stages have (1, 1) replicas, but ranks are given for (1,)"),
+        (((0,), (0,)), "the stages are on ranks [[0], [0]]: give each of 0 to 1 once"),
+        (((0,), (2,)), "the stages are on ranks [[0], [2]]: give each of 0 to 1 once"),
+    ],
+)
+def test_every_replica_needs_a_rank_of_its_own(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
+    with refused(GraphError, said):
+        Project(ranks, 0)(calls(CHAIN, *two_stages()))
+
+
+def test_ranks_may_stand_in_any_order() -> None:
+    kind = Kind((2, 1), 2, tied=True, state=True)
+    graphs = ranks_of(kind, ((2, 0), (1,)))
+    verify_ranks(graphs)
+    stages = [{n.integer("stage") for n in g.nodes if n.op == "forward"} for g in graphs]
+    assert stages == [{0}, {1}, {0}]
+    assert graphs[2].node("stage0/replica0/mb0/forward").op == "forward"
+
+
+# --- random plans
+
+
+def home_of(node: Node, kind: Kind) -> set[int]:
+    """The ranks of a node, by its name alone: replicas have theirs, the rest of a stage is on all of its ranks."""
+    parts = node.name.split("/")
+    stage = next((int(p[5:]) for p in parts[:1] if p.startswith("stage")), None)
+    if stage is None:
+        return set(range(kind.size))
+    if parts[1].startswith("replica"):
+        return {kind.ranks[stage][int(parts[1][7:])]}
+    return {kind.ranks[stage][0]} if parts[1] == "read" else set(kind.ranks[stage])
+
+
+@given(kinds())
+def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
+    whole, graphs = spread(kind), ranks_of(kind)
+    for rank, part in enumerate(graphs):
+        own = {node.name for node in whole.nodes if rank in home_of(node, kind)}
+        made = {node.name for node in part.nodes if node.op in ("exchange", "sent")}
+        assert {node.name for node in part.nodes} == own | made
+        used = {node.string("function") for node in part.nodes if node.has("function")}
+        assert {function.name for function in part.functions} == used
+
+
+@given(kinds())
+def test_every_edge_is_local_or_carried_by_one_exchange(kind: Kind) -> None:
+    whole, graphs = spread(kind), ranks_of(kind)
+    for rank, part in enumerate(graphs):
+        for node in part.nodes:
+            if node.op in ("exchange", "sent"):
+                continue
+            wanted = list(whole.node(node.name).inputs)
+            if node.op in ("allreduce", "average"):  # the ranks' own parts make up the whole
+                wanted = [value for value in wanted if home_of(whole.node(value.node), kind) == {rank}]
+            assert [origin(graphs, rank, value) for value in node.inputs] == wanted, node.name
+        for node in part.nodes:
+            controls = {control.source for control in node.controls}
+            if node.op not in ("exchange", "sent"):
+                elsewhere = {c.source for c in whole.node(node.name).controls} - controls
+                assert all(rank not in home_of(whole.node(source), kind) for source in elsewhere)
+
+
+def origin(graphs: tuple[Graph, ...], rank: int, value: Value) -> Value:
+    """The value of the whole graph that ``rank`` has as ``value``: its own, or the one that was sent to it."""
+    exchange = graphs[rank].node(value.node)
+    if exchange.op != "exchange":
+        return value
+    sources = exchange.integers("source")
+    source = sources[value.index]
+    place = sources[: value.index].count(source)  # the values of a pair of ranks keep their order
+    sender = graphs[source].node(value.node)
+    pairs = zip(sender.inputs, sender.integers("to"), strict=True)
+    return [sent for sent, to in pairs if to == rank][place]
+
+
+@given(kinds())
+def test_nothing_is_sent_twice_or_for_nothing(kind: Kind) -> None:
+    graphs = ranks_of(kind)
+    for part in graphs:
+        taken = {value for node in part.nodes if node.op != "sent" for value in node.inputs}
+        for node in part.nodes:
+            if node.op == "exchange":
+                pairs = list(zip(node.inputs, node.integers("to"), strict=True))
+                assert not pairs or Counter(pairs).most_common(1)[0][1] == 1
+                assert set(node.values()[:-1]) <= taken
+                assert node.inputs or node.integers("source")
+
+
+@given(kinds())
+def test_the_ranks_of_random_plans_fit_together(kind: Kind) -> None:
+    graphs = ranks_of(kind)
+    for part in graphs:
+        verify(part)
+    verify_ranks(graphs)

@@ -1,0 +1,476 @@
+"""Activations that backward makes again: what it repeats, what it is given, and when it may begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.analysis.recomputed_nodes import find_remade
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.text import print_graph
+from graph_passes.ir.verify import verify
+from graph_passes.passes.recompute import Recompute, find_runs, recompute_stages
+from tests.graph_passes.builders import graph, refused
+
+FORWARD = """
+    function stage0/forward
+    takes boundary float32[?,4] 'h'
+    takes variable resource[] 'w'
+    takes variable resource[] 'v'
+    gives loss float32[] 'loss'
+    gives stash {stash}
+      graph stage0/forward
+      inputs %boundary/0 %variable/1 %variable/2
+      %boundary/0 = boundary() {{port='h'}} -> (float32[?,4])
+      %variable/1 = variable() {{port='w'}} -> (resource[])
+      %variable/2 = variable() {{port='v'}} -> (resource[])
+      %r = ReadVariableOp(%variable/1:0) -> (float32[4,4]) !read
+      %p = MatMul(%boundary/0:0, %r:0) -> (float32[?,4])
+      %a = Tanh(%p:0) -> (float32[?,4])
+      %s = ReadVariableOp(%variable/2:0) -> (float32[4,4]) !read
+      %y = MatMul(%a:0, %s:0) -> (float32[?,4])
+      %loss = L2Loss(%y:0) -> (float32[])
+      %size = Shape(%y:0) -> (int32[2])
+      outputs %loss:0 {values}
+      end
+"""
+KEPT = FORWARD.format(
+    stash="float32[?,4] '%a:0'\n gives stash float32[?,4] '%y:0'\n gives stash int32[2] '%size:0'",
+    values="%a:0 %y:0 %size:0",
+)
+BACKWARD = """
+    function stage0/backward
+    takes boundary float32[?,4] 'h'
+    takes seed float32[] 'loss'
+    takes stash float32[?,4] '%a:0'
+    takes stash float32[?,4] '%y:0'
+    takes stash int32[2] '%size:0'
+    takes variable resource[] 'v'
+    gives variable float32[4,4] 'w'
+    gives variable float32[4,4] 'v'
+      graph stage0/backward
+      inputs %boundary/0 %seed/1 %stash/2 %stash/3 %stash/4 %variable/5
+      %boundary/0 = boundary() {port='h'} -> (float32[?,4])
+      %seed/1 = seed() {port='loss'} -> (float32[])
+      %stash/2 = stash() {port='%a:0'} -> (float32[?,4])
+      %stash/3 = stash() {port='%y:0'} -> (float32[?,4])
+      %stash/4 = stash() {port='%size:0'} -> (int32[2])
+      %variable/5 = variable() {port='v'} -> (resource[])
+      %s = ReadVariableOp(%variable/5:0) -> (float32[4,4]) !read
+      %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
+      %dy = Mul(%wide:0, %stash/3:0) -> (float32[?,4])
+      %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
+      %dv = MatMul(%stash/2:0, %dy:0) {transpose_a=True} -> (float32[4,4])
+      %dp = TanhGrad(%stash/2:0, %da:0) -> (float32[?,4])
+      %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
+      outputs %dw:0 %dv:0
+      end
+"""
+FIRST_LAYER, SECOND_LAYER = {"p", "a"}, {"y", "loss"}
+
+
+def recomputed(*runs: set[str], text: str = KEPT + BACKWARD) -> Graph:
+    """The functions of ``text``, its one stage re-computing ``runs``; they are valid."""
+    result = recompute_stages(graph(text), [runs])
+    verify(result)
+    return result
+
+
+def assert_functions(result: Graph, text: str) -> None:
+    assert print_graph(result) == print_graph(graph(text))  # fails with a difference that can be read
+    assert result.functions == graph(text).functions
+
+
+def test_a_whole_stage_is_made_again_from_what_entered_it() -> None:
+    """The size of a tensor is stashed; what enters waits for the first gradient."""
+    assert_functions(
+        recomputed(FIRST_LAYER | SECOND_LAYER),
+        FORWARD.format(stash="int32[2] '%size:0'", values="%size:0")
+        + """
+        function stage0/backward
+        takes boundary float32[?,4] 'h'
+        takes seed float32[] 'loss'
+        takes stash int32[2] '%size:0'
+        takes variable resource[] 'v'
+        takes variable resource[] 'w'
+        gives variable float32[4,4] 'w'
+        gives variable float32[4,4] 'v'
+          graph stage0/backward
+          inputs %boundary/0 %seed/1 %stash/4 %variable/5 %variable/6
+          %boundary/0 = boundary() {port='h'} -> (float32[?,4])
+          %seed/1 = seed() {port='loss'} -> (float32[])
+          %stash/4 = stash() {port='%size:0'} -> (int32[2])
+          %variable/5 = variable() {port='v'} -> (resource[])
+          %variable/6 = variable() {port='w'} -> (resource[])
+          %r = ReadVariableOp(%variable/6:0) -> (float32[4,4]) !read
+          %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
+          %recompute0/gate = IdentityN(%wide:0) {T=[dtype('float32')]} -> (float32[?,4])
+          %recompute0/enter0 = Identity(%boundary/0:0) {T=dtype('float32')} -> (float32[?,4])
+          | ^%recompute0/gate 'recompute: its gradients have come'
+          %p = MatMul(%recompute0/enter0:0, %r:0) -> (float32[?,4])
+          %a = Tanh(%p:0) -> (float32[?,4])
+          %s = ReadVariableOp(%variable/5:0) -> (float32[4,4]) !read
+          %y = MatMul(%a:0, %s:0) -> (float32[?,4])
+          %dy = Mul(%wide:0, %y:0) -> (float32[?,4])
+          %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
+          %dv = MatMul(%a:0, %dy:0) {transpose_a=True} -> (float32[4,4])
+          %dp = TanhGrad(%a:0, %da:0) -> (float32[?,4])
+          %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
+          outputs %dw:0 %dv:0
+          end
+        """,
+    )
+
+
+def test_one_layer_is_made_again_when_its_own_gradients_have_come() -> None:
+    assert_functions(
+        recomputed(FIRST_LAYER),
+        FORWARD.format(
+            stash="float32[?,4] '%y:0'\n gives stash int32[2] '%size:0'",
+            values="%y:0 %size:0",
+        )
+        + """
+        function stage0/backward
+        takes boundary float32[?,4] 'h'
+        takes seed float32[] 'loss'
+        takes stash float32[?,4] '%y:0'
+        takes stash int32[2] '%size:0'
+        takes variable resource[] 'v'
+        takes variable resource[] 'w'
+        gives variable float32[4,4] 'w'
+        gives variable float32[4,4] 'v'
+          graph stage0/backward
+          inputs %boundary/0 %seed/1 %stash/3 %stash/4 %variable/5 %variable/6
+          %boundary/0 = boundary() {port='h'} -> (float32[?,4])
+          %seed/1 = seed() {port='loss'} -> (float32[])
+          %stash/3 = stash() {port='%y:0'} -> (float32[?,4])
+          %stash/4 = stash() {port='%size:0'} -> (int32[2])
+          %variable/5 = variable() {port='v'} -> (resource[])
+          %variable/6 = variable() {port='w'} -> (resource[])
+          %r = ReadVariableOp(%variable/6:0) -> (float32[4,4]) !read
+          %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
+          %dy = Mul(%wide:0, %stash/3:0) -> (float32[?,4])
+          %s = ReadVariableOp(%variable/5:0) -> (float32[4,4]) !read
+          %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
+          %recompute0/gate = IdentityN(%dy:0, %da:0) {T=[dtype('float32'), dtype('float32')]}
+          | -> (float32[?,4], float32[?,4])
+          %recompute0/enter0 = Identity(%boundary/0:0) {T=dtype('float32')} -> (float32[?,4])
+          | ^%recompute0/gate 'recompute: its gradients have come'
+          %p = MatMul(%recompute0/enter0:0, %r:0) -> (float32[?,4])
+          %a = Tanh(%p:0) -> (float32[?,4])
+          %dv = MatMul(%a:0, %dy:0) {transpose_a=True} -> (float32[4,4])
+          %dp = TanhGrad(%a:0, %da:0) -> (float32[?,4])
+          %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
+          outputs %dw:0 %dv:0
+          end
+        """,
+    )
+
+
+def test_stages_without_runs_stay_as_they_are() -> None:
+    given = graph(KEPT + BACKWARD)
+    assert Recompute(((),))(given) == given
+
+
+def test_stages_that_are_called_already_are_refused() -> None:
+    called = graph(KEPT + BACKWARD + "%f = forward() {function='stage0/forward'}")
+    with refused(GraphError, "re-computation changes what a stage's functions take: it comes before they are called"):
+        recompute_stages(called, [[FIRST_LAYER]])
+
+
+@pytest.mark.parametrize(
+    ("layers", "runs"),
+    [
+        ([], []),
+        ([0, 1, 2, 7], [range(2, 3)]),
+        ([5, 2, 3, 6], [range(2, 4), range(5, 7)]),
+        ([4], [range(4, 5)]),
+        (range(9), [range(2, 7)]),
+    ],
+)
+def test_neighbours_among_a_stages_layers_are_one_run(layers: list[int], runs: list[range]) -> None:
+    assert find_runs(layers, 2, 7) == tuple(runs)
+
+
+# --- several runs
+
+
+def stage(forward: str, kept: str, backward: str) -> str:
+    """Functions that take %h, give the gradient of it, and stash the values ``kept``; the last node leaves."""
+    last = forward.strip().splitlines()[-1].split(" = ")[0].strip()
+    gives = "".join(f"gives stash float32[?,4] '{value}'\n" for value in kept.split())
+    takes = gives.replace("gives", "takes")
+    inputs = "".join(f"%{i} = stash() {{port='{v}'}} -> (float32[?,4])\n" for i, v in _stashes(kept))
+    for number, value in _stashes(kept):
+        backward = backward.replace(value, f"%{number}:0")
+    return f"""
+    function stage0/forward
+    takes boundary float32[?,4] 'h'
+    gives boundary float32[?,4] '{last}:0'
+    {gives}
+      graph stage0/forward
+      inputs %h
+      %h = boundary() {{port='h'}} -> (float32[?,4])
+      {_typed(forward)}
+      outputs {last}:0 {kept}
+      end
+    function stage0/backward
+    takes boundary float32[?,4] 'h'
+    takes gradient float32[?,4] '{last}:0'
+    {takes}
+    gives gradient float32[?,4] 'h'
+      graph stage0/backward
+      inputs %h %g {" ".join(f"%{i}" for i, _ in _stashes(kept))}
+      %h = boundary() {{port='h'}} -> (float32[?,4])
+      %g = gradient() {{port='{last}:0'}} -> (float32[?,4])
+      {inputs}
+      {_typed(backward)}
+      outputs %dh:0
+      end
+    """.replace("\n    \n", "\n")
+
+
+def _stashes(kept: str) -> list[tuple[str, str]]:
+    return [(f"stash/{i}", value) for i, value in enumerate(kept.split())]
+
+
+def _typed(lines: str) -> str:
+    return "\n".join(f"{line} -> (float32[?,4])" for line in lines.strip().splitlines())
+
+
+def stash_of(result: Graph) -> list[str]:
+    return [port.name for _, port in result.function("stage0/forward").output_ports("stash")]
+
+
+def gate_of(result: Graph, run: int) -> tuple[list[str], list[str]]:
+    """What enters run ``run``, and what that waits for, as the backward function's nodes are called."""
+    body = result.function("stage0/backward").graph
+    gate = body.node(f"recompute{run}/gate")
+    entered = [node for node in body.nodes if node.name.startswith(f"recompute{run}/enter")]
+    assert all([control.source for control in node.controls] == [gate.name] for node in entered)
+    return [node.inputs[0].node for node in entered], [value.node for value in gate.inputs]
+
+
+def test_runs_are_made_again_one_after_the_other() -> None:
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Exp(%a:0)
+        %c = Exp(%b:0)
+        """,
+        "%a:0 %b:0 %c:0",
+        """
+        %db = Mul(%g:0, %c:0)
+        %da = Mul(%db:0, %b:0)
+        %dh = Mul(%da:0, %a:0)
+        """,
+    )
+    result = recomputed({"a"}, {"c"}, text=text)
+    assert stash_of(result) == ["%b:0"]
+    assert gate_of(result, 1) == (["stash/1"], ["g"])
+    assert gate_of(result, 0) == (["h"], ["da"])  # which is behind c
+    one = recomputed({"a", "b", "c"}, text=text)
+    assert stash_of(one) == []
+    assert gate_of(one, 0) == (["h"], ["g"])
+
+
+def test_a_run_waits_neither_for_itself_nor_for_one_before_it() -> None:
+    """The gradient of c is made from a, which may be made again after c: c waits for what comes in only."""
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Exp(%a:0)
+        %c = Exp(%b:0)
+        %d = Mul(%c:0, %a:0)
+        """,
+        "%a:0 %b:0 %c:0",
+        """
+        %dc = Mul(%g:0, %a:0)
+        %db = Mul(%dc:0, %c:0)
+        %more = Mul(%db:0, %b:0)
+        %skip = Mul(%g:0, %c:0)
+        %da = AddN(%more:0, %skip:0)
+        %dh = Mul(%da:0, %a:0)
+        """,
+    )
+    result = recomputed({"a"}, {"c"}, text=text)
+    assert gate_of(result, 1) == (["stash/1"], ["g"])
+    assert gate_of(result, 0) == (["h"], ["g"])
+
+
+def test_a_run_waits_for_the_gradient_that_meets_what_is_computed_from_it_alone() -> None:
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Exp(%a:0)
+        """,
+        "%a:0 %b:0",
+        """
+        %da = Mul(%g:0, %b:0)
+        %slope = Neg(%a:0)
+        %dh = Mul(%da:0, %slope:0)
+        """,
+    )
+    assert gate_of(recomputed({"a"}, text=text), 0) == (["h"], ["da"])
+
+
+def test_what_a_run_takes_from_another_is_stashed() -> None:
+    """Else the later run could not be made again before the earlier one, whose gradients come later."""
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Neg(%a:0)
+        %c = Mul(%b:0, %a:0)
+        %d = Exp(%c:0)
+        """,
+        "%a:0 %b:0 %d:0",
+        """
+        %dc = Mul(%g:0, %d:0)
+        %db = Mul(%dc:0, %a:0)
+        %skip = Mul(%dc:0, %b:0)
+        %da = AddN(%db:0, %skip:0)
+        %dh = Mul(%da:0, %a:0)
+        """,
+    )
+    result = recomputed({"a"}, {"c", "d"}, text=text)
+    assert stash_of(result) == ["%a:0", "%b:0"]
+    made = result.function("stage0/backward").graph.by_name
+    assert ("a" in made, "c" in made, "d" in made) == (False, True, True)
+
+
+def test_without_a_gradient_that_meets_it_a_run_waits_for_those_that_come_in() -> None:
+    text = stage("%a = Exp(%h:0)", "%a:0", "%dh = Neg(%a:0)")
+    assert gate_of(recomputed({"a"}, text=text), 0) == (["h"], ["g"])
+
+
+def test_what_forward_computes_for_the_stash_alone_it_computes_no_more() -> None:
+    text = stage(
+        """
+        %a = Exp(%h:0)
+        %b = Neg(%a:0)
+        %c = Exp(%h:0)
+        """,
+        "%b:0",
+        "%dh = Mul(%g:0, %b:0)",
+    )
+    forward, backward = recomputed({"a", "b"}, text=text).functions
+    assert [node.name for node in forward.graph.nodes] == ["h", "c"]
+    assert {"a", "b"} <= backward.graph.by_name.keys()
+
+
+# --- what cannot run twice
+
+
+def remade(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[str]]:
+    """Of a forward of these lines, the nodes of the run made again, those repeated freely, and the stash."""
+    takes = ["arg float32[?,64] 'x'", "variable resource[] 'w'", "variable resource[] 'n'"]
+    text = "\n".join(
+        [
+            "function stage0/forward",
+            *(f"takes {port}" for port in takes),
+            *(f"gives stash float32[?,64] '{value}'" for value in kept.split()),
+            "graph stage0/forward",
+            "inputs %x %w %n",
+            "%x = arg() {port='x'} -> (float32[?,64])",
+            *(f"%{name} = variable() {{port='{name}'}} -> (resource[])" for name in "wn"),
+            lines,
+            f"outputs {kept}",
+            "end",
+        ]
+    )
+    found = find_remade(graph(text).functions[0], [set(run.split())])
+    return set(found.runs[0]), set(found.free), [str(value) for value in found.stash]
+
+
+DROPOUT = """
+    %size = Shape(%x:0) -> (int32[2])
+    %u = RandomUniform(%size:0) -> ({draw}[?,64]) !random
+    %half = Const() -> (float32[])
+    %mask = GreaterEqual(%u:0, %half:0) -> (bool[?,64])
+    %d = SelectV2(%mask:0, %x:0, %half:0) -> (float32[?,64])
+    %y = Exp(%d:0) -> (float32[?,64])
+"""
+
+
+def test_of_a_draw_the_smaller_of_it_and_what_is_computed_from_it_is_stashed() -> None:
+    made, free, stash = remade(DROPOUT.format(draw="float32"), "%mask:0 %y:0", "size u mask d y")
+    assert (made, free, stash) == ({"d", "y"}, {"half"}, ["%mask:0"])
+    lines = DROPOUT.format(draw="int8").replace("(bool[?,64])", "(int32[?,64])")
+    made, free, stash = remade(lines, "%mask:0 %y:0", "size u mask d y")
+    assert (made, free, stash) == ({"mask", "d", "y"}, {"half"}, ["%u:0"])
+
+
+def test_of_a_stateless_draw_the_seed_is_stashed() -> None:
+    """It was read from a variable that forward then writes (Keras)."""
+    made, free, stash = remade(
+        """
+        %seed = ReadVariableOp(%n:0) -> (int64[2]) !read
+        %next = AddV2(%seed:0, %seed:0) -> (int64[2])
+        %write = AssignVariableOp(%n:0, %next:0) {writes=['n']} !write
+        %size = Shape(%x:0) -> (int32[2])
+        %u = StatelessRandomUniformV2(%size:0, %seed:0) -> (float32[?,64])
+        %half = Const() -> (float32[])
+        %mask = GreaterEqual(%u:0, %half:0) -> (bool[?,64])
+        %y = SelectV2(%mask:0, %x:0, %half:0) -> (float32[?,64])
+        """,
+        "%mask:0 %y:0",
+        "seed next write size u mask y",
+    )
+    assert (made, free, stash) == ({"u", "mask", "y"}, {"half"}, ["%seed:0", "%size:0"])
+
+
+def test_a_draw_whose_size_is_not_known_at_all_is_not_taken_for_small() -> None:
+    lines = DROPOUT.format(draw="float32").replace("(float32[?,64]) !random", "(float32[*]) !random")
+    assert remade(lines, "%y:0", "size u mask d y")[2] == ["%mask:0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "stash"),
+    [
+        ("%a = PyFunc(%x:0) -> (float32[?,64]) !side", "%a:0"),
+        ("%a = ReadVariableOp(%n:0) -> (float32[?,64]) !read", "%a:0"),  # which the line below writes
+        ("%a = While(%x:0, %n:0) {writes=['n']} -> (float32[?,64]) !write", "%a:0"),
+        ("%a = Multinomial(%x:0) -> (float32[?,64]) !random", "%a:0"),
+    ],
+)
+def test_what_must_run_once_runs_once(line: str, stash: str) -> None:
+    made, free, found = remade(
+        f"""
+        {line}
+        %b = AddV2(%a:0, %x:0) -> (float32[?,64])
+        %write = AssignVariableOp(%n:0, %b:0) {{writes=['n']}} !write
+        """,
+        "%b:0",
+        "a b write",
+    )
+    assert (made, free, found) == ({"b"}, set(), [stash])
+
+
+def test_loops_and_reads_of_weights_are_repeated() -> None:
+    made, free, stash = remade(
+        """
+        %r = ReadVariableOp(%w:0) -> (float32[64,64]) !read
+        %t = Transpose(%r:0) -> (float32[64,64])
+        %l = While(%x:0, %t:0, %w:0) -> (float32[?,64], variant[]) !read
+        %y = Exp(%l:0) -> (float32[?,64])
+        """,
+        "%l:1 %y:0",
+        "l y",
+    )
+    assert (made, free, stash) == ({"l", "y"}, {"r", "t"}, [])
+
+
+def test_what_is_made_from_a_size_is_repeated_and_the_size_stashed() -> None:
+    """Not the argument, nor a tensor that would be made again for its size alone."""
+    made, free, stash = remade(
+        """
+        %p = Exp(%x:0) -> (float32[?,64])
+        %size = Shape(%p:0) -> (int32[2])
+        %one = Const() -> (float32[])
+        %zeros = Fill(%size:0, %one:0) -> (float32[?,64])
+        %y = AddV2(%zeros:0, %x:0) -> (float32[?,64])
+        """,
+        "%zeros:0 %y:0",
+        "p size zeros y",
+    )
+    assert (made, free, stash) == ({"y"}, {"zeros", "one"}, ["%size:0"])

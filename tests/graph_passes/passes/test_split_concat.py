@@ -1,0 +1,357 @@
+"""Replicas, and the split and concat between neighbours of different counts: every row arrives once."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph_passes.errors import PartitionError
+from graph_passes.ir.graph import Graph, Node, Value
+from graph_passes.ir.verify import verify
+from graph_passes.passes.microbatch import unfold
+from graph_passes.passes.split_concat import SplitConcat, overlaps
+from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
+
+X = "inputs %x\n%x = input() -> (float32[?,4])\n"
+
+BEFORE = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %batch/size = batch_size(%x:0) -> (int64[])
+    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
+    | {micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0} -> (float64[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
+    | {micro_batch=0, replica=0, stage=0} -> (float32[?,4], int32[2,?])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1)
+    | {micro_batch=0, replica=0, stage=1} -> (float32[])
+"""
+
+FIRST_TWICE = """
+    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
+    | {micro_batch=0, micro_batches=1, replica=0, replicas=2, stage=0} -> (float64[], float32[?,4])
+    %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0)
+    | {micro_batch=0, micro_batches=1, replica=1, replicas=2, stage=0} -> (float64[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
+    | {micro_batch=0, replica=0, stage=0} -> (float32[?,4], int32[2,?])
+    %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1)
+    | {micro_batch=0, replica=1, stage=0} -> (float32[?,4], int32[2,?])
+"""
+
+
+HEAD = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %batch/size = batch_size(%x:0) -> (int64[])
+"""
+
+
+def test_many_to_one_concatenates_each_tensor_on_its_batch_axis() -> None:
+    assert_graph(
+        SplitConcat((2, 1))(calls(BEFORE)),
+        f"""
+        {HEAD}
+        {FIRST_TWICE}
+        %stage1/replica0/mb0/concat_forward = concat(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0,
+        | %stage0/replica0/mb0/forward:1, %stage0/replica1/mb0/forward:1)
+        | {{axes=[0, 1], micro_batch=0, pieces=2, replica=0, stage=1}} -> (float32[?,4], int32[2,?])
+        %stage1/replica0/mb0/forward = forward(%stage1/replica0/mb0/concat_forward:0,
+        | %stage1/replica0/mb0/concat_forward:1) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        """,
+    )
+
+
+def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
+    assert_graph(
+        SplitConcat((1, 2))(calls(BEFORE)),
+        f"""
+        {BEFORE[: BEFORE.index("%stage1")]}
+        %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0,
+        | %stage0/replica0/mb0/forward:1)
+        | {{axes=[0, 1], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1], replica=0, replicas=1, stage=0}}
+        | -> (float32[?,4], float32[?,4], int32[2,?], int32[2,?])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
+        | %stage0/replica0/mb0/split_forward:2) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1,
+        | %stage0/replica0/mb0/split_forward:3) {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        """,
+    )
+
+
+def test_equal_counts_are_wired_one_to_one_without_extra_nodes() -> None:
+    assert_graph(
+        SplitConcat((2, 2))(calls(BEFORE)),
+        f"""
+        {HEAD}
+        {FIRST_TWICE}
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1)
+        | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica1/mb0/forward = forward(%stage0/replica1/mb0/forward:0, %stage0/replica1/mb0/forward:1)
+        | {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        """,
+    )
+
+
+def test_loss_gathers_each_replica_with_its_weight_in_sample_order() -> None:
+    result = SplitConcat((1, 2))(unfold(calls(X, *two_stages()), 2, 2))
+    assert list(map(str, result.node("loss").inputs)) == [
+        f"%stage1/replica{replica}/mb{m}/{what}:0"
+        for m in (0, 1)
+        for replica in (0, 1)
+        for what in ("forward", "slice")
+    ]
+
+
+def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
+    functions = (
+        function("stage0/forward", "arg x", "boundary %table:0 float32[9,4]"),
+        function("stage0/backward"),
+        function("stage1/forward", "boundary %table:0 float32[9,4]", "loss loss"),
+        function("stage1/backward", "seed loss"),
+    )
+    before = unfold(calls(X, *functions), 2, 1)
+    verify(SplitConcat((2, 2))(before))
+    with refused(
+        PartitionError,
+        "%table:0 crosses between stage 0 and its neighbour, whose replica counts differ ((1, 2))",
+        "(its shape is (9, 4)): cut elsewhere, or give both stages equal replicas",
+    ):
+        SplitConcat((1, 2))(before)
+
+
+# --- what every replica has alike
+
+SHARING = (
+    function("stage0/forward", "arg x", "boundary h, boundary t float32[], boundary n int32[]"),
+    function("stage0/backward", "gradient h, gradient t float32[]", "variable w"),
+    function("stage1/forward", "boundary h, boundary t float32[], boundary n int32[]", "loss loss"),
+    function("stage1/backward", "seed loss", "gradient h, gradient t float32[]"),
+)
+SHARED = frozenset({"t", "n"})
+CALLS = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %batch/size = batch_size(%x:0) -> (int64[])
+    %stage0/replica0/mb0/forward = forward(%x:0)
+    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[], int32[])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1,
+    | %stage0/replica0/mb0/forward:2) {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+    | {function='stage1/backward', micro_batch=0, replica=0, stage=1} -> (float32[?,4], float32[])
+    %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:1)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4])
+"""
+
+
+def test_one_to_many_gives_what_is_shared_whole_and_adds_its_gradients() -> None:
+    assert_graph(
+        SplitConcat((1, 2), SHARED)(calls(CALLS, *SHARING)),
+        f"""
+        {CALLS[: CALLS.index("%stage1")]}
+        %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0)
+        | {{axes=[0], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1], replica=0, replicas=1, stage=0}}
+        | -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
+        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
+        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1,
+        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
+        | {{function='stage1/forward', micro_batch=0, replica=1, stage=1}} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[])
+        %stage1/replica1/mb0/backward = backward(%stage1/replica1/mb0/forward:0)
+        | {{function='stage1/backward', micro_batch=0, replica=1, stage=1}} -> (float32[?,4], float32[])
+        %stage0/replica0/mb0/concat_backward = concat(%stage1/replica0/mb0/backward:0, %stage1/replica1/mb0/backward:0)
+        | {{axes=[0], micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[?,4])
+        %stage0/replica0/mb0/add_backward = add(%stage1/replica0/mb0/backward:1, %stage1/replica1/mb0/backward:1)
+        | {{micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[])
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/concat_backward:0,
+        | %stage0/replica0/mb0/add_backward:0)
+        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        """,
+    )
+
+
+def test_many_to_one_takes_what_is_shared_from_the_first_and_gives_its_gradient_to_that_one() -> None:
+    result = SplitConcat((2, 1), SHARED)(calls(CALLS, *SHARING))
+    texts = {node.name: " ".join(map(str, node.inputs)) for node in result.nodes}
+    assert texts["stage1/replica0/mb0/forward"] == (
+        "%stage1/replica0/mb0/concat_forward:0 %stage0/replica0/mb0/forward:1 %stage0/replica0/mb0/forward:2"
+    )
+    assert texts["stage0/replica0/mb0/backward"] == (
+        "%stage1/replica0/mb0/split_backward:0 %stage1/replica0/mb0/backward:1"
+    )
+    assert texts["stage0/replica1/mb0/backward"] == (
+        "%stage1/replica0/mb0/split_backward:1 %stage0/replica1/mb0/add_backward:0"
+    )
+    assert texts["stage0/replica1/mb0/add_backward"] == ""  # zeros
+
+
+def test_equal_counts_are_wired_one_to_one_for_what_is_shared_too() -> None:
+    plain, shared = (SplitConcat((2, 2), names)(calls(CALLS, *SHARING)) for names in (frozenset[str](), SHARED))
+    assert plain == shared
+
+
+def test_a_number_that_is_of_the_batch_cannot_be_split() -> None:
+    with refused(PartitionError, "t crosses between stage 0 and its neighbour", "its shape is ()"):
+        SplitConcat((1, 2), frozenset({"n"}))(calls(CALLS, *SHARING))
+
+
+ROUTED = (
+    function("stage0/forward", "arg x", "boundary a, boundary t float32[]"),
+    function("stage0/backward", "gradient a, gradient t float32[]", "variable u"),
+    function("stage1/forward", "boundary a, boundary t float32[]", "boundary b, boundary t float32[]"),
+    function("stage1/backward", "gradient b, gradient t float32[]", "gradient a, gradient t float32[]"),
+    function("stage2/forward", "boundary b, boundary t float32[]", "loss loss"),
+    function("stage2/backward", "seed loss", "gradient b, gradient t float32[]"),
+)
+
+
+@given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 2))
+def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[int, int, int], m: int) -> None:
+    result = SplitConcat(replicas, frozenset({"t"}))(unfold(calls(X, *ROUTED), 3, m))
+    verify(result)
+    parts: dict[Value, list[str]] = {}  # of the gradient of t: the calls that it comes from
+    arrived: list[str] = []
+    for node in result.nodes:
+        if node.op == "add":
+            n = node.integer("pieces")
+            for k, value in enumerate(node.values()):
+                parts[value] = [name for piece in node.inputs[k * n : (k + 1) * n] for name in parts[piece]]
+        elif node.op == "backward":
+            came = parts[node.inputs[1]] if node.integer("stage") < 2 else []
+            if node.integer("stage"):
+                parts[Value(node.name, 1)] = [*came, node.name]
+            else:
+                arrived += came
+    calls_after = [node.name for node in result.nodes if node.op == "backward" and node.integer("stage")]
+    assert sorted(arrived) == sorted(calls_after)
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
+def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
+    before = unfold(calls(X, *two_stages()), 2, 1)
+    with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
+        SplitConcat(replicas)(before)
+
+
+# --- which rows arrive where
+
+
+def bounds(low: int, high: int, i: int, r: int) -> range:
+    """Rows of part i of r of the rows from ``low`` to ``high``."""
+    return range(low + (high - low) * i // r, low + (high - low) * (i + 1) // r)
+
+
+def rows_of(node: Node, size: int, micro_batches: int, replicas: tuple[int, ...]) -> range:
+    """The rows of a batch of ``size`` that a call has to see: those of its replica of its micro-batch."""
+    whole = bounds(0, size, node.integer("micro_batch"), micro_batches)
+    return bounds(whole.start, whole.stop, node.integer("replica"), replicas[node.integer("stage")])
+
+
+def run_rows(
+    graph: Graph, size: int, micro_batches: int, replicas: tuple[int, ...]
+) -> dict[str, list[range | list[int]]]:
+    """Run the graph on row numbers instead of tensors; what each call took."""
+    values: dict[Value, list[int]] = {}
+    taken: dict[str, list[range | list[int]]] = {}
+    for node in graph.nodes:
+        inputs = [values.get(value, []) for value in node.inputs]
+        outputs: list[list[int]] = [[] for _ in node.outputs]
+        if node.op == "input":
+            outputs = [list(range(size))]
+        elif node.op == "slice":
+            assert (node.integer("micro_batches"), node.integer("replicas")) == (
+                micro_batches,
+                replicas[node.integer("stage")],
+            )
+            mine = rows_of(node, size, micro_batches, replicas)
+            outputs = [[], *([row for row in rows if row in mine] for rows in inputs[1:])]
+        elif node.op in ("forward", "backward"):
+            ports = [p for p in graph.function(node.string("function")).inputs if p.role != "variable"]
+            taken[node.name] = [rows for rows, port in zip(inputs, ports, strict=True) if port.role != "seed"]
+            outputs = [list(rows_of(node, size, micro_batches, replicas)) for _ in node.outputs]
+        elif node.op == "split":
+            mine = bounds(0, size, node.integer("micro_batch"), node.integer("micro_batches"))
+            parts = [bounds(mine.start, mine.stop, j, node.integer("of")) for j in node.integers("receivers")]
+            outputs = [[row for row in rows if row in part] for rows in inputs[1:] for part in parts]
+        elif node.op == "concat":
+            n = node.integer("pieces")
+            outputs = [functools.reduce(operator.iadd, inputs[k : k + n], []) for k in range(0, len(inputs), n)]
+        values.update(zip(node.values(), outputs, strict=True))
+    return taken
+
+
+THREE_STAGES = (
+    function("stage0/forward", "arg x", "boundary a, boundary b, stash s"),
+    function("stage0/backward", "gradient b, gradient a, stash s", "variable u"),
+    function("stage1/forward", "boundary a, boundary b", "boundary b, boundary c, stash s"),
+    function("stage1/backward", "boundary b, gradient c, gradient b, stash s", "gradient a, gradient b"),
+    function("stage2/forward", "boundary b, boundary c, arg x", "loss loss, stash s"),
+    function("stage2/backward", "arg x, boundary c, seed loss, stash s", "gradient b, gradient c"),
+)
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
+    st.integers(1, 3),
+    st.integers(1, 30),
+)
+def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...], m: int, size: int) -> None:
+    result = SplitConcat(replicas)(unfold(calls(X, *THREE_STAGES), 3, m))
+    verify(result)
+    taken = run_rows(result, size, m, replicas)
+    assert len(taken) == 2 * m * sum(replicas)
+    for name, rows in taken.items():
+        wanted = list(rows_of(result.node(name), size, m, replicas))
+        assert rows == [wanted] * len(rows), name
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
+def test_the_slices_of_a_stage_cover_the_batch_exactly_once(r: int, m: int, size: int) -> None:
+    result = SplitConcat((r,))(unfold(calls(X, *ONE_STAGE), 1, m))
+    slices = [node for node in result.nodes if node.op == "slice"]
+    places = [(node.integer("micro_batch"), node.integer("replica")) for node in slices]
+    assert places == [(i, j) for i in range(m) for j in range(r)]
+    taken = run_rows(result, size, m, (r,))
+    assert functools.reduce(
+        operator.iadd, (taken[f"stage0/replica{j}/mb{i}/forward"][0] for i, j in places), []
+    ) == list(range(size))
+
+
+ONE_STAGE = (
+    function("stage0/forward", "arg x, variable w", "loss loss, stash a"),
+    function("stage0/backward", "seed loss, stash a", "variable w"),
+)
+
+
+@pytest.mark.parametrize(
+    ("i", "r", "q", "found"),
+    [
+        (0, 1, 3, (0, 1, 2)),
+        (2, 3, 1, (0,)),
+        (0, 2, 3, (0, 1)),
+        (1, 2, 3, (1, 2)),
+        (1, 3, 2, (0, 1)),
+        (1, 2, 4, (2, 3)),
+        (2, 4, 4, (2,)),
+    ],
+)
+def test_overlaps(i: int, r: int, q: int, found: tuple[int, ...]) -> None:
+    assert overlaps(i, r, q) == found
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data(), st.integers(0, 60))
+def test_replicas_that_share_a_row_overlap_and_those_that_overlap_share_some_row(
+    r: int, q: int, data: st.DataObject, size: int
+) -> None:
+    i = data.draw(st.integers(0, r - 1))
+
+    def sharing(n: int) -> set[int]:
+        return {j for j in range(q) if set(bounds(0, n, i, r)) & set(bounds(0, n, j, q))}
+
+    assert sharing(size) <= set(overlaps(i, r, q))
+    assert sharing(r * q) == set(overlaps(i, r, q))  # in a batch that both counts divide, all of them do

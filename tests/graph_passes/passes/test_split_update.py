@@ -1,0 +1,167 @@
+"""The traced update of an optimizer, cut into one function a stage and what is shared."""
+
+from __future__ import annotations
+
+from graph_passes.errors import PartitionError
+from graph_passes.ir.graph import Function
+from graph_passes.ir.text import print_graph
+from graph_passes.passes.split_update import Updates, cut_updates
+from tests.graph_passes.builders import functions_of, graph, refused
+
+OWNER = {"w": 0, "v": 1}
+
+INPUTS = """
+    %gw = arg() {port='w'} -> (float32[4])
+    %gv = arg() {port='v'} -> (float32[4])
+    %w = variable() -> (resource[])
+    %v = variable() -> (resource[])
+    %step = variable() -> (resource[])
+    %slot = variable() -> (resource[])
+    %one = Const() -> (int64[])
+"""
+
+UPDATES = """
+    %uw = AssignSubVariableOp(%w:0, %gw:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %gv:0) {writes=['v']} !write
+"""
+
+
+def cut(text: str) -> Updates:
+    """The update ``text``, cut for w in stage 0 and v in stage 1."""
+    return cut_updates(graph(INPUTS + text), OWNER)
+
+
+def ops(function: Function | None) -> list[str]:
+    """Names of the nodes that a function does not take as inputs."""
+    return [] if function is None else [n.name for n in function.graph.nodes if n.name not in function.graph.inputs]
+
+
+def assert_function(result: Function | None, text: str) -> None:
+    """``result`` is the one function of ``text``."""
+    assert result is not None
+    expected = graph(text)
+    assert print_graph(expected.replace(functions=(result,))) == print_graph(expected)
+    assert functions_of(text) == (result,)
+
+
+def test_each_variable_is_updated_by_the_stage_that_owns_it() -> None:
+    updates = cut(UPDATES)
+    assert (updates.before, updates.after) == (None, None)
+    assert [stage for stage, _ in updates.stages] == [0, 1]
+    assert_function(
+        updates.stages[0][1],
+        """
+        function stage0/update
+        takes gradient float32[4] 'w'
+        takes variable resource[] 'w'
+          graph stage0/update
+          inputs %gradient/1 %variable/0
+          %gradient/1 = gradient() {port='w'} -> (float32[4])
+          %variable/0 = variable() {port='w'} -> (resource[])
+          %uw = AssignSubVariableOp(%variable/0:0, %gradient/1:0) {writes=['w']} !write
+          end
+        """,
+    )
+    assert ops(updates.stages[1][1]) == ["uv"]
+
+
+def test_a_counter_that_every_update_reads_steps_once_after_them() -> None:
+    updates = cut(
+        """
+        %t = ReadVariableOp(%step:0) -> (int64[]) !read
+        %dw = Scale(%gw:0, %t:0) -> (float32[4])
+        %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write
+        %dv = Scale(%gv:0, %t:0) -> (float32[4])
+        %uv = AssignSubVariableOp(%v:0, %dv:0) {writes=['v']} !write
+        %tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write
+        """
+    )
+    assert updates.before is None
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [
+        (0, ["t", "dw", "uw"]),
+        (1, ["t", "dv", "uv"]),
+    ]
+    assert_function(
+        updates.after,
+        """
+        function optimizer/after
+        takes variable resource[] 'step'
+          graph optimizer/after
+          inputs %variable/0
+          %variable/0 = variable() {port='step'} -> (resource[])
+          %one = Const() -> (int64[])
+          %tick = AssignAddVariableOp(%variable/0:0, %one:0) {writes=['step']} !write
+          end
+        """,
+    )
+
+
+def test_a_counter_that_steps_before_the_updates_steps_once_before_them() -> None:
+    updates = cut(
+        """
+        %tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write
+        %t = ReadVariableOp(%step:0) -> (int64[]) !read ^%tick 'auto'
+        %dw = Scale(%gw:0, %t:0) -> (float32[4])
+        %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write
+        %dv = Scale(%gv:0, %t:0) -> (float32[4])
+        %uv = AssignSubVariableOp(%v:0, %dv:0) {writes=['v']} !write
+        """
+    )
+    assert ops(updates.before) == ["one", "tick"]
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [
+        (0, ["t", "dw", "uw"]),
+        (1, ["t", "dv", "uv"]),
+    ]
+    assert updates.after is None
+    read = updates.stages[0][1].graph.node("t")
+    assert read.controls == ()  # the tick is no member: its whole function runs before
+
+
+def test_a_slot_lives_with_the_variable_whose_update_reads_it() -> None:
+    updates = cut(
+        """
+        %put = AssignVariableOp(%slot:0, %gv:0) {writes=['slot']} !write
+        %m = ReadVariableOp(%slot:0) -> (float32[4]) !read ^%put 'auto'
+        %uw = AssignSubVariableOp(%w:0, %gw:0) {writes=['w']} !write
+        %uv = AssignSubVariableOp(%v:0, %m:0) {writes=['v']} !write
+        """
+    )
+    assert (updates.before, updates.after) == (None, None)
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["put", "m", "uv"])]
+
+
+def test_a_side_effect_runs_in_the_stage_whose_variable_it_reads() -> None:
+    updates = cut(UPDATES + "%seen = ReadVariableOp(%v:0) -> (float32[4]) !read\n%print = Print(%seen:0) !side")
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv", "seen", "print"])]
+
+
+def test_what_waits_for_updates_by_control_edges_does_not_repeat_them() -> None:
+    updates = cut(
+        UPDATES + "%tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%uw 'auto' ^%uv 'auto'"
+    )
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv"])]
+    assert ops(updates.after) == ["one", "tick"]
+
+
+def test_an_update_that_waits_for_another_stage_s_does_not_repeat_it() -> None:
+    updates = cut(UPDATES.replace("{writes=['v']} !write", "{writes=['v']} !write ^%uw 'auto'"))
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv"])]
+
+
+def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
+    with refused(
+        PartitionError,
+        "the optimizer's op 'both' (FusedUpdate) updates variables of stages [0, 1] at once, so it cannot",
+    ):
+        cut("%both = FusedUpdate(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
+
+
+def test_a_result_of_a_shared_write_is_refused() -> None:
+    with refused(PartitionError, "the optimizer's stage0/update needs %tick:0, the result of an update it shares"):
+        cut(
+            """
+            %tick = CountUpTo(%step:0) {writes=['step']} -> (float32[4]) !write
+            %uw = AssignSubVariableOp(%w:0, %tick:0) {writes=['w']} !write
+            %uv = AssignSubVariableOp(%v:0, %tick:0) {writes=['v']} !write
+            """
+        )

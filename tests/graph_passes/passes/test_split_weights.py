@@ -1,0 +1,204 @@
+"""A backward cut into the gradients of a stage's inputs, and those of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from graph_passes.ir.graph import Function
+from graph_passes.ir.text import print_graph
+from graph_passes.ir.verify import verify
+from graph_passes.passes.split_weights import SplitWeights, split_function
+from tests.graph_passes.builders import calls, function, functions_of, graph
+
+# y = reshape(h) @ w + b of a stage that is sent h: what comes back for y is needed for h, for w, and is b's.
+DENSE = """
+    function stage1/backward
+    takes boundary float32[?,2,2] '%h:0'
+    takes gradient float32[?,4] '%y:0'
+    takes variable resource[] 'w'
+    gives gradient float32[?,2,2] '%h:0'
+    gives variable float32[4] 'b'
+    gives variable float32[4,4] 'w'
+      graph stage1/backward
+      inputs %boundary/0 %gradient/0 %variable/0
+      %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
+      %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+      %variable/0 = variable() {port='w'} -> (resource[])
+      %flat = Const() -> (int32[2])
+      %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
+      %dy = Neg(%gradient/0:0) -> (float32[?,4])
+      %db = Sum(%dy:0) -> (float32[4])
+      %r = ReadVariableOp(%variable/0:0) -> (float32[4,4]) !read
+      %mixed = Mul(%dy:0, %x:0) -> (float32[?,4])
+      %dx = MatMul(%mixed:0, %r:0) {transpose_b=True} -> (float32[?,4])
+      %dh = Reshape(%dx:0, %flat:0) -> (float32[?,2,2])
+      %square = MatMul(%x:0, %mixed:0) {transpose_a=True} -> (float32[4,4])
+      %dw = Mul(%square:0, %r:0) -> (float32[4,4])
+      outputs %dh:0 %db:0 %dw:0
+      end
+"""
+
+
+def split(text: str, *state: str) -> tuple[Function, Function]:
+    (given,) = functions_of(text)
+    first, second = split_function(given, frozenset(state))
+    verify(graph("").replace(functions=(first, second)))
+    return first, second
+
+
+def assert_functions(result: tuple[Function, ...], text: str) -> None:
+    expected = graph(text)
+    assert print_graph(expected.replace(functions=result)) == print_graph(expected)
+    assert result == functions_of(text)
+
+
+def test_what_both_need_is_made_once_and_views_and_reads_are_not_carried() -> None:
+    assert_functions(
+        split(DENSE),
+        """
+        function stage1/backward
+        takes boundary float32[?,2,2] '%h:0'
+        takes gradient float32[?,4] '%y:0'
+        takes variable resource[] 'w'
+        gives gradient float32[?,2,2] '%h:0'
+        gives carry float32[?,4] '%dy:0'
+        gives carry float32[?,4] '%mixed:0'
+          graph stage1/backward
+          inputs %boundary/0 %gradient/1 %variable/2
+          %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
+          %gradient/1 = gradient() {port='%y:0'} -> (float32[?,4])
+          %variable/2 = variable() {port='w'} -> (resource[])
+          %flat = Const() -> (int32[2])
+          %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
+          %dy = Neg(%gradient/1:0) -> (float32[?,4])
+          %r = ReadVariableOp(%variable/2:0) -> (float32[4,4]) !read
+          %mixed = Mul(%dy:0, %x:0) -> (float32[?,4])
+          %dx = MatMul(%mixed:0, %r:0) {transpose_b=True} -> (float32[?,4])
+          %dh = Reshape(%dx:0, %flat:0) -> (float32[?,2,2])
+          outputs %dh:0 %dy:0 %mixed:0
+          end
+        function stage1/weights
+        takes boundary float32[?,2,2] '%h:0'
+        takes carry float32[?,4] '%dy:0'
+        takes carry float32[?,4] '%mixed:0'
+        takes variable resource[] 'w'
+        gives variable float32[4] 'b'
+        gives variable float32[4,4] 'w'
+          graph stage1/weights
+          inputs %boundary/0 %carry/1 %carry/3 %variable/2
+          %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
+          %carry/1 = carry() {port='%dy:0'} -> (float32[?,4])
+          %carry/3 = carry() {port='%mixed:0'} -> (float32[?,4])
+          %variable/2 = variable() {port='w'} -> (resource[])
+          %flat = Const() -> (int32[2])
+          %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
+          %db = Sum(%carry/1:0) -> (float32[4])
+          %r = ReadVariableOp(%variable/2:0) -> (float32[4,4]) !read
+          %square = MatMul(%x:0, %carry/3:0) {transpose_a=True} -> (float32[4,4])
+          %dw = Mul(%square:0, %r:0) -> (float32[4,4])
+          outputs %db:0 %dw:0
+          end
+        """,
+    )
+
+
+def test_a_stage_whose_inputs_want_no_gradient_has_all_of_its_backward_there() -> None:
+    text = """
+        function stage0/backward
+        takes arg float32[?,4] 'x'
+        takes gradient float32[?,4] '%y:0'
+        gives variable float32[4,4] 'w'
+          graph stage0/backward
+          inputs %arg/0 %gradient/1
+          %arg/0 = arg() {port='x'} -> (float32[?,4])
+          %gradient/1 = gradient() {port='%y:0'} -> (float32[?,4])
+          %dw = MatMul(%arg/0:0, %gradient/1:0) {transpose_a=True} -> (float32[4,4])
+          outputs %dw:0
+          end
+    """
+    nothing = "function stage0/backward\n  graph stage0/backward\n  end\n"
+    assert_functions(split(text), nothing + text.replace("stage0/backward", "stage0/weights"))
+
+
+def test_a_gradient_that_is_also_sent_is_carried_and_one_that_was_sent_is_taken_as_it_came() -> None:
+    first, second = split(
+        """
+        function stage1/backward
+        takes gradient float32[?,4] '%y:0'
+        gives gradient float32[?,4] '%h:0'
+        gives variable float32[?,4] 'v'
+        gives variable float32[?,4] 'w'
+          graph stage1/backward
+          inputs %gradient/0
+          %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+          %both = Neg(%gradient/0:0) -> (float32[?,4])
+          outputs %both:0 %gradient/0:0 %both:0
+          end
+        """
+    )
+    assert [(port.role, port.name) for port in first.outputs] == [("gradient", "%h:0"), ("carry", "%both:0")]
+    assert [(port.role, port.name) for port in second.inputs] == [("gradient", "%y:0"), ("carry", "%both:0")]
+    assert [node.op for node in second.graph.nodes] == ["gradient", "carry"]  # nothing is computed
+    assert [second.graph.node(value.node).op for value in second.graph.outputs] == ["gradient", "carry"]
+
+
+ACTING = """
+    function stage1/backward
+    takes gradient float32[?,4] '%y:0'
+    takes variable resource[] 'n'
+    gives gradient float32[?,4] '%h:0'
+    gives variable float32[?,4] 'w'
+      graph stage1/backward
+      inputs %gradient/0 %variable/0
+      %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+      %variable/0 = variable() {port='n'} -> (resource[])
+      %dh = Neg(%gradient/0:0) -> (float32[?,4])
+      %g = Exp(%gradient/0:0) -> (float32[?,4])
+      ACT
+      %dw = Mul(%g:0, %s:0) -> (float32[?,4])
+      outputs %dh:0 %dw:0
+      end
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "state", "early"),
+    [
+        ("%s = Print(%g:0) -> (float32[?,4]) !side", (), ["dh", "g", "s"]),
+        ("%s = RandomUniform(%g:0) -> (float32[?,4]) !random", (), ["dh", "g", "s"]),
+        ("%s = AssignSub(%variable/0:0, %g:0) {writes=['n']} -> (float32[?,4]) !write", ("n",), ["dh", "g", "s"]),
+        ("%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read", ("n",), ["dh", "s"]),
+        ("%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read", (), ["dh"]),
+        ("%s = Exp(%g:0) -> (float32[?,4])", ("n",), ["dh"]),
+    ],
+)
+def test_what_acts_or_depends_on_when_it_runs_is_in_the_first_part(
+    act: str, state: tuple[str, ...], early: list[str]
+) -> None:
+    first, second = split(ACTING.replace("ACT", act), *state)
+    own = [[node.name for node in part.graph.nodes if node.op[0].isupper()] for part in (first, second)]
+    assert own[0] == early
+    assert sorted(own[0] + own[1]) == ["dh", "dw", "g", "s"]  # each once
+
+
+def test_the_pass_splits_every_backward_and_nothing_else() -> None:
+    (backward,) = functions_of(DENSE.replace("stage1", "stage0"))
+    forward = function("stage0/forward", "boundary %h:0 float32[?,2,2], variable w, variable b", "boundary %y:0")
+    update = function("stage0/update", "gradient w, variable w")
+    before = calls("%x = input() -> (float32[?])", forward, backward, update)
+    after = SplitWeights()(before)
+    assert after.function_by_name.keys() == {"stage0/forward", "stage0/backward", "stage0/weights", "stage0/update"}
+    assert after.function("stage0/forward") == forward
+    assert (after.function("stage0/backward"), after.function("stage0/weights")) == split_function(backward)
+    assert dataclasses.replace(after, functions=before.functions) == before
+
+
+def test_a_variable_that_forward_writes_is_read_where_it_was() -> None:
+    (backward,) = functions_of(ACTING.replace("ACT", "%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read"))
+    forward = function("stage0/forward", "arg x, variable n", "loss loss", writes=["n"])
+    renamed = dataclasses.replace(backward, name="stage0/backward")
+    after = SplitWeights()(calls("", forward, renamed))
+    assert "s" in after.function("stage0/backward").graph.by_name
+    assert "s" not in after.function("stage0/weights").graph.by_name

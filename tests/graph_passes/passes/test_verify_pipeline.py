@@ -1,0 +1,250 @@
+"""What is proved of a finished pipelined graph: each guard catches a graph that was damaged."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.errors import GraphError
+from graph_passes.passes.verify_pipeline import VerifyPipeline
+from graph_passes.schedules.policies import make_schedule
+from tests.graph_passes.builders import calls, function, refused
+
+FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
+
+GOOD = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0} -> (float32[?,4]) @'b'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica1/mb0/backward = backward()
+    | {function='stage0/backward', micro_batch=0, replica=1, stage=0} -> (float32[4]) @'b'
+    | ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:0) {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica1/gradients = gradients(%stage0/replica1/mb0/backward:0) {replica=1, stage=0} -> (float32[4]) @'b'
+    %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)
+    | {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/allreduce:0) {replica=0, stage=0} @'a'
+"""
+
+
+def verify(text: str) -> None:
+    """Verify the graph for one stage and one micro-batch."""
+    VerifyPipeline(make_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
+
+
+def test_a_schedule_of_other_stages_is_refused() -> None:
+    with refused(GraphError, "the schedule has 2 stages, the graph 1"):
+        VerifyPipeline(make_schedule("dapple-a", 2, 1))(calls(GOOD, *FUNCTIONS))
+
+
+def test_a_finished_pipeline_passes_unchanged() -> None:
+    before = calls(GOOD, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'",
+            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a' ^%stage0/update 'late'",
+            "the pipelined graph has a cycle: ",
+        ),
+        (
+            "backward(%stage0/replica0/mb0/forward:0)",
+            "backward()",
+            "nothing makes 'stage0/replica0/mb0/backward' run after 'stage0/replica0/mb0/forward', as the",
+        ),
+        (
+            "| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'",
+            "",
+            "nothing makes 'stage0/replica1/mb0/backward' run after 'stage0/replica1/mb0/forward', as the",
+        ),
+        (
+            "%stage0/update =",
+            "%stage0/replica1/mb1/forward = forward() {micro_batch=1, replica=1, stage=0} @'b'\n%stage0/update =",
+            "'stage0/replica1/mb1/forward' is not in the schedule",
+        ),
+        (
+            "gradients(%stage0/replica1/mb0/backward:0)",
+            "gradients()",
+            "the gradient of 'w' from 'stage0/replica1/mb0/backward' reaches no update",
+        ),
+        (
+            ":0, %stage0/replica1/gradients:0)",
+            ":0)",
+            "the gradient of 'w' from 'stage0/replica1/mb0/backward' reaches no update",
+        ),
+        (
+            "allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)",
+            "tied_sum(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)",
+            "'stage0/replica0/gradients' is not all-reduced over the 2 replicas of its stage",
+        ),
+        (
+            "update(%stage0/allreduce:0) {replica=0, stage=0} @'a'",
+            "update(%stage0/allreduce:0)",
+            "'stage0/update' has no device",
+        ),
+    ],
+)
+def test_a_damaged_pipeline_is_refused(old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    with refused(GraphError, said):
+        verify(GOOD.replace(old, new))
+
+
+TWO = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0)
+    | {micro_batch=0, replica=0, stage=0, variables=['w']} @'a'
+    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
+    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0)
+    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
+    %stage0/update = update(%stage0/replica0/gradients:0) {replica=0, stage=0} @'a'
+"""
+
+
+def test_gradients_reach_the_update_through_accumulation() -> None:
+    before = calls(TWO, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 2))(before) == before
+
+
+def test_a_micro_batch_that_drops_out_of_the_sum_is_refused_though_its_call_is_waited_for() -> None:
+    lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
+    with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
+        VerifyPipeline(make_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
+
+
+TWO_BUCKETS = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0, %stage0/replica0/mb0/backward:1)
+    | {micro_batch=0, replica=0, stage=0, variables=['w', 'v']} @'a'
+    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
+    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb1/accumulate/bucket0 = accumulate(%stage0/replica0/mb1/backward:0)
+    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'first'
+    %stage0/replica0/mb1/accumulate/bucket1 = accumulate(%stage0/replica0/mb1/backward:1)
+    | {micro_batch=1, replica=0, stage=0, variables=['v']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'second'
+    %stage0/replica0/gradients/bucket0 = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket0 'whole'
+    %stage0/replica0/gradients/bucket1 = gradients() {replica=0, stage=0, variables=['v']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket1 'whole'
+    %stage0/update = update(%stage0/replica0/gradients/bucket0:0, %stage0/replica0/gradients/bucket1:0)
+    | {replica=0, stage=0} @'a'
+    | ^%stage0/replica0/mb1/accumulate/bucket1 'so that only the order of the sums is at fault'
+"""
+
+
+def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
+    """Another bucket's edges make the first micro-batch wait, but not this one's."""
+    functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
+    schedule = make_schedule("dapple-a", 1, 2)
+    overlapped = TWO_BUCKETS
+    VerifyPipeline(schedule)(calls(overlapped, *functions))
+    for edge, said in [
+        (
+            "| ^%stage0/replica0/mb0/accumulate 'second'",
+            "'stage0/replica0/mb1/accumulate/bucket1' run after 'stage0/replica0/mb0/accumulate', and both use the sum "
+            "of the gradients of 'v'",
+        ),
+        (
+            "| ^%stage0/replica0/mb1/accumulate/bucket1 'whole'",
+            "'stage0/replica0/gradients/bucket1' run after 'stage0/replica0/mb1/accumulate/bucket1', and both use",
+        ),
+    ]:
+        assert overlapped.count(edge) == 1
+        with refused(GraphError, f"nothing makes {said}"):
+            VerifyPipeline(schedule)(calls(overlapped.replace(edge, ""), *functions))
+
+
+def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> None:
+    call = "%stage0/replica1/mb0/backward = backward()\n    | {function='stage0/backward', "
+    assert GOOD.count(call) == 1
+    inlined = GOOD.replace(call, call + "inline=True, ")
+    verify(inlined)
+    data = inlined.replace("| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'", "").replace(
+        "replica1/mb0/backward = backward()", "replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:0)"
+    )
+    said = "no control edge makes it wait for 'stage0/replica1/mb0/forward'"
+    with refused(GraphError, "'stage0/replica1/mb0/backward' is inlined", said):
+        verify(data)
+
+
+SPLIT = (
+    function("stage0/forward", "", "stash a"),
+    function("stage0/backward", "stash a", "gradient h, carry c"),
+    function("stage0/weights", "carry c", "variable w"),
+)
+SPLIT_GOOD = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/backward:1)
+    | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0) {replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/backward:0) {replica=0, stage=0} @'a'
+"""
+
+
+def verify_split(text: str) -> None:
+    VerifyPipeline(make_schedule("zb-h1", 1, 1))(calls(text, *SPLIT))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "weights(%stage0/replica0/mb0/backward:1)",
+            "weights()",
+            "nothing makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/backward', as the schedule",
+        ),
+        (
+            "gradients(%stage0/replica0/mb0/weights:0)",
+            "gradients()",
+            "the gradient of 'w' from 'stage0/replica0/mb0/weights' reaches no update",
+        ),
+        (
+            "%stage0/update =",
+            "%stage0/replica0/mb1/weights = weights() {micro_batch=1, replica=0, stage=0} @'a'\n%stage0/update =",
+            "'stage0/replica0/mb1/weights' is not in the schedule",
+        ),
+        (
+            "{function='stage0/weights', ",
+            "{function='stage0/weights', inline=True, ",
+            "'stage0/replica0/mb0/weights' is inlined, and no control edge makes it wait for",
+        ),
+    ],
+)
+def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: str, said: str) -> None:
+    verify_split(SPLIT_GOOD)
+    assert SPLIT_GOOD.count(old) == 1
+    with refused(GraphError, said):
+        verify_split(SPLIT_GOOD.replace(old, new))
+
+
+def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
+    text = GOOD[: GOOD.index("%stage0/update")]
+    before = calls(text, *FUNCTIONS)
+    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+
+
+def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
+    commit = "    %stage0/commit = commit() {replica=0, stage=0} @'a'\n"
+    with refused(GraphError, "nothing orders 'stage0/update' after 'stage0/commit'"):
+        verify(GOOD + commit)
+    ordered = GOOD.replace("    %stage0/update", commit + "    %stage0/update").rstrip()
+    verify(ordered + "\n    | ^%stage0/commit 'update: the optimizer steps from what forward wrote'\n")

@@ -1,0 +1,422 @@
+"""Schedules laid out as tables, K_i as the paper has them, and every schedule that cannot run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.policies import (
+    check_name,
+    early_backward,
+    for_fewer,
+    make_schedule,
+    named_warm_up,
+    short_name,
+    splits_backward,
+    warm_up,
+)
+from graph_passes.schedules.schedule import Action, Schedule, check, dependencies
+from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.zero_bubble import zero_bubble
+from tests.graph_passes.builders import refused
+
+TABLES = [
+    ("gpipe", 1, 2, ["0F0 0F1 0B0 0B1"]),
+    (
+        "gpipe",
+        2,
+        3,
+        [
+            "0F0 0F1 0F2 0B0 0B1 0B2",
+            "1F0 1F1 1F2 1B0 1B1 1B2",
+        ],
+    ),
+    (
+        "gpipe",
+        3,
+        1,
+        [
+            "0F0 0B0",
+            "1F0 1B0",
+            "2F0 2B0",
+        ],
+    ),
+    ("gpipe:D=2", 1, 2, ["0F0 0F1 0B0 0B1"]),
+    ("dapple-a", 1, 3, ["0F0 0B0 0F1 0B1 0F2 0B2"]),
+    (
+        "dapple-a",
+        2,
+        1,
+        [
+            "0F0 0B0",
+            "1F0 1B0",
+        ],
+    ),
+    (
+        "dapple-a",
+        2,
+        3,
+        [
+            "0F0 0F1 0B0 0F2 0B1 0B2",
+            "1F0 1B0 1F1 1B1 1F2 1B2",
+        ],
+    ),
+    (
+        "dapple-a",
+        3,
+        4,
+        [
+            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+        ],
+    ),
+    (
+        "dapple-a",
+        4,
+        4,
+        [
+            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
+            "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
+            "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3",
+            "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
+        ],
+    ),
+    (
+        "dapple-a:D=2",
+        4,
+        3,
+        [
+            "0F0 0F1 0B0 0F2 0B1 0B2",
+            "1F0 1F1 1B0 1F2 1B1 1B2",
+            "2F0 2F1 2B0 2F2 2B1 2B2",
+            "3F0 3B0 3F1 3B1 3F2 3B2",
+        ],
+    ),
+    (
+        "dapple-a:D=1",
+        2,
+        2,
+        [
+            "0F0 0B0 0F1 0B1",
+            "1F0 1B0 1F1 1B1",
+        ],
+    ),
+    ("zb-h1", 1, 2, ["0F0 0B0 0W0 0F1 0B1 0W1"]),
+    (
+        "zb-h1",
+        3,
+        4,
+        [
+            "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
+            "1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3",
+            "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3",
+        ],
+    ),
+    (
+        "zb-h1:D=2",
+        3,
+        3,
+        [
+            "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
+            "1F0 1F1 1B0 1W0 1F2 1B1 1W1 1B2 1W2",
+            "2F0 2B0 2F1 2B1 2W0 2F2 2B2 2W1 2W2",
+        ],
+    ),
+    ("dapple-b", 1, 2, ["0F0 0B0 0F1 0B1"]),
+    (
+        "dapple-b",
+        2,
+        4,
+        [
+            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+            "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
+        ],
+    ),
+    (
+        "dapple-b",
+        3,
+        6,
+        [
+            "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5",
+            "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
+            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5",
+        ],
+    ),
+    (
+        "dapple-b:D=2",
+        4,
+        3,
+        [
+            "0F0 0F1 0B0 0F2 0B1 0B2",
+            "1F0 1F1 1B0 1F2 1B1 1B2",
+            "2F0 2F1 2B0 2F2 2B1 2B2",
+            "3F0 3B0 3F1 3B1 3F2 3B2",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
+def test_the_table_of_a_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
+    assert str(make_schedule(name, stages, micro_batches)) == "\n".join(table)
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
+def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
+    assert parse_schedule("\n".join(table)) == make_schedule(name, stages, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stages", "micro_batches", "limit", "k"),
+    [
+        ("gpipe", 3, 8, None, (8, 8, 8)),
+        ("gpipe", 3, 8, 8, (8, 8, 8)),
+        ("dapple-a", 4, 8, None, (4, 3, 2, 1)),
+        ("dapple-a", 4, 8, 3, (3, 3, 2, 1)),
+        ("dapple-a", 4, 2, None, (2, 2, 2, 1)),
+        ("dapple-a", 1, 8, None, (1,)),
+        ("dapple-b", 4, 16, None, (7, 5, 3, 1)),
+        ("dapple-b", 4, 16, 4, (4, 4, 3, 1)),
+        ("dapple-b", 4, 6, None, (6, 5, 3, 1)),
+        ("dapple-b", 1, 8, None, (1,)),
+        ("1f1b-sno", 3, 8, None, (3, 2, 1)),  # BaPipe, Fig. 6 (a)
+        ("1f1b-so", 3, 8, None, (6, 4, 2)),  # and (b): twice the warm-up
+        ("1f1b-so", 3, 8, 5, (5, 4, 2)),
+    ],
+)
+def test_warm_up_forwards(policy: str, stages: int, micro_batches: int, limit: int | None, k: tuple[int, ...]) -> None:
+    assert warm_up(policy, stages, micro_batches, limit) == k
+    name = policy if limit is None else f"{policy}:D={limit}"
+    assert make_schedule(name, stages, micro_batches).warm_up == k
+
+
+def test_warm_up_forwards_given_one_by_one() -> None:
+    assert make_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
+    assert for_fewer("K=3,3,1", 2) == "K=2,2,1"
+    assert for_fewer("dapple-a:D=3", 2) == "dapple-a:D=3"
+
+
+def test_two_micro_batches_on_two_stages_are_figure_11_b() -> None:
+    first, last = make_schedule("dapple-a", 2, 2).stages
+    assert first.index(Action(0, "F", 1)) == first.index(Action(0, "F", 0)) + 1  # stage 0: F0 -> F1
+    assert last.index(Action(1, "F", 1)) == last.index(Action(1, "B", 0)) + 1  # last stage: B0 -> F1
+
+
+def test_what_an_action_waits_for() -> None:
+    assert dependencies(Action(0, "F", 3), 3) == ()
+    assert dependencies(Action(1, "F", 3), 3) == (Action(0, "F", 3),)
+    assert dependencies(Action(2, "B", 3), 3) == (Action(2, "F", 3),)
+    assert dependencies(Action(1, "W", 3), 3) == (Action(1, "B", 3),)
+    assert dependencies(Action(0, "B", 3), 3) == (Action(0, "F", 3), Action(1, "B", 3))
+
+
+shapes = st.tuples(st.integers(1, 5), st.integers(1, 9))
+policies = st.one_of(
+    st.just("gpipe"),
+    st.sampled_from(["dapple-a", "dapple-b", "zb-h1"]),
+    st.builds("{}:D={}".format, st.sampled_from(["dapple-a", "dapple-b", "zb-h1"]), st.integers(1, 9)),
+)
+
+
+@given(policies, shapes)
+def test_every_schedule_runs_to_its_end_and_stashes_what_it_says(name: str, shape: tuple[int, int]) -> None:
+    stages, micro_batches = shape
+    schedule = make_schedule(name, stages, micro_batches)
+    policy, _, limit = name.partition(":D=")
+    bound = int(limit) if limit else None
+    k = warm_up(policy, stages, micro_batches, bound)
+    most, frees = (min(stages, bound or stages), "W") if policy == "zb-h1" else (max(k), "B")
+    waiting, stashed, peaks = [list(actions) for actions in schedule.stages], [0] * stages, [0] * stages
+    done: set[Action] = set()
+    while any(waiting):
+        before = len(done)
+        for stage, actions in enumerate(waiting):
+            while actions and can_run(actions[0], done, stages):
+                action = actions.pop(0)
+                assert action not in done
+                done.add(action)
+                stashed[stage] += (action.kind == "F") - (action.kind == frees)
+                assert 0 <= stashed[stage] <= most
+                peaks[stage] = max(peaks[stage], stashed[stage])
+        assert len(done) > before, "deadlock"
+    assert len(done) == (2 + (frees == "W")) * stages * micro_batches
+    assert schedule.in_flight == tuple(peaks)
+    assert schedule.warm_up == k
+    assert frees == "W" or peaks == list(k)
+    assert schedule.micro_batches == micro_batches
+
+
+def can_run(action: Action, done: set[Action], stages: int) -> bool:
+    """Whether the stage before (of F) or the stage after and the own F (of B) have run."""
+    stage, m = action.stage, action.micro_batch
+    if action.kind == "F":
+        return stage == 0 or Action(stage - 1, "F", m) in done
+    if action.kind == "W":
+        return Action(stage, "B", m) in done
+    return Action(stage, "F", m) in done and (stage == stages - 1 or Action(stage + 1, "B", m) in done)
+
+
+@given(policies, shapes)
+def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None:
+    schedule = make_schedule(name, *shape)
+    assert parse_schedule(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "said"),
+    [
+        (
+            "dapple-c",
+            2,
+            2,
+            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
+            ":D=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0",
+        ),
+        ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
+        ("K=0,1", 2, 4, "K_0 = 0 is not between 1 and M = 4"),
+        ("K=5,1", 2, 4, "K_0 = 5 is not between 1 and M = 4"),
+        ("K=1,2", 2, 3, "the schedule deadlocks; blocked actions are marked:\nstage 0: 0F0   0B0!"),
+        ("K=2,", 2, 4, "'K=2,' is not a schedule such as"),
+        ("dapple-a:D=0", 2, 2, "D=0: a stage must hold at least one micro-batch"),
+        ("gpipe:D=3", 2, 4, "gpipe holds all M=4 micro-batches, but D=3: use dapple-a"),
+        ("dapple-a:3", 2, 2, "'dapple-a:3' is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'"),
+        ("Dapple A", 2, 2, "'Dapple A' is not a schedule"),
+        ("dapple-a", 2, 0, "K_0 = 0 is not between 1 and M = 0"),
+        ("dapple-a", 0, 2, "the stages of a schedule must have equally many actions, and some"),
+    ],
+)
+def test_a_schedule_that_cannot_be_made(name: str, stages: int, micro_batches: int, said: str) -> None:
+    with refused(ScheduleError, said):
+        make_schedule(name, stages, micro_batches)
+
+
+@pytest.mark.parametrize("k", [(2, 0), (2, 4)])
+def test_a_warm_up_out_of_range(k: tuple[int, ...]) -> None:
+    with refused(ScheduleError, f"K_1 = {k[1]} is not between 1 and M = 3"):
+        early_backward(k, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0 0X0", "'0X0' is not an action such as 2F0"),
+        ("0F0 0B0\n0F1 0B1", "0F1 stands in the line of stage 1"),
+        ("", "the stages of a schedule must have equally many actions, and some"),
+        ("0F0 0B0\n1F0 1B0 1F1 1B1", "the stages of a schedule must have equally many actions, and some"),
+        ("0F0 0F0", "stage 0 must run F and B of each micro-batch once; missing or odd: 0B0"),
+        ("0F0 0B0 0W0\n1F0 1B0 1F1", "stage 1 must run F, B and W of each micro-batch once; missing or odd: 1F1 1W0"),
+        ("0F0 0B0 0W0\n1F0 1B0", "the stages of a schedule must have equally many actions, and some"),
+        ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or odd: 1B0"),
+        ("0F0 0B0 0F1", "missing or odd: 0F1"),
+    ],
+)
+def test_a_text_that_is_no_schedule(text: str, said: str) -> None:
+    with refused(ScheduleError, said):
+        parse_schedule(text)
+
+
+def test_an_action_of_another_stage_is_refused() -> None:
+    with refused(ScheduleError, "stage 0 must run F and B of each micro-batch once; missing or odd: 0B0 0F0"):
+        check(Schedule(((Action(1, "F", 0), Action(1, "B", 0)),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "grid"),
+    [
+        ("0B0 0F0", "stage 0: 0B0!  0F0"),
+        ("0F0 0W0 0B0", "stage 0: 0F0   0W0!  0B0"),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
+            "stage 0: 0F0   0B0!  0F1   0B1\nstage 1: 1F0   1F1!  1B0   1B1",
+        ),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0\n2F1 2B1 2B0 2F0",
+            "stage 0: 0F0   0F1   0B0!  0B1\nstage 1: 1F0   1F1   1B1   1B0!\nstage 2: 2F1   2B1   2B0!  2F0",
+        ),
+    ],
+)
+def test_a_deadlock_prints_where_every_stage_is_stuck(text: str, grid: str) -> None:
+    with refused(ScheduleError, f"the schedule deadlocks; blocked actions are marked:\n{grid}"):
+        parse_schedule(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1",
+        "0F0 0F1 0B0 0B1 ;\n\n1F0 1B0 1F1 1B1;",
+        "  0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n",
+    ],
+)
+def test_a_text_is_as_good_as_a_name(text: str) -> None:
+    check_name(text)
+    schedule = make_schedule(text, 2, 2)
+    assert schedule == make_schedule("dapple-a", 2, 2)
+    assert not splits_backward(text)
+    assert named_warm_up(text, 2, 2) is None
+
+
+def test_a_text_may_put_off_the_gradients_of_weights() -> None:
+    text = "0F0 0F1 0B1 0B0 0W0 0W1"
+    schedule = make_schedule(text, 1, 2)
+    assert (str(schedule), schedule.in_flight, splits_backward(text)) == (text, (2,), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "said"),
+    [
+        ("0F0 0B0; 1F0 1B0", 3, 1, "the schedule's text is for 2 stages x 1 micro-batches, but there are 3 x 1: write"),
+        ("0F0 0B0", 1, 2, "the schedule's text is for 1 stages x 1 micro-batches, but there are 1 x 2: write a line"),
+        ("0F0 0X0", 1, 1, "'0X0' is not an action such as 2F0"),
+        ("0X0 0F0", 1, 1, "'0X0' is not an action such as 2F0"),
+        ("dapple-a 0F0", 1, 1, "'dapple-a' is not an action such as 2F0"),
+        ("0B0 0F0", 1, 1, "the schedule deadlocks; blocked actions are marked:\nstage 0: 0B0!  0F0"),
+    ],
+)
+def test_a_text_that_does_not_fit(name: str, stages: int, micro_batches: int, said: str) -> None:
+    with refused(ScheduleError, said):
+        make_schedule(name, stages, micro_batches)
+
+
+@given(policies, shapes, st.integers(1, 9))
+def test_a_text_for_fewer_micro_batches_keeps_its_order(name: str, shape: tuple[int, int], fewer: int) -> None:
+    schedule = make_schedule(name, *shape)
+    fewer = min(fewer, shape[1])
+    found = make_schedule(for_fewer(str(schedule), fewer), shape[0], fewer)
+    for before, after in zip(schedule.stages, found.stages, strict=True):
+        assert [a for a in before if a in after] == list(after)
+
+
+def test_zb_h1_of_warm_ups_it_cannot_hold() -> None:
+    for warm, limit in (((2, 1), 1), ((3, 1), None), ((1, 0), None)):
+        with refused(ScheduleError, "is not between 1 and M = 2 and D = "):
+            zero_bubble(warm, 2, limit)
+
+
+def test_a_long_text_is_told_in_short() -> None:
+    assert short_name("zb-h1:D=3") == "zb-h1:D=3"
+    assert short_name("0F0 0B0") == "0F0 0B0"
+    assert short_name("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == "given (0F0 0F1 0B0 0B1 ...)"
+
+
+def test_an_order_of_ones_own_that_does_not_deadlock_is_a_schedule() -> None:
+    text = "0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"
+    assert str(parse_schedule(text)) == text
+
+
+def test_a_long_deadlock_is_shown_around_what_is_blocked() -> None:
+    """Stage 1 wants the last micro-batch's backward before its forward."""
+    first = [f"0F{m}" for m in range(100)] + [f"0B{m}" for m in range(100)]
+    second = [f"1F{m} 1B{m}" for m in range(99)] + ["1B99 1F99"]
+    with pytest.raises(ScheduleError) as caught:
+        parse_schedule(" ".join(first) + "\n" + " ".join(second))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(r"stage 1: \(168 before\) .* 1F98 +1B98 +1B99!  *1F99", lines[2])
+    assert lines[1].endswith("0B98  0B99!")
+    assert all(len(line) < 300 for line in lines)
