@@ -8,67 +8,67 @@ import numpy as np
 
 from benchmarks.published import stages_of
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
-from dapple_tf.planner.planning_problem import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 
 
-def published_candidates(task: Task) -> list[Candidate]:
+def published_candidates(problem: PlanningProblem) -> list[Candidate]:
     """DP, the fastest two-stage split and even straight pipelines, each at all micro-batch sizes, simulated."""
-    most = min(task.cluster.devices, len(task.chain.parameter_bytes))
-    found = task.price_all(data_parallel(task), "DP")
+    most = min(problem.cluster.devices, len(problem.chain.parameter_bytes))
+    found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     for stages in range(2, most + 1):
-        found += task.price_all(even_pipeline(task, stages), "straight")
-    split = fastest_split(task)
+        found += problem.evaluate_all_sizes(even_pipeline(problem, stages), "straight")
+    split = fastest_split(problem)
     return found if split is None else [*found, split]
 
 
-def fastest_split(task: Task) -> Candidate | None:
+def fastest_split(problem: PlanningProblem) -> Candidate | None:
     """The fastest plan of two stages on all devices in order: all cuts, replica counts and micro-batch sizes.
 
     By rising lower bound of the step, simulated until the bound says that no other can be faster.
     """
     best: Candidate | None = None
-    for bound, size, replicas, cut in sorted(_bounds(task)):
+    for bound, size, replicas, cut in sorted(_bounds(problem)):
         if best is not None and bound >= best.seconds:
             break
-        stages = stages_of(task, [cut], [replicas, task.cluster.devices - replicas])
-        found = task.price(stages, size, "two stages")
+        stages = stages_of(problem, [cut], [replicas, problem.cluster.devices - replicas])
+        found = problem.evaluate(stages, size, "two stages")
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     return best
 
 
-def _bounds(task: Task) -> Iterator[tuple[float, int, int, int]]:
+def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
     """Lower bound (seconds), micro-batch size, replicas of the first stage, cut; of all that can fit."""
-    devices, homes, links = task.cluster.devices, task.cluster.homes, link_tables(task.cluster)
-    cuts = np.array(task.profile.positions())
+    devices, homes, links = problem.cluster.devices, problem.cluster.homes, link_tables(problem.cluster)
+    cuts = np.array(problem.profile.positions())
     if not len(cuts):
         return
-    parameters = _both([layer.parameter_bytes for layer in task.profile.layers], cuts)
-    stash = _both([layer.stash_bytes for layer in task.profile.layers], cuts)
-    crossing = task.profile.crossing_bytes()[cuts - 1]
+    parameters = _both([layer.parameter_bytes for layer in problem.profile.layers], cuts)
+    stash = _both([layer.stash_bytes for layer in problem.profile.layers], cuts)
+    crossing = problem.profile.crossing_bytes()[cuts - 1]
     for r in range(1, devices):
         counts = np.array([[r], [devices - r]])
         rings = [[allreduce_cost(homes[:r], links)], [allreduce_cost(homes[r:], links)]]
         latency, rate = transfer_cost(homes[:r], homes[r:], links)
-        for size in task.micro_batch_sizes:
+        for size in problem.micro_batch_sizes:
             if size < counts.max():
                 continue
-            m, scale = task.global_batch_size // size, size / task.profile.batch_size
+            m, scale = problem.global_batch_size // size, size / problem.profile.batch_size
             forward, backward = (
                 np.array([_both(seconds(size / count), cuts)[i] for i, count in enumerate(counts[:, 0])])
-                for seconds in (task.profile.forward_seconds, task.profile.backward_seconds)
+                for seconds in (problem.profile.forward_seconds, problem.profile.backward_seconds)
             )
             exposed = np.array(rings) * parameters
-            if task.overlap:
+            if problem.overlap:
                 exposed = np.maximum(0.0, exposed - backward)
             send = latency + rate * crossing * scale
             first = m * (forward[0] + backward[0]) + exposed[0]
             end = np.maximum(exposed[1], send + backward[0] + exposed[0])
             second = forward[0] + send + m * (forward[1] + backward[1]) + end
-            held = parameters * (2 + task.optimizer_slots) + (0 if task.recompute else stash * scale / counts)
+            held = parameters * (2 + problem.optimizer_slots) + (0 if problem.recompute else stash * scale / counts)
             bound = np.maximum(first, second) * (1 - 1e-9)
-            for i in np.flatnonzero((held <= task.cluster.device_memory).all(axis=0)):
+            for i in np.flatnonzero((held <= problem.cluster.device_memory).all(axis=0)):
                 yield float(bound[i]), size, r, int(cuts[i])
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from benchmarks.candidates import published_candidates
 from benchmarks.common import Row
 from benchmarks.published import BERT_LARGE, MODELS, TABLE_5, Model, missing, published_stages, read_profile
-from dapple_tf.planner.api import make_task
+from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.planning_problem import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from profiler.presets import config
 
 DEVICES = (2, 4, 8, 16, 32, 64)
@@ -31,7 +31,7 @@ def compare(model: Model, devices: int) -> Row:
     worst, which, seconds, others = 0.0, "nothing else fits", 0.0, 0
     for letter in "abc":
         for overlap in (False, True):
-            task = make_task(
+            problem = make_problem(
                 read_profile(model),
                 config(letter, devices),
                 global_batch_size=model.global_batch,
@@ -39,9 +39,9 @@ def compare(model: Model, devices: int) -> Row:
                 overlap=overlap,
             )
             begin = time.perf_counter()
-            decision = plan_best(task)
+            decision = plan_best(problem)
             seconds = max(seconds, time.perf_counter() - begin)
-            rivals = _rivals(model, letter, task)
+            rivals = _rivals(model, letter, problem)
             others += len(rivals)
             for rival in rivals:
                 ratio = float("inf") if decision is None else decision.chosen.seconds / rival.seconds
@@ -53,10 +53,10 @@ def compare(model: Model, devices: int) -> Row:
     return Row(figure, "at most 1", told, worst <= 1 + 1e-9)
 
 
-def _rivals(model: Model, letter: str, task: Task) -> list[Candidate]:
-    found = published_candidates(task)
-    if task.cluster.devices == 16:
+def _rivals(model: Model, letter: str, problem: PlanningProblem) -> list[Candidate]:
+    found = published_candidates(problem)
+    if problem.cluster.devices == 16:
         for row in TABLE_5:
             if row.model is model and row.config == letter:
-                found += task.price_all(published_stages(row, task), "the paper's")
+                found += problem.evaluate_all_sizes(published_stages(row, problem), "the paper's")
     return found

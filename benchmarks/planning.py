@@ -8,31 +8,31 @@ from typing import Any
 
 from benchmarks.published import Model, count_units
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.api import predicted
-from dapple_tf.planner.cost_tables import Tables
-from dapple_tf.planner.explain import describe_decision, notation
-from dapple_tf.planner.planning_problem import Candidate, Decision, Task
+from dapple_tf.planner.api import predict_plan
+from dapple_tf.planner.cost_tables import CostTables
+from dapple_tf.planner.explain import describe_result, notation
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.simulate import Timeline
 
 
 @dataclass(frozen=True)
-class WholeSlices(Task):
-    """A task whose replicas each get at least the batch that the profile was taken with.
+class WholeSlices(PlanningProblem):
+    """A problem whose replicas each get at least the batch that the profile was taken with.
 
     The paper plans with the time of that one batch (Table II) and wants micro-batches "large enough to ensure device
     efficiency" (section V.B.2); any smaller slice is a guess, that time is proportional to it.
     """
 
-    def tables(self, *asked: Any) -> Tables:
+    def cost_tables(self, *asked: Any) -> CostTables:
         """The search's tables, in which a stage has no more replicas than whole slices."""
-        tables = super().tables(*asked)
+        tables = super().cost_tables(*asked)
         return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
-    def price(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
+    def evaluate(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
         """The simulator's price; None where a slice is too small, or the memory."""
         if max(stage.replicas for stage in stages) * self.profile.batch_size > micro_batch_size:
             return None
-        return super().price(stages, micro_batch_size, origin)
+        return super().evaluate(stages, micro_batch_size, origin)
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Choice:
         return f"{self.name}{' ' + self.split if self.split else ''} ({self.seconds * 1e3:.0f} ms, M = {m})"
 
 
-def describe(model: Model, task: Task, candidate: Candidate) -> Choice:
+def describe(model: Model, problem: PlanningProblem, candidate: Candidate) -> Choice:
     """The candidate, simulated."""
-    plan, timeline = predicted(task, candidate, candidate.origin)
-    units = ":".join(map(str, count_units(model, task.profile, plan.stages)))
+    plan, timeline = predict_plan(problem, candidate, candidate.origin)
+    units = ":".join(map(str, count_units(model, problem.profile, plan.stages)))
     name = notation(plan)
     return Choice(candidate, timeline, name, units if 1 < len(plan.stages) <= 8 else "")
 
@@ -67,10 +67,10 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     return min(candidates, key=lambda c: c.seconds, default=None)
 
 
-def explain(task: Task, ours: Choice, other: Choice) -> str:
+def explain(problem: PlanningProblem, ours: Choice, other: Choice) -> str:
     """Why ``other`` lost against ``ours``, in the planner's words."""
-    decision = Decision(ours.candidate, (other.candidate,))
-    told = describe_decision(
-        task, decision, (ours.timeline.plan, ours.timeline), [(other.timeline.plan, other.timeline)]
+    decision = PlannerResult(ours.candidate, (other.candidate,))
+    told = describe_result(
+        problem, decision, (ours.timeline.plan, ours.timeline), [(other.timeline.plan, other.timeline)]
     )
     return told.splitlines()[0].split(": ", 1)[1]

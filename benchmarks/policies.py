@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.api import make_task
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.simulate import Timeline, simulate
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
@@ -56,7 +56,7 @@ class Case:
         )
 
     @property
-    def task(self) -> Task:
+    def problem(self) -> PlanningProblem:
         """What is known: the waits, the bytes of the boundaries, and the link."""
         sent = 4.0 * ROWS * self.width
         count = sum(self.loads)
@@ -66,17 +66,17 @@ class Case:
         servers = tuple(Server(f"host{i}", 1) for i in range(len(self.loads)))
         cluster = Cluster(servers, 8e9, self.link, self.link)
         profile = Profile("waits", ROWS, "waiting", layers)
-        return make_task(profile, cluster, global_batch_size=ROWS * self.micro_batches, micro_batch_size=ROWS)
+        return make_problem(profile, cluster, global_batch_size=ROWS * self.micro_batches, micro_batch_size=ROWS)
 
     def predict(self, policy: str) -> Timeline:
         """The simulated step."""
-        task = self.task
-        return simulate(task.plan(self.stages, ROWS, policy, "policies"), task.profile, task.cluster)
+        problem = self.problem
+        return simulate(problem.make_plan(self.stages, ROWS, policy, "policies"), problem.profile, problem.cluster)
 
     def choose(self) -> Choice:
         """What ``schedule="auto"`` takes for these stages, from what is known of them in place of a profile."""
         costs = {self.micro_batches: self.predict(POLICIES[0]).costs}
-        return choose_schedule(costs, self.task.cluster.device_memory, measured=True)
+        return choose_schedule(costs, self.problem.cluster.device_memory, measured=True)
 
     def make_steps(self) -> dict[str, Callable[[bool], Measured | None]]:
         """A step under each policy, which runs once; the timeline where it is to record."""

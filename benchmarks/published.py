@@ -1,4 +1,4 @@
-"""What the DAPPLE paper says of its models: Tables II, V and VII, and how its layer counts read on our profiles."""
+"""What the DAPPLE paper says of its models: CostTables II, V and VII, and how its layer counts read on our profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.planning_problem import PlanningProblem
 from profiler.importers import read_graph_file
 from profiler.profile import Profile
 
@@ -151,37 +151,37 @@ def count_units(model: Model, profile: Profile, stages: Sequence[StagePlan]) -> 
     return tuple(sum(stage.first_layer <= p <= stage.last_layer for p in places) for stage in stages)
 
 
-def find_cut(model: Model, task: Task, units: int) -> int:
+def find_cut(model: Model, problem: PlanningProblem, units: int) -> int:
     """The layer that starts a stage after so many of the layers that the paper counts.
 
     Of the cuts between the last of them and the next one, the first that the fewest bytes cross.
     """
-    places = _units(model, task.profile)
-    crossing = task.profile.crossing_bytes()
-    cuts = [p for p in task.chain.positions if places[units - 1] < p <= places[units]]
+    places = _units(model, problem.profile)
+    crossing = problem.profile.crossing_bytes()
+    cuts = [p for p in problem.chain.positions if places[units - 1] < p <= places[units]]
     return min(cuts, key=lambda p: (crossing[p - 1], p))
 
 
-def published_stages(row: Published, task: Task) -> tuple[StagePlan, ...]:
+def published_stages(row: Published, problem: PlanningProblem) -> tuple[StagePlan, ...]:
     """The plan of a row, devices in order.
 
     A straight plan's split is not printed: GNMT-16 has one LSTM layer a stage (section VI.B); the others are even.
     """
-    devices = task.cluster.devices
+    devices = problem.cluster.devices
     if row.plan == "DP":
-        return data_parallel(task)
+        return data_parallel(problem)
     if row.plan == "straight":
         if row.model is not GNMT:
-            return even_pipeline(task, devices)
-        starts = [find_cut(row.model, task, units) for units in range(1, devices)]
-        return stages_of(task, starts, [1] * devices)
+            return even_pipeline(problem, devices)
+        starts = [find_cut(row.model, problem, units) for units in range(1, devices)]
+        return stages_of(problem, starts, [1] * devices)
     replicas = [int(r) for r in row.plan.split(":")]
-    return stages_of(task, [find_cut(row.model, task, row.first_units)], replicas)
+    return stages_of(problem, [find_cut(row.model, problem, row.first_units)], replicas)
 
 
-def stages_of(task: Task, starts: Sequence[int], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
+def stages_of(problem: PlanningProblem, starts: Sequence[int], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
     """Stages that start at layer 0 and ``starts``, on so many devices each, in order."""
-    bounds = [0, *starts, len(task.profile.layers)]
+    bounds = [0, *starts, len(problem.profile.layers)]
     stages, device = [], 0
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
         stages.append(StagePlan(first, end - 1, tuple(range(device, device + r))))

@@ -13,7 +13,7 @@ from benchmarks.published import AMOEBA, MODELS, Model, missing
 from benchmarks.table5 import FREE, WHOLE
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.planning_problem import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from profiler.presets import config
 
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
@@ -38,7 +38,7 @@ def _over_batches() -> Iterator[Row]:
     panels, ratios = {}, {}
     for model in MODELS:
         for letter in "abc":
-            points = [speedups(FREE.make_task(model, letter, batch)) for batch in BATCHES]
+            points = [speedups(FREE.make_problem(model, letter, batch)) for batch in BATCHES]
             panels[f"{model.title}, config {letter.upper()}"] = BATCHES, _by_line(points)
             ratios[letter, model] = [best / overlapped for best, overlapped, _ in points]
     path = line_figure("speedups-batch.png", panels, x="global batch (samples)", y="speed-up, 16 devices", columns=3)
@@ -47,7 +47,7 @@ def _over_batches() -> Iterator[Row]:
     for letter in "abc":
         at = {model: ratios[letter, model][BATCHES.index(128)] for model in MODELS}
         yield _mean(letter, "batch 128, any M", at)
-        points = {model: speedups(WHOLE.make_task(model, letter)) for model in MODELS}
+        points = {model: speedups(WHOLE.make_problem(model, letter)) for model in MODELS}
         at = {model: best / overlapped for model, (best, overlapped, _) in points.items()}
         yield _mean(letter, "Table V's batches, whole slices", at)
 
@@ -64,22 +64,22 @@ def _over_devices() -> Iterator[Row]:
     yield _never_slower(f"Fig. 14 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios)
 
 
-def speedups(task: Task) -> tuple[float, float, float]:
+def speedups(problem: PlanningProblem) -> tuple[float, float, float]:
     """Over one device that runs the whole batch: the best plan, DP with overlap, DP; NaN where none fits."""
-    profile, batch = task.profile, task.global_batch_size
+    profile, batch = problem.profile, problem.global_batch_size
     alone = float(profile.forward_seconds(batch).sum() + profile.backward_seconds(batch).sum())
-    decision = plan_best(task)
-    found = (decision and decision.chosen, _data_parallel(task), _data_parallel(replace(task, overlap=False)))
+    decision = plan_best(problem)
+    found = (decision and decision.chosen, _data_parallel(problem), _data_parallel(replace(problem, overlap=False)))
     best, overlapped, plain = (alone / candidate.seconds if candidate else math.nan for candidate in found)
     return best, overlapped, plain
 
 
-def _on(model: Model, devices: int) -> Task:
-    return replace(FREE.make_task(model, "a", SCALED[model]), cluster=config("a", devices))
+def _on(model: Model, devices: int) -> PlanningProblem:
+    return replace(FREE.make_problem(model, "a", SCALED[model]), cluster=config("a", devices))
 
 
-def _data_parallel(task: Task) -> Candidate | None:
-    return fastest(task.price_all(data_parallel(task), "DP"))
+def _data_parallel(problem: PlanningProblem) -> Candidate | None:
+    return fastest(problem.evaluate_all_sizes(data_parallel(problem), "DP"))
 
 
 def _by_line(points: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:

@@ -17,8 +17,9 @@ from benchmarks.published import (
     read_calibrated,
     read_profile,
 )
-from dapple_tf.planner.api import decide, micro_batch_sizes
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.api import run_planner
+from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
+from dapple_tf.planner.planning_problem import PlanningProblem
 from profiler.presets import config
 from profiler.profile import Profile
 
@@ -28,23 +29,23 @@ class Convention:
     """How plans are compared: which slices are allowed, whose stash counts, and whether AllReduce overlaps backward."""
 
     title: str
-    task: type[Task]
+    problem: type[PlanningProblem]
     profile: Callable[[Model], Profile]
     overlap: bool = True
 
-    def make_task(self, model: Model, letter: str, global_batch: int | None = None) -> Task:
-        """The task of a row, on 16 devices."""
+    def make_problem(self, model: Model, letter: str, global_batch: int | None = None) -> PlanningProblem:
+        """The problem of a row, on 16 devices."""
         batch = model.global_batch if global_batch is None else global_batch
-        sizes = micro_batch_sizes(batch, None)
-        return self.task(
+        sizes = list_micro_batch_sizes(batch, None)
+        return self.problem(
             self.profile(model), config(letter), batch, sizes, optimizer_slots=model.slots, overlap=self.overlap
         )
 
 
-FREE = Convention("any M", Task, read_calibrated)
+FREE = Convention("any M", PlanningProblem, read_calibrated)
 WHOLE = Convention("whole slices", WholeSlices, read_calibrated)
 OTHERS = (
-    Convention("any M, the files' stash", Task, read_profile),
+    Convention("any M, the files' stash", PlanningProblem, read_profile),
     Convention("whole slices, the files' stash", WholeSlices, read_profile),
     Convention("whole slices, no overlap", WholeSlices, read_calibrated, overlap=False),
     Convention("whole slices, the files' stash, no overlap", WholeSlices, read_profile, overlap=False),
@@ -62,7 +63,7 @@ class Compared:
     """
 
     row: Published
-    task: Task
+    problem: PlanningProblem
     paper: Choice
     formula: Choice
     best: Choice
@@ -71,7 +72,7 @@ class Compared:
 
     def agrees(self, ours: Choice) -> bool:
         """Whether this is the paper's plan, up to the places of the cuts."""
-        whole = len(ours.candidate.stages) == self.task.cluster.devices
+        whole = len(ours.candidate.stages) == self.problem.cluster.devices
         return ours.name == self.row.plan and (whole or ours.name != "straight")
 
     def exactly(self, ours: Choice) -> bool:
@@ -89,25 +90,27 @@ class Compared:
         if self.best.candidate.stages == self.paper.candidate.stages:
             return "the paper's plan by its text, not by the cut as printed"
         kind = "agrees but for the cut; " if self.agrees(self.best) else ""
-        return f"{kind}the paper's: {explain(self.task, self.best, self.paper)}"
+        return f"{kind}the paper's: {explain(self.problem, self.best, self.paper)}"
 
 
 def compare(row: Published, convention: Convention) -> Compared:
     """All that is said of a row under one convention."""
-    task = convention.make_task(row.model, row.config)
-    paper = fastest(task.price_all(published_stages(row, task), "paper"))
-    published = fastest(published_candidates(task))
+    problem = convention.make_problem(row.model, row.config)
+    paper = fastest(problem.evaluate_all_sizes(published_stages(row, problem), "paper"))
+    published = fastest(published_candidates(problem))
     if paper is None or published is None:
         raise RuntimeError(f"{row.model.title}, config {row.config}: the paper's plan does not fit")
-    formula, best = (decide(task, planner).chosen for planner in ("dapple", "best"))
+    formula, best = (run_planner(problem, planner).chosen for planner in ("dapple", "best"))
     printed = None
     if row.units is not None:
-        printed = fastest(task.price_all(published_stages(replace(row, units=None), task), "paper, as printed"))
+        printed = fastest(
+            problem.evaluate_all_sizes(published_stages(replace(row, units=None), problem), "paper, as printed")
+        )
     return Compared(
         row,
-        task,
-        *(describe(row.model, task, c) for c in (paper, formula, best, published)),
-        printed=printed and describe(row.model, task, printed),
+        problem,
+        *(describe(row.model, problem, c) for c in (paper, formula, best, published)),
+        printed=printed and describe(row.model, problem, printed),
     )
 
 

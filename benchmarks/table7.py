@@ -9,9 +9,9 @@ from benchmarks.planning import describe, explain, fastest
 from benchmarks.published import TABLE_7, Strategies, missing, stages_of
 from benchmarks.table5 import FREE, WHOLE, Convention
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.api import decide
+from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.baselines import even_pipeline
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.planning_problem import PlanningProblem
 
 
 def run() -> Iterator[Row]:
@@ -25,26 +25,32 @@ def run() -> Iterator[Row]:
 
 def compare(row: Strategies, convention: Convention) -> Row:
     """A row; ok where ours is no slower than either strategy."""
-    task = convention.make_task(row.model, "a", row.global_batch)
-    best = describe(row.model, task, decide(task, "best").chosen)
+    problem = convention.make_problem(row.model, "a", row.global_batch)
+    best = describe(row.model, problem, run_planner(problem, "best").chosen)
     told, least = [f"best {best}"], best.seconds
-    for name, stages in (("DAPPLE's", _stages(task, row, row.dapple)), ("PipeDream's", _pipedream(task, row))):
-        found = fastest(task.price_all(stages, name))
+    for name, stages in (("DAPPLE's", _stages(problem, row, row.dapple)), ("PipeDream's", _pipedream(problem, row))):
+        found = fastest(problem.evaluate_all_sizes(stages, name))
         if found is None:
             told.append(f"{name} does not fit the memory")
             continue
-        theirs = describe(row.model, task, found)
-        told.append(f"{name} {theirs}: {explain(task, best, theirs)}")
+        theirs = describe(row.model, problem, found)
+        told.append(f"{name} {theirs}: {explain(problem, best, theirs)}")
         least = min(least, theirs.seconds)
     ours = best.seconds <= least * (1 + 1e-9)
     figure = f"{row.model.title}, {row.global_batch}, 2 x 8, {convention.title}"
     return Row(figure, "best never slower", "; ".join(told), ours)
 
 
-def _pipedream(task: Task, row: Strategies) -> tuple[StagePlan, ...]:
-    return even_pipeline(task, task.cluster.devices) if row.pipedream is None else _stages(task, row, row.pipedream)
+def _pipedream(problem: PlanningProblem, row: Strategies) -> tuple[StagePlan, ...]:
+    return (
+        even_pipeline(problem, problem.cluster.devices)
+        if row.pipedream is None
+        else _stages(problem, row, row.pipedream)
+    )
 
 
-def _stages(task: Task, row: Strategies, printed: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[StagePlan, ...]:
+def _stages(
+    problem: PlanningProblem, row: Strategies, printed: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[StagePlan, ...]:
     starts, replicas = printed
-    return stages_of(task, [start + row.renumbered for start in starts], replicas)
+    return stages_of(problem, [start + row.renumbered for start in starts], replicas)

@@ -1,7 +1,7 @@
 """Table VIII of the paper: the largest BERT-L that straight pipelines of 1, 2, 4, 8 V100s hold with re-computation.
 
 What the figures rest on: 16 bytes a parameter (Adam, as the table says); 16 GB a device, NVLink between them (Config
-A); micro-batches of 2 samples (Tables II and VI) and a global batch of 64 (Table V), that is M = 32, for the
+A); micro-batches of 2 samples (CostTables II and VI) and a global batch of 64 (Table V), that is M = 32, for the
 "reasonable input size", which the paper does not give; policy A; stages of whole encoder layers, cut by compute and
 memory. Costs are those of ``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds.
 Nothing is fitted to the table. Utilisation is the simulator's: M micro-batches' compute, re-computation included, over
@@ -18,7 +18,7 @@ import numpy as np
 import dapple_tf as dapple
 from benchmarks.bert import deepen, examine
 from benchmarks.common import Row
-from dapple_tf.planner.api import make_task
+from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.simulator.simulate import Timeline
 from profiler.presets import config
@@ -115,7 +115,7 @@ def find_largest(profile: Profile, devices: int, micro_batch: int, memory: float
 def simulate_straight(profile: Profile, devices: int, micro_batch: int, memory: float = MEMORY) -> Timeline | None:
     """A stage a device, cut as the planners cut; None where one of them does not fit."""
     cluster = replace(config("a", devices), device_memory=memory)
-    task = make_task(
+    problem = make_problem(
         profile,
         cluster,
         global_batch_size=GLOBAL_BATCH,
@@ -123,8 +123,8 @@ def simulate_straight(profile: Profile, devices: int, micro_batch: int, memory: 
         schedule="dapple-a",
         recompute=True,
     )
-    stages = fit_cuts(task, [(device,) for device in range(devices)], micro_batch)
+    stages = fit_cuts(problem, [(device,) for device in range(devices)], micro_batch)
     if stages is None:
         return None
-    timeline = dapple.simulate(task.plan(stages, micro_batch, "dapple-a", "straight"), profile, cluster)
+    timeline = dapple.simulate(problem.make_plan(stages, micro_batch, "dapple-a", "straight"), profile, cluster)
     return timeline if all(timeline.fits) else None

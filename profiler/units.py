@@ -61,3 +61,38 @@ def format_quantity(value: float, units: Mapping[str, Decimal]) -> str:
     exact = Decimal(repr(float(value)))
     texts = [f"{(exact / size).normalize():f}{unit}" for unit, size in units.items()]
     return min((text for text in texts if parse_quantity(text, units) == value), key=len)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return ``seconds`` with a unit that suits it, to four significant digits: ``12.3 ms``."""
+    factor, unit = scale_time(seconds)
+    return f"{seconds * factor:.4g} {unit}"
+
+
+def format_seconds_fixed(seconds: float) -> str:
+    """Return ``seconds`` to a millisecond from 1 s on, else to 0.1 ms: ``13.700 s``, ``12.3 ms``.
+
+    With a fixed number of decimals, times that are compared show their difference.
+    """
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def format_bytes(count: float, digits: int = 3) -> str:
+    """Return ``count`` bytes in a decimal unit that suits it, to ``digits`` significant digits: ``15.2 GB``."""
+    size, unit = scale_bytes(count)
+    return f"{count / size:.{digits}g} {unit}"
+
+
+def scale_time(seconds: float) -> tuple[float, str]:
+    """Return the unit in which ``seconds`` reads well: units per second, and the unit's name (s, ms or µs)."""
+    if seconds >= 1 or seconds == 0:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def scale_bytes(count: float) -> tuple[float, str]:
+    """Return the decimal unit in which ``count`` bytes read well: bytes per unit, and its name (B, kB, MB or GB)."""
+    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return size, name
+    return 1.0, "B"

@@ -17,10 +17,11 @@ from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.plan_check import check_plan
-from dapple_tf.planner.api import check_schedule, decide, make_task, predicted
-from dapple_tf.planner.baselines import fitted_candidates, simple_candidates
+from dapple_tf.planner.api import check_schedule, make_problem, predict_plan, run_planner
+from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
 from dapple_tf.planner.fit_cuts import fit_cuts
-from dapple_tf.planner.planning_problem import Candidate, Task, micro_batch_sizes
+from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.pricing import POLICIES
 from dapple_tf.profiling.measured import profile
 from dapple_tf.simulator.costs import stage_costs
@@ -60,14 +61,14 @@ def plan_automatically(
     by nobody knows what, nothing fits, or nothing uses all ranks.
     """
     where = _find_cluster(cluster, devices, ranks)
-    task = _measure(loss_fn, batch, request, where, (2, where.devices) if replicable else (), slots)
-    candidates = _find(task) if replicable else _straight(task)
-    found = _on_every_rank(task, candidates, replicable) if ranks else _fastest(candidates)
+    problem = _measure(loss_fn, batch, request, where, (2, where.devices) if replicable else (), slots)
+    candidates = _find(problem) if replicable else _straight(problem)
+    found = _on_every_rank(problem, candidates, replicable) if ranks else _fastest(candidates)
     size = _samples(batch)
     if not request.open_schedule:
-        return _settle(task, found, "best", size, None)
-    choice = _choose(task, found.stages, (found.micro_batch_size,))
-    return _settle(task, dataclasses.replace(found, schedule=choice.schedule), "best", size, choice)
+        return _settle(problem, found, "best", size, None)
+    choice = _choose(problem, found.stages, (found.micro_batch_size,))
+    return _settle(problem, dataclasses.replace(found, schedule=choice.schedule), "best", size, choice)
 
 
 def complete_plan(
@@ -88,12 +89,14 @@ def complete_plan(
     # The user has said how many devices run, be they more than there are cores.
     known = cluster or (None if ranks else Cluster.detect(sum(plan.replicas)))
     where = _find_cluster(known, devices, ranks)
-    task = _measure(loss_fn, batch, request, where, [r for r in plan.replicas if r > 1], slots)
-    task = dataclasses.replace(task, recompute=plan.recompute)
-    sizes = [size for size in task.micro_batch_sizes if size >= max(plan.replicas)]
-    choice = _choose(task, plan.stages, sizes)
-    chosen = Candidate(plan.stages, task.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested")
-    return _settle(task, chosen, "requested", _samples(batch), choice)
+    problem = _measure(loss_fn, batch, request, where, [r for r in plan.replicas if r > 1], slots)
+    problem = dataclasses.replace(problem, recompute=plan.recompute)
+    sizes = [size for size in problem.micro_batch_sizes if size >= max(plan.replicas)]
+    choice = _choose(problem, plan.stages, sizes)
+    chosen = Candidate(
+        plan.stages, problem.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested"
+    )
+    return _settle(problem, chosen, "requested", _samples(batch), choice)
 
 
 def with_recompute(decided: Decided, recompute: bool | tuple[int, ...]) -> Decided:
@@ -122,19 +125,19 @@ def _measure(
     where: Cluster,
     replicas: Sequence[int],
     slots: int,
-) -> Task:
+) -> PlanningProblem:
     """What the simulator is asked: a profile of micro-batches, and of their shares for stages of so many replicas."""
     size = _samples(batch)
     micro_batches = request.count_micro_batches(size)
     check_batch(size, micro_batches, (1,))
     samples = size // micro_batches
     if not request.open_schedule:  # before the profile, which takes its time
-        sizes = micro_batch_sizes(size, None) if request.open_micro_batches else (samples,)
+        sizes = list_micro_batch_sizes(size, None) if request.open_micro_batches else (samples,)
         check_schedule(request.schedule, where.devices, [size // each for each in sizes])
     tried = {max(1, size // m) for m in _TRIED} if request.open_micro_batches else {samples}
     slices = sorted((tried | {max(1, s // r) for s in tried for r in replicas}) - {samples})
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:samples], tuple(batch))
-    return make_task(
+    return make_problem(
         profile(loss_fn, rows, batch_sizes=slices),
         where,
         global_batch_size=size if request.open_micro_batches else micro_batches * samples,
@@ -145,21 +148,23 @@ def _measure(
     )
 
 
-def _choose(task: Task, stages: tuple[StagePlan, ...], sizes: Sequence[int]) -> Choice:
-    """The simulator's choice for these stages among micro-batches of these sizes, on the task's profile."""
+def _choose(problem: PlanningProblem, stages: tuple[StagePlan, ...], sizes: Sequence[int]) -> Choice:
+    """The simulator's choice for these stages among micro-batches of these sizes, on the problem's profile."""
     costs = {}
     for size in sizes:
-        plan = task.plan(stages, size, "dapple-a" if task.schedule == "auto" else task.schedule, "requested")
-        check_plan(plan, task.profile, task.cluster)
-        found = stage_costs(plan, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+        plan = problem.make_plan(
+            stages, size, "dapple-a" if problem.schedule == "auto" else problem.schedule, "requested"
+        )
+        check_plan(plan, problem.profile, problem.cluster)
+        found = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
         costs[plan.micro_batches] = found
-    policies = POLICIES if task.schedule == "auto" else (task.schedule,)
-    return choose_schedule(costs, task.cluster.device_memory, policies=policies, measured=True)
+    policies = POLICIES if problem.schedule == "auto" else (problem.schedule,)
+    return choose_schedule(costs, problem.cluster.device_memory, policies=policies, measured=True)
 
 
-def _settle(task: Task, chosen: Candidate, planner: str, size: int, choice: Choice | None) -> Decided:
+def _settle(problem: PlanningProblem, chosen: Candidate, planner: str, size: int, choice: Choice | None) -> Decided:
     """The plan with its prediction, for the whole batch of ``size`` samples."""
-    plan, simulated = predicted(task, chosen, planner)
+    plan, simulated = predict_plan(problem, chosen, planner)
     whole = dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // plan.micro_batches))
     return Decided(whole, choice, simulated)
 
@@ -194,42 +199,46 @@ def _cluster_of_job() -> Cluster:
         ) from error
 
 
-def _find(task: Task) -> list[Candidate]:
+def _find(problem: PlanningProblem) -> list[Candidate]:
     """What planner "best" finds, the best first."""
-    decision = decide(task, "best")
-    return [decision.chosen, *decision.others]
+    decision = run_planner(problem, "best")
+    return [decision.chosen, *decision.runners_up]
 
 
-def _straight(task: Task) -> list[Candidate]:
+def _straight(problem: PlanningProblem) -> list[Candidate]:
     """Pipelines of one device a stage."""
-    size = task.micro_batch_sizes[0]
+    size = problem.micro_batch_sizes[0]
     found = []
-    for stages in range(1, task.cluster.devices + 1):
-        fitted = fit_cuts(task, [(device,) for device in range(stages)], size)
-        candidate = fitted and task.price(fitted, size, "straight")
+    for stages in range(1, problem.cluster.devices + 1):
+        fitted = fit_cuts(problem, [(device,) for device in range(stages)], size)
+        candidate = fitted and problem.evaluate(fitted, size, "straight")
         if candidate:
             found.append(candidate)
-    return found or [decide(task, "gpipe").chosen]
+    return found or [run_planner(problem, "gpipe").chosen]
 
 
-def _on_every_rank(task: Task, candidates: Sequence[Candidate], replicable: bool) -> Candidate:
+def _on_every_rank(problem: PlanningProblem, candidates: Sequence[Candidate], replicable: bool) -> Candidate:
     """The fastest that uses all devices; warns where one on fewer is faster, for the user started the job."""
-    every = task.cluster.devices
-    known = [*candidates, *simple_candidates(task), *fitted_candidates(task)] if replicable else list(candidates)
+    every = problem.cluster.devices
+    known = (
+        [*candidates, *baseline_candidates(problem), *fitted_baseline_candidates(problem)]
+        if replicable
+        else list(candidates)
+    )
     whole = [candidate for candidate in known if _count_devices(candidate) == every]
     fastest = _fastest(candidates)
     fewer = _count_devices(fastest)
     if not whole:
         why = (
-            f"a micro-batch has {task.micro_batch_sizes[0]} samples"
+            f"a micro-batch has {problem.micro_batch_sizes[0]} samples"
             if replicable
             else "what the model computes depends on how samples are shared out (random numbers, batch norm), so "
             "stages are not replicated"
         )
         raise PlanError(
-            f"no plan that fits uses all {every} ranks of the job: {why}, and {len(task.chain.parameter_bytes)} blocks "
-            f"of {task.profile.model!r} can be stages; start {fewer} process{'es' * (fewer > 1)}, or give stages and "
-            "replicas"
+            f"no plan that fits uses all {every} ranks of the job: {why}, and {len(problem.chain.parameter_bytes)} "
+            f"blocks of {problem.profile.model!r} can be stages; start {fewer} process{'es' * (fewer > 1)}, or give "
+            "stages and replicas"
         )
     chosen = _fastest(whole)
     if chosen.seconds > fastest.seconds:

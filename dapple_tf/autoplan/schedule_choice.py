@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.memory_shortage import show_bytes
-from dapple_tf.planner.pricing import POLICIES, price, rows_of
+from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arrays
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
 from graph_passes.schedules.policies import count_micro_batches, count_stages, make_schedule, read_policy, short_name
+from profiler.units import format_bytes
 
 # A policy that holds more micro-batches must be faster by more than this, or memory is spent for nothing.
 _WORTH = 1e-3
@@ -45,7 +45,7 @@ class Choice:
         limit = None if count_stages(self.schedule) else read_policy(self.schedule)[1]
         if limit is not None:
             stage = min(range(len(self.held)), key=lambda s: self.held[s])
-            text += f"; D = {limit}: a device's {show_bytes(self.memory)} hold no more micro-batches of stage {stage}"
+            text += f"; D = {limit}: a device's {format_bytes(self.memory)} hold no more micro-batches of stage {stage}"
         return text
 
 
@@ -64,8 +64,8 @@ def choose_schedule(
             make_schedule(policy, len(costs[most]), count_micro_batches(policy, costs) or most)
     best: Choice | None = None
     for m, stages in sorted(costs.items()):
-        rows = rows_of(stages)
-        found = [price(rows, m, usable_bytes(memory), policy) for policy in policies]
+        rows = stage_cost_arrays(stages)
+        found = [fastest_schedule(rows, m, usable_bytes(memory), policy) for policy in policies]
         seconds = {entry.schedule: entry.seconds for entry in found if entry.seconds < float("inf")}
         if not seconds:
             continue
@@ -95,13 +95,14 @@ def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, 
     if needs[worst] <= usable_bytes(memory):
         return (
             f"schedule {' or '.join(policies)} holds more micro-batches of stage {worst}, "
-            f"{show_bytes(stage.stash_bytes)} each with M = {m}, than a device's {show_bytes(memory)} have room for: "
-            "use schedule 'auto'"
+            f"{format_bytes(stage.stash_bytes)} each with M = {m}, than a device's {format_bytes(memory)} have room "
+            "for: use schedule 'auto'"
         )
     text = (
-        f"no schedule fits: with M = {m} and one micro-batch in flight stage {worst} needs {show_bytes(needs[worst])} "
-        f"(weights, gradients and slots {show_bytes(stage.fixed_bytes)}, a stash {show_bytes(stage.stash_bytes)}, at "
-        f"work {show_bytes(stage.working_bytes)}) and lacks {show_bytes(lacks)} of a device's {show_bytes(memory)}"
+        f"no schedule fits: with M = {m} and one micro-batch in flight stage {worst} needs "
+        f"{format_bytes(needs[worst])} (weights, gradients and slots {format_bytes(stage.fixed_bytes)}, a stash "
+        f"{format_bytes(stage.stash_bytes)}, at work {format_bytes(stage.working_bytes)}) and lacks "
+        f"{format_bytes(lacks)} of a device's {format_bytes(memory)}"
     )
     if stage.fixed_bytes > memory:
         return f"{text}. Its weights alone do not fit: use more stages, or an optimizer of fewer slots"

@@ -35,17 +35,17 @@ from profiler.importers import read_profile
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
 def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: bool, **options: Any) -> None:
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
-    from dapple_tf.planner.api import decide, make_task, predicted
-    from dapple_tf.planner.explain import describe_decision, describe_plan
+    from dapple_tf.planner.api import make_problem, predict_plan, run_planner
+    from dapple_tf.planner.explain import describe_plan, describe_result
 
     check_output(output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
-    task = make_task(costs, load_cluster(cluster), **options)
-    decision = decide(task, planner)
-    chosen = predicted(task, decision.chosen, planner)
-    others = [predicted(task, candidate, planner) for candidate in decision.others]
+    problem = make_problem(costs, load_cluster(cluster), **options)
+    decision = run_planner(problem, planner)
+    chosen = predict_plan(problem, decision.chosen, planner)
+    others = [predict_plan(problem, candidate, planner) for candidate in decision.runners_up]
     say(describe_plan(chosen[0], costs, chosen[1]))
-    say(describe_decision(task, decision, chosen, others))
+    say(describe_result(problem, decision, chosen, others))
     if output:
         chosen[0].save(output)
         say(f"plan: {output}")

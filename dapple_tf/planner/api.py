@@ -15,14 +15,15 @@ from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.dp import plan_dp
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_shortage import describe_shortage
-from dapple_tf.planner.planning_problem import Candidate, Decision, Task, micro_batch_sizes
+from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.simulate import Timeline, simulate
 from graph_passes.schedules.policies import check_name, count_micro_batches, count_stages, make_schedule, short_name
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
-# A planner takes a task and options of its own, and answers None where nothing that it may choose fits the memory.
-PLANNERS: Mapping[str, Callable[..., Decision | None]] = {
+# A planner takes a problem and options of its own, and answers None where nothing that it may choose fits the memory.
+PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "best": plan_best,
     "dapple": plan_dapple,
     "dp": plan_dp,
@@ -50,7 +51,7 @@ def plan(
     ``optimizer_slots``: values that the optimizer keeps of each weight (Adam 2). Raises PlanError for what cannot be,
     and where nothing fits: which stage lacks how many bytes, and what would fit.
     """
-    task = make_task(
+    problem = make_problem(
         profile,
         cluster,
         global_batch_size=global_batch_size,
@@ -60,10 +61,10 @@ def plan(
         overlap=overlap,
         optimizer_slots=optimizer_slots,
     )
-    return predicted(task, decide(task, planner, **options).chosen, planner)[0]
+    return predict_plan(problem, run_planner(problem, planner, **options).chosen, planner)[0]
 
 
-def make_task(
+def make_problem(
     profile: Profile,
     cluster: Cluster,
     *,
@@ -73,7 +74,7 @@ def make_task(
     recompute: bool = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
-) -> Task:
+) -> PlanningProblem:
     """What the planners are asked; PlanError or ScheduleError for what cannot be asked."""
     for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
         if not isinstance(value, kind):
@@ -86,10 +87,10 @@ def make_task(
             raise PlanError(f"{name} is {number!r}, not a whole number")
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
-    sizes = micro_batch_sizes(global_batch_size, micro_batch_size)
+    sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
         check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
-    return Task(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
+    return PlanningProblem(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
 
 
 def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
@@ -103,7 +104,7 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     make_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
 
-def decide(task: Task, planner: str, **options: Any) -> Decision:
+def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:
     """What ``planner`` chooses; PlanError for one that does not exist, options it does not have, or where none fits."""
     if planner not in PLANNERS:
         near = difflib.get_close_matches(planner, PLANNERS, n=1)
@@ -114,32 +115,32 @@ def decide(task: Task, planner: str, **options: Any) -> Decision:
     for name in options:
         if name not in known:
             raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
-    decision = function(task, **options)
+    decision = function(problem, **options)
     if decision is None:
-        raise PlanError(_explain_none(task, planner))
+        raise PlanError(_explain_none(problem, planner))
     return decision
 
 
-def _explain_none(task: Task, planner: str) -> str:
+def _explain_none(problem: PlanningProblem, planner: str) -> str:
     """Why ``planner`` found nothing, and what would help."""
-    if planner != "best" and plan_best(task) is not None:
+    if planner != "best" and plan_best(problem) is not None:
         return (
             f"nothing that planner {planner!r} may choose fits the devices' memory, with a sample for each replica: "
             "planner 'best' finds a plan"
         )
-    if task.schedule != "auto":  # which holds more micro-batches than one
-        others = {"schedule 'auto'": replace(task, schedule="auto"), "recompute": replace(task, recompute=True)}
+    if problem.schedule != "auto":  # which holds more micro-batches than one
+        others = {"schedule 'auto'": replace(problem, schedule="auto"), "recompute": replace(problem, recompute=True)}
         remedies = [name for name, other in others.items() if plan_best(other) is not None]
         if remedies:
-            return f"no plan fits the devices' memory under schedule {task.schedule!r}: use {' or '.join(remedies)}"
-        return f"under schedule 'auto', which needs the least memory, {describe_shortage(task)}"
-    return describe_shortage(task)
+            return f"no plan fits the devices' memory under schedule {problem.schedule!r}: use {' or '.join(remedies)}"
+        return f"under schedule 'auto', which needs the least memory, {describe_shortage(problem)}"
+    return describe_shortage(problem)
 
 
-def predicted(task: Task, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
+def predict_plan(problem: PlanningProblem, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
     """The candidate as a plan with the simulator's prediction, and the simulated step."""
-    bare = task.plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
-    timeline = simulate(bare, task.profile, task.cluster, optimizer_slots=task.optimizer_slots)
+    bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
+    timeline = simulate(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     prediction = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

@@ -18,7 +18,7 @@ from profiler.cluster import Cluster
 from profiler.linearise import Chain
 
 
-class Tables(NamedTuple):
+class CostTables(NamedTuple):
     """What the compiled search reads. N blocks, P placements, R replica counts, E pairs of placements.
 
     Seconds are those of one micro-batch, bytes those of one micro-batch over all replicas. Rows of ``forward``,
@@ -53,7 +53,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """A chain, and where its stages can be: what does not depend on the micro-batch size.
 
     ``order``: the server that each entry of the placements stands for. ``whole``: every cut, replica count and
@@ -123,8 +123,8 @@ def _pair_costs(
     return latency, rate
 
 
-def tables(
-    space: Space,
+def make_cost_tables(
+    space: SearchSpace,
     global_batch_size: int,
     micro_batch_size: int,
     *,
@@ -132,7 +132,7 @@ def tables(
     recompute: bool,
     overlap: bool,
     splits: bool = False,
-) -> Tables:
+) -> CostTables:
     """The tables of ``space`` for micro-batches of this size; ``splits``: the schedule puts off weights' gradients."""
     chain, replicas = space.chain, space.replicas
     counts = np.unique(replicas)
@@ -155,7 +155,7 @@ def tables(
             samples = micro_batch_size / counts[k]
             last = chain.profile.weights_seconds(samples) if splits else chain.profile.backward_seconds(samples)
             _fill_exposed(exposed[c], last, ring * parameters, np.array(chain.positions))
-    return Tables(
+    return CostTables(
         forward=_sums(forward),
         backward=_sums(backward),
         weights=_sums(weights),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dapple_tf.planner.baselines import data_parallel
-from dapple_tf.planner.planning_problem import Decision, Task
+from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 
 
-def plan_dp(task: Task) -> Decision | None:
+def plan_dp(problem: PlanningProblem) -> PlannerResult | None:
     """One stage on all devices; the number of micro-batches by the simulator. None where it does not fit.
 
-    AllReduce comes after the last backward, or during it where the task says ``overlap``.
+    AllReduce comes after the last backward, or during it where the problem says ``overlap``.
     """
-    found = task.price_all(data_parallel(task), "DP")
-    return Decision(min(found, key=lambda c: c.seconds)) if found else None
+    found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
+    return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

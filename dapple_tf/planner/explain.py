@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.plan import Plan
-from dapple_tf.planner.planning_problem import Candidate, Decision, Task
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.simulate import Timeline
 from graph_passes.schedules.policies import short_name
 from profiler.profile import Profile
@@ -44,21 +44,26 @@ def _recomputed(plan: Plan) -> str:
     return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
 
 
-def describe_decision(
-    task: Task, decision: Decision, planned: tuple[Plan, Timeline], others: list[tuple[Plan, Timeline]]
+def describe_result(
+    problem: PlanningProblem,
+    decision: PlannerResult,
+    planned: tuple[Plan, Timeline],
+    others: list[tuple[Plan, Timeline]],
 ) -> str:
     """Why the runners-up lost, and whether anything better can be."""
     lines = []
-    for candidate, (plan, timeline) in zip(decision.others, others, strict=True):
+    for candidate, (plan, timeline) in zip(decision.runners_up, others, strict=True):
         lines.append(f"{_name(candidate, plan)}: {_difference(planned, (plan, timeline))}")
-    if decision.latency is not None:
-        lines.append(f"latency by the paper's formulas 1 to 3: {_ms(decision.latency)}")
-    if decision.proven:
+    if decision.formula_seconds is not None:
+        lines.append(f"latency by the paper's formulas 1 to 3: {_ms(decision.formula_seconds)}")
+    if decision.proven_optimal:
         lines.append("no plan of the search space is faster in the simulator")
-    if not task.profile.timings and planned[0].micro_batch_size < task.profile.batch_size * max(planned[0].replicas):
+    if not problem.profile.timings and planned[0].micro_batch_size < problem.profile.batch_size * max(
+        planned[0].replicas
+    ):
         lines.append(
-            f"the profile has one batch size ({task.profile.batch_size}); smaller slices were taken as proportionally "
-            "faster: profile at several batch sizes for a surer choice of the micro-batch"
+            f"the profile has one batch size ({problem.profile.batch_size}); smaller slices were taken as "
+            "proportionally faster: profile at several batch sizes for a surer choice of the micro-batch"
         )
     return "\n".join(lines)
 

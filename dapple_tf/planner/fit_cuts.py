@@ -8,31 +8,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 
 
-def fit_cuts(task: Task, devices: Sequence[Sequence[int]], micro_batch_size: int) -> tuple[StagePlan, ...] | None:
+def fit_cuts(
+    problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int
+) -> tuple[StagePlan, ...] | None:
     """Stages on these ``devices``, cut so that the largest of M (F + B) + AllReduce, and of M transfers, is least.
 
     None where no cut fits the memory (of one micro-batch in flight), or there are more stages than blocks.
     """
-    chain, homes = task.chain, task.cluster.homes
+    chain, homes = problem.chain, problem.cluster.homes
     if len(devices) > len(chain.parameter_bytes):
         return None
-    links = link_tables(task.cluster)
+    links = link_tables(problem.cluster)
     servers = [[homes[d] for d in stage] for stage in devices]
     replicas = np.array([len(stage) for stage in devices], np.int64)
     distinct, row = np.unique(replicas, return_inverse=True)
     seconds = [sum(chain.block_seconds(micro_batch_size / r)) for r in distinct]
-    if task.recompute:
+    if problem.recompute:
         seconds = [
             both + chain.block_seconds(micro_batch_size / r)[0] for r, both in zip(distinct, seconds, strict=True)
         ]
     sends = [(0.0, 0.0), *(transfer_cost(a, b, links) for a, b in itertools.pairwise(servers))]
-    scale = micro_batch_size / task.profile.batch_size
+    scale = micro_batch_size / problem.profile.batch_size
     starts = _fit(
         np.array(seconds),
         row,
@@ -44,14 +46,14 @@ def fit_cuts(task: Task, devices: Sequence[Sequence[int]], micro_batch_size: int
         chain.stash_bytes * scale,
         chain.working_bytes * scale,
         np.concatenate([[True], chain.splittable]),
-        task.global_batch_size // micro_batch_size,
-        2.0 + task.optimizer_slots,
-        usable_bytes(task.cluster.device_memory),
-        bool(task.recompute),
+        problem.global_batch_size // micro_batch_size,
+        2.0 + problem.optimizer_slots,
+        usable_bytes(problem.cluster.device_memory),
+        bool(problem.recompute),
     )
     if len(starts) == 0:
         return None
-    bounds = [chain.positions[start] for start in starts] + [len(task.profile.layers)]
+    bounds = [chain.positions[start] for start in starts] + [len(problem.profile.layers)]
     return tuple(
         StagePlan(first, end - 1, tuple(stage)) for first, end, stage in zip(bounds, bounds[1:], devices, strict=False)
     )

@@ -5,15 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from dapple_tf.planner.planning_problem import Candidate, Task
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
 _MOST_TRANSITIONS = 300_000_000  # over all sizes
+_MOST_MICRO_BATCHES = 16384  # more take long to simulate, and hide no bubble that fewer do not
 
 
-def likely_sizes(task: Task, candidates: Iterable[Candidate]) -> tuple[int, ...]:
+def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -> tuple[int, ...]:
     """The sizes, those first at which the ``candidates`` do best; only the first where all are too much work."""
-    best = dict.fromkeys(task.micro_batch_sizes, math.inf)
+    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
     for candidate in candidates:
         best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
-    count = max(2, _MOST_TRANSITIONS // sum(space.transitions for space in task.spaces))
+    count = max(2, _MOST_TRANSITIONS // sum(space.transitions for space in problem.search_spaces))
     return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]
+
+
+def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:
+    """The sizes that divide the global batch into at most 16384 micro-batches, or the one wanted.
+
+    Raises PlanError for sizes below 1, or one that does not divide the batch.
+    """
+    if global_batch_size < 1:
+        raise PlanError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+    small = [size for size in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % size == 0]
+    divisors = tuple(sorted({*small, *(global_batch_size // size for size in small)}))
+    if wanted is None:
+        return tuple(size for size in divisors if global_batch_size // size <= _MOST_MICRO_BATCHES)
+    if wanted not in divisors:
+        near = sorted(sorted(divisors, key=lambda size: abs(size - wanted))[:3])
+        raise PlanError(
+            f"micro_batch_size={wanted} does not divide global_batch_size={global_batch_size}: "
+            f"use {' or '.join(map(str, near))}"
+        )
+    return (wanted,)

@@ -120,7 +120,7 @@ def find_placements(
     return Placements(tuple(items), follow, complete)
 
 
-def device_numbers(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:
+def device_indices(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:
     """The numbers of a placement's devices, server by server; ``order`` says which server each entry stands for."""
     first = list(itertools.accumulate((server.devices for server in cluster.servers), initial=0))
     taken = zip(order, placement.before, placement.after, strict=True)

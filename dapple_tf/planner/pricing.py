@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.planner.cost_tables import Tables
+from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import StageCosts
@@ -24,22 +24,22 @@ from graph_passes.schedules.policies import ZERO_BUBBLE
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
 
 
-class Price(NamedTuple):
+class ScheduleSeconds(NamedTuple):
     """Seconds of a step under ``schedule``, infinite where none fits the memory."""
 
     seconds: float
     schedule: str
 
 
-class Priced(NamedTuple):
+class FastestFound(NamedTuple):
     """The cheapest of several plans: its place (-1: none) and price, and how many were looked at, in order."""
 
     place: int
-    price: Price
+    price: ScheduleSeconds
     looked_at: int
 
 
-def rows_of(costs: Sequence[StageCosts]) -> Floats:
+def stage_cost_arrays(costs: Sequence[StageCosts]) -> Floats:
     """The rows of a plan's costs."""
     rows: Floats = np.array(
         [
@@ -59,24 +59,24 @@ def rows_of(costs: Sequence[StageCosts]) -> Floats:
     return rows
 
 
-def price(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto") -> Price:
+def fastest_schedule(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto") -> ScheduleSeconds:
     """The best policy for these costs (or the price of ``schedule``), with D where memory asks for it.
 
-    A schedule's name is checked before (``make_task``).
+    A schedule's name is checked before (``make_problem``).
     """
     if schedule not in (*POLICIES, "auto"):
         return _price_fixed(rows, micro_batches, memory, schedule)
-    best = Price(np.inf, "")
+    best = ScheduleSeconds(np.inf, "")
     for code, name in enumerate(POLICIES):
         if schedule in (name, "auto"):
-            seconds, limit = price_policy(rows, micro_batches, memory, code)
+            seconds, limit = policy_seconds(rows, micro_batches, memory, code)
             if seconds < best.seconds * (1 - 1e-9):
-                best = Price(seconds, name if limit == 0 else f"{name}:D={limit}")
+                best = ScheduleSeconds(seconds, name if limit == 0 else f"{name}:D={limit}")
     return best
 
 
-def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> Price:
-    nothing = Price(np.inf, schedule)
+def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> ScheduleSeconds:
+    nothing = ScheduleSeconds(np.inf, schedule)
     try:
         order, held = named_order(schedule, rows.shape[1], micro_batches)
     except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a text of other stages
@@ -89,11 +89,11 @@ def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str)
         return _price_fixed(rows, micro_batches, memory, fewer) if schedule == ZERO_BUBBLE and limit > 0 else nothing
     weights = rows[7] if has_weights(order) else rows[7][:0]
     backward = rows[1] - rows[7] if len(weights) else rows[1]
-    return Price(step_seconds(order, rows[0], backward, weights, rows[2], rows[2], rows[3]), schedule)
+    return ScheduleSeconds(step_seconds(order, rows[0], backward, weights, rows[2], rows[2], rows[3]), schedule)
 
 
 @compiled
-def price_policy(rows: Floats, micro_batches: int, memory: float, code: int) -> tuple[float, int]:
+def policy_seconds(rows: Floats, micro_batches: int, memory: float, code: int) -> tuple[float, int]:
     """Seconds of one of POLICIES, and its D (0: memory does not limit it); infinite where it does not fit.
 
     D is the least of what the stages can hold, over those that would hold more than they can (DAPPLE, V.C).
@@ -123,7 +123,7 @@ def _run(rows: Floats, warm: Integers, micro_batches: int) -> float:
 
 
 @compiled
-def rows_from_tables(t: Tables, starts: Integers, places: Integers, stages: int) -> Floats:
+def stage_costs_from_tables(t: CostTables, starts: Integers, places: Integers, stages: int) -> Floats:
     """The rows of a plan of the search."""
     rows = np.zeros((8, stages))
     n = len(t.working)
@@ -148,8 +148,8 @@ def rows_from_tables(t: Tables, starts: Integers, places: Integers, stages: int)
     return rows
 
 
-def price_found(
-    t: Tables,
+def simulate_found_plans(
+    t: CostTables,
     bounds: Floats,
     starts: Integers,
     places: Integers,
@@ -157,26 +157,27 @@ def price_found(
     ceiling: float,
     schedule: str,
     events: int,
-) -> Priced:
+) -> FastestFound:
     """Price plans (rows, by rising bound) until the next bound is no better than the best, or after ``events``."""
     if schedule in (*POLICIES, "auto"):
         codes = np.array([i for i, name in enumerate(POLICIES) if schedule in (name, "auto")], np.int64)
         index, seconds, code, limit, looked = _price_found(t, bounds, starts, places, counts, ceiling, codes, events)
         name = POLICIES[code] if limit == 0 else f"{POLICIES[code]}:D={limit}"
-        return Priced(index, Price(seconds, name), looked)
-    best, index = Price(ceiling, schedule), -1
+        return FastestFound(index, ScheduleSeconds(seconds, name), looked)
+    best, index = ScheduleSeconds(ceiling, schedule), -1
     for i, bound in enumerate(bounds):
         if bound >= best.seconds:
-            return Priced(index, best, i)
-        found = price(rows_from_tables(t, starts[i], places[i], counts[i]), t.micro_batches, t.memory, schedule)
+            return FastestFound(index, best, i)
+        rows = stage_costs_from_tables(t, starts[i], places[i], counts[i])
+        found = fastest_schedule(rows, t.micro_batches, t.memory, schedule)
         if found.seconds < best.seconds * (1 - 1e-9):
             best, index = found, i
-    return Priced(index, best, len(bounds))
+    return FastestFound(index, best, len(bounds))
 
 
 @compiled
 def _price_found(
-    t: Tables,
+    t: CostTables,
     bounds: Floats,
     starts: Integers,
     places: Integers,
@@ -189,9 +190,9 @@ def _price_found(
     for i in range(len(bounds)):
         if bounds[i] >= best * (1 - 1e-9) or events <= 0:
             return index, best, chosen, limit, i
-        rows = rows_from_tables(t, starts[i], places[i], counts[i])
+        rows = stage_costs_from_tables(t, starts[i], places[i], counts[i])
         for code in codes:
-            seconds, held = price_policy(rows, t.micro_batches, t.memory, code)
+            seconds, held = policy_seconds(rows, t.micro_batches, t.memory, code)
             events -= 4 * counts[i] * t.micro_batches
             if seconds < best * (1 - 1e-9):
                 best, index, chosen, limit = seconds, i, code, held

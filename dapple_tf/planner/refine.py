@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.planning_problem import Candidate, Task
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
 
-def refine(task: Task, candidate: Candidate, tries: int) -> Candidate:
+def refine(problem: PlanningProblem, candidate: Candidate, tries: int) -> Candidate:
     """Move cuts, and devices between neighbouring stages, one at a time, as long as the simulated step shrinks.
 
     At most ``tries`` plans are simulated.
@@ -18,22 +18,22 @@ def refine(task: Task, candidate: Candidate, tries: int) -> Candidate:
     improved = True
     while improved:
         improved = False
-        for stages in _neighbours(task, best):
+        for stages in _neighbours(problem, best):
             if tries == 0:
                 return best
             tries -= 1
-            found = task.price(stages, best.micro_batch_size, candidate.origin)
+            found = problem.evaluate(stages, best.micro_batch_size, candidate.origin)
             if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                 best, improved = found, True
                 break
     return best
 
 
-def _neighbours(task: Task, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
+def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
     """Plans one move away: a cut a block further, or a device on the other side of a boundary."""
-    stages, positions = candidate.stages, task.chain.positions
+    stages, positions = candidate.stages, problem.chain.positions
     place = {position: index for index, position in enumerate(positions)}
-    unsplittable = set(task.profile.unsplittable)
+    unsplittable = set(problem.profile.unsplittable)
     for index, (left, right) in enumerate(pairwise(stages)):
         cut, joined, own = place[right.first_layer], left.devices + right.devices, left.replicas
         firsts = [

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.planner.cost_tables import Tables
+from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.latency import pipeline_latency
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlan:
     """A complete plan: the first block and the placement of each stage, and its score in seconds."""
 
     score: float
@@ -27,7 +27,7 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class SearchResult:
     """Plans found, best first; every plan that scores below ``exhaustive_below`` (and the ceiling) is among them.
 
     One row a plan: score, number of stages, and of each stage the first block and the placement (0 after the last).
@@ -42,21 +42,21 @@ class Result:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def plan(self, row: int) -> Found:
+    def plan(self, row: int) -> FoundPlan:
         """The plan of one row."""
         s = int(self.stages[row])
         starts, placements = self.starts[row, :s].tolist(), self.placements[row, :s].tolist()
-        return Found(float(self.scores[row]), tuple(starts), tuple(placements))
+        return FoundPlan(float(self.scores[row]), tuple(starts), tuple(placements))
 
     @property
-    def plans(self) -> tuple[Found, ...]:
+    def plans(self) -> tuple[FoundPlan, ...]:
         """All of them."""
         return tuple(self.plan(row) for row in range(len(self)))
 
 
 def search_by_formula(
-    tables: Tables, *, ceiling: float = np.inf, width: int, results: int = 16, warm: bool = False
-) -> Result:
+    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int = 16, warm: bool = False
+) -> SearchResult:
     """Plans over all devices by formulas 1 to 3; a partial plan ranks by its latency with all the rest as last stage.
 
     DAPPLE, formulas 4 and 5. ``warm``: only plans whose stages can hold the warm-up of policy A, S - i micro-batches,
@@ -66,22 +66,22 @@ def search_by_formula(
 
 
 def search_by_bound(
-    tables: Tables, *, ceiling: float = np.inf, width: int, results: int, max_stages: int | None = None
-) -> Result:
+    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int, max_stages: int | None = None
+) -> SearchResult:
     """Plans over any number of devices by a lower bound of their simulated step, those below ``ceiling`` only."""
     stages = len(tables.working) if max_stages is None else max_stages
     return _collect(_search(tables, False, False, ceiling, width, results, stages, False))
 
 
-def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Result:
+def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> SearchResult:
     scores, stages, starts, placements, dropped = found
     order = np.lexsort((*starts.T[::-1], stages, scores))
-    return Result(scores[order], stages[order], starts[order], placements[order], dropped)
+    return SearchResult(scores[order], stages[order], starts[order], placements[order], dropped)
 
 
 @compiled
 def _search(
-    t: Tables,
+    t: CostTables,
     by_formula: bool,
     all_devices: bool,
     ceiling: float,
@@ -205,7 +205,7 @@ def _search(
 
 @compiled
 def _holds_warm_up(
-    t: Tables, parent: Integers, begin: Integers, label: int, width: int, first: int, place: int
+    t: CostTables, parent: Integers, begin: Integers, label: int, width: int, first: int, place: int
 ) -> bool:
     """Whether each stage of a complete plan holds S - i micro-batches; its last stage begins at ``first``."""
     end, held = len(t.working), 1
@@ -235,7 +235,7 @@ def _find_room(rank: Floats, filled: Integers, bucket: int, width: int) -> int:
 
 
 @compiled
-def fits(t: Tables, first: int, end: int, r: int, work: float) -> bool:
+def fits(t: CostTables, first: int, end: int, r: int, work: float) -> bool:
     """Whether one of ``r`` devices can hold blocks ``first`` to ``end`` (exclusive) and one micro-batch in flight."""
     return bool(
         fixed_bytes(t, first, end) + work_bytes(t, first, end, work) / r + stash_bytes(t, first, end) / r <= t.memory
@@ -243,26 +243,26 @@ def fits(t: Tables, first: int, end: int, r: int, work: float) -> bool:
 
 
 @compiled
-def fixed_bytes(t: Tables, first: int, end: int) -> float:
+def fixed_bytes(t: CostTables, first: int, end: int) -> float:
     """Weights, gradients and slots of blocks ``first`` to ``end``."""
     return float((t.parameters[end] - t.parameters[first]) * t.bytes_per_parameter_byte)
 
 
 @compiled
-def stash_bytes(t: Tables, first: int, end: int) -> float:
+def stash_bytes(t: CostTables, first: int, end: int) -> float:
     """What a micro-batch in flight keeps, over all replicas."""
     return float(t.crossing[first] if t.recompute else t.stash[end] - t.stash[first])
 
 
 @compiled
-def work_bytes(t: Tables, first: int, end: int, work: float) -> float:
+def work_bytes(t: CostTables, first: int, end: int, work: float) -> float:
     """The largest working set, over all replicas; with recompute what forward makes again counts too."""
     return float(work + (t.stash[end] - t.stash[first] if t.recompute else 0.0))
 
 
 @compiled
 def _formula(
-    t: Tables,
+    t: CostTables,
     stage: Floats,
     parent: Integers,
     label: int,

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from dapple_tf.planner.balanced_cuts import even_starts
-from dapple_tf.planner.cost_tables import Space
+from dapple_tf.planner.cost_tables import SearchSpace
 from dapple_tf.planner.placement import append_first, find_placements
 from profiler.cluster import Cluster, Server
 from profiler.linearise import Chain, cut_chain
@@ -18,7 +18,7 @@ _LEAST_BLOCKS = 32
 _MOST_OF_A_PART = 128
 
 
-def find_spaces(chain: Chain, cluster: Cluster) -> tuple[Space, ...]:
+def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
     """One space of all cuts, replica counts and placements; where that is too large, two that cover less.
 
     These are: all plans of two stages; and plans of any number of stages placed on one device after the other (Append
@@ -31,21 +31,21 @@ def find_spaces(chain: Chain, cluster: Cluster) -> tuple[Space, ...]:
     return tuple(spaces)
 
 
-def _spaces_of(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[Space, ...]:
+def _spaces_of(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
     sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
     every = find_placements(sizes, range(1, total + 1), most=_MOST_PLACEMENTS)
-    whole = Space(chain, cluster, every, order, whole=True)
+    whole = SearchSpace(chain, cluster, every, order, whole=True)
     if every.complete and whole.transitions <= 2 * _MOST_TRANSITIONS:
         return (whole,)
     unit = max(sizes) if total > 256 else 1
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
-    two = Space(chain, cluster, find_placements(sizes, splits, stages=2), order)
+    two = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)
     in_line = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
-    return (_coarser(two), _coarser(Space(chain, cluster, in_line, order)))
+    return (_coarser(two), _coarser(SearchSpace(chain, cluster, in_line, order)))
 
 
-def shrink(cluster: Cluster) -> Cluster | None:
+def halve_cluster(cluster: Cluster) -> Cluster | None:
     """The first servers that hold about half of the devices, 128 at most; None for one device."""
     left = min(cluster.devices // 2, _MOST_OF_A_PART)
     servers: list[Server] = []
@@ -65,7 +65,7 @@ def _round_counts(total: int, unit: int) -> list[int]:
     return sorted(c for c in {count // unit * unit for count in wanted} if 0 < c <= total)
 
 
-def _coarser(space: Space) -> Space:
+def _coarser(space: SearchSpace) -> SearchSpace:
     """The space with its blocks joined to fewer, where searching all would be too much work."""
     blocks = len(space.chain.parameter_bytes)
     pairs = max(1, space.transitions // blocks**2)

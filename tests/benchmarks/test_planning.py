@@ -11,8 +11,8 @@ from benchmarks import published
 from benchmarks.candidates import fastest_split
 from benchmarks.planning import WholeSlices
 from benchmarks.published import Model, Published, calibrate_stash, count_units, find_cut, published_stages, stages_of
-from dapple_tf.planner.api import make_task
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.api import make_problem, run_planner
+from dapple_tf.planner.planning_problem import PlanningProblem
 from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from profiler.profile import LayerCost, Profile
@@ -40,33 +40,33 @@ def make_cluster(memory: float = 1e9) -> Cluster:
     return Cluster((Server("a", 2), Server("b", 2)), memory, Link(100.0, 0.0), Link(10.0, 0.0))
 
 
-def make_tight_task(**fields: object) -> Task:
-    return Task(make_profile(), make_cluster(), 8, (1, 2, 4, 8), **fields)
+def make_tight_problem(**fields: object) -> PlanningProblem:
+    return PlanningProblem(make_profile(), make_cluster(), 8, (1, 2, 4, 8), **fields)
 
 
 def test_a_cut_after_so_many_cells_is_where_least_crosses() -> None:
-    task = make_tight_task()
+    problem = make_tight_problem()
     # After the second cell a stage may start at the view (9 bytes cross) or at cell2 (1 byte).
-    assert [find_cut(MODEL, task, units) for units in (1, 2, 3)] == [1, 3, 4]
+    assert [find_cut(MODEL, problem, units) for units in (1, 2, 3)] == [1, 3, 4]
 
 
 def test_a_published_plan_has_its_cut_and_its_devices_in_order() -> None:
-    stages = published_stages(Published(MODEL, "a", "3:1", "2:2"), make_tight_task())
+    stages = published_stages(Published(MODEL, "a", "3:1", "2:2"), make_tight_problem())
     assert [(s.first_layer, s.last_layer, s.devices) for s in stages] == [(0, 2, (0, 1, 2)), (3, 4, (3,))]
     assert count_units(MODEL, make_profile(), stages) == (2, 2)
 
 
 def test_a_published_cut_may_be_counted_another_way() -> None:
-    stages = published_stages(Published(MODEL, "a", "3:1", "2:2", units=1), make_tight_task())
+    stages = published_stages(Published(MODEL, "a", "3:1", "2:2", units=1), make_tight_problem())
     assert stages[1].first_layer == 1
 
 
 def test_published_dp_and_straight_plans() -> None:
-    task = make_tight_task()
-    assert [s.replicas for s in published_stages(Published(MODEL, "a", "DP"), task)] == [4]
-    straight = published_stages(Published(MODEL, "a", "straight"), task)
+    problem = make_tight_problem()
+    assert [s.replicas for s in published_stages(Published(MODEL, "a", "DP"), problem)] == [4]
+    straight = published_stages(Published(MODEL, "a", "straight"), problem)
     assert [s.devices for s in straight] == [(0,), (1,), (2,), (3,)]
-    assert count_units(MODEL, task.profile, straight) == (1, 1, 1, 1)
+    assert count_units(MODEL, problem.profile, straight) == (1, 1, 1, 1)
 
 
 def test_stash_grows_where_there_is_a_backward_until_the_memory_is_the_published_one() -> None:
@@ -82,49 +82,48 @@ def test_stash_stays_where_the_published_memory_is_too_small() -> None:
 
 
 def test_whole_slices_give_every_replica_the_profile_batch() -> None:
-    task = WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
-    stages = stages_of(task, [3], [3, 1])
+    problem = WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
+    stages = stages_of(problem, [3], [3, 1])
     # Three replicas of 2 samples each need micro-batches of 6: 8 is the only divisor that will do.
-    assert [found.micro_batch_size for found in task.price_all(stages, "test")] == [8]
-    free = Task(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
-    assert [found.micro_batch_size for found in free.price_all(stages, "test")] == [4, 8]
+    assert [found.micro_batch_size for found in problem.evaluate_all_sizes(stages, "test")] == [8]
+    free = PlanningProblem(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
+    assert [found.micro_batch_size for found in free.evaluate_all_sizes(stages, "test")] == [4, 8]
 
 
 @pytest.mark.parametrize("planner", ["best", "dapple"])
 def test_planners_keep_to_whole_slices(planner: str) -> None:
-    from dapple_tf.planner.api import decide
 
-    chosen = decide(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen
+    chosen = run_planner(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen
     assert max(stage.replicas for stage in chosen.stages) * 2 <= chosen.micro_batch_size
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("memory", [1e9, 300.0])
 def test_the_fastest_split_is_that_of_all_splits(overlap: bool, memory: float) -> None:
-    task = replace(make_tight_task(overlap=overlap), cluster=make_cluster(memory))
+    problem = replace(make_tight_problem(overlap=overlap), cluster=make_cluster(memory))
     prices = []
     for cut, replicas in itertools.product(range(1, 5), range(1, 4)):
-        prices += task.price_all(stages_of(task, [cut], [replicas, 4 - replicas]), "test")
-    found = fastest_split(task)
+        prices += problem.evaluate_all_sizes(stages_of(problem, [cut], [replicas, 4 - replicas]), "test")
+    found = fastest_split(problem)
     assert found is not None
     assert found.seconds == min(price.seconds for price in prices)
 
 
 def test_no_split_where_none_fits() -> None:
-    assert fastest_split(replace(make_tight_task(), cluster=make_cluster(100.0))) is None
+    assert fastest_split(replace(make_tight_problem(), cluster=make_cluster(100.0))) is None
 
 
 @pytest.mark.skipif(bool(published.missing()), reason=published.missing())
 def test_the_paper_s_plans_on_its_profiles() -> None:
     cuts = {}
     for row in published.TABLE_5:
-        task = make_task(
+        problem = make_problem(
             published.read_profile(row.model), config(row.config), global_batch_size=row.model.global_batch
         )
-        stages = published_stages(row, task)
+        stages = published_stages(row, problem)
         assert sum(stage.replicas for stage in stages) == 16
         if len(stages) == 2:
-            cuts[row.model.title] = task.profile.layers[stages[1].first_layer].name
+            cuts[row.model.title] = problem.profile.layers[stages[1].first_layer].name
     assert cuts == {
         "VGG-19": "FC1",
         "GNMT-16": "node48 Dropout(p=0.2)",

@@ -14,8 +14,8 @@ TOPOLOGIES = ((6,), (3, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1))
 AMPLE = 1e9
 
 
-class Problem(NamedTuple):
-    """What ``make_task`` takes."""
+class Case(NamedTuple):
+    """What ``make_problem`` takes."""
 
     profile: Profile
     cluster: Cluster
@@ -94,15 +94,15 @@ def clusters(draw: st.DrawFn, tight: bool, topologies: Sequence[tuple[int, ...]]
 
 
 @st.composite
-def problems(
+def cases(
     draw: st.DrawFn,
     largest: int = 5,
     free: bool = True,
     tight: bool = True,
     batches: Sequence[int] = (1, 2, 3, 4, 6, 8, 12),
-) -> Problem:
+) -> Case:
     """Tasks small enough to go through all plans."""
     free = free and draw(st.booleans())
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
     profile, cluster = draw(profiles(largest, free)), draw(clusters(tight))
-    return Problem(profile, cluster, draw(st.sampled_from(batches)), options)
+    return Case(profile, cluster, draw(st.sampled_from(batches)), options)

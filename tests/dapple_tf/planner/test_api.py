@@ -12,10 +12,10 @@ from hypothesis import given
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
-from dapple_tf.planner.api import make_task
+from dapple_tf.planner.api import make_problem
 from profiler.cluster import Cluster
 from profiler.profile import Profile
-from tests.dapple_tf.planner.builders import Problem, make_cluster, make_profile, problems
+from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.graph_passes.builders import refused
 
 # Of each layer: seconds, bytes sent, kept and trained of 4 samples. Fixed bytes of one: 4 x 10.
@@ -231,9 +231,9 @@ def test_gpipe_is_straight_and_even_and_holds_all() -> None:
     assert two.schedule == "dapple-a"
 
 
-@given(problems(4))
-def test_a_plan_of_any_planner_is_what_its_prediction_says(problem: Problem) -> None:
-    profile, cluster, batch, options = problem
+@given(cases(4))
+def test_a_plan_of_any_planner_is_what_its_prediction_says(case: Case) -> None:
+    profile, cluster, batch, options = case
     for planner in ("best", "dapple", "dp", "gpipe"):
         try:
             found = dapple.plan(profile, cluster, global_batch_size=batch, planner=planner, **options)
@@ -255,4 +255,4 @@ def test_a_model_without_any_cost_is_planned() -> None:
 
 
 def test_micro_batch_sizes_are_the_divisors() -> None:
-    assert make_task(PROFILE, make_cluster(1), global_batch_size=12).micro_batch_sizes == (1, 2, 3, 4, 6, 12)
+    assert make_problem(PROFILE, make_cluster(1), global_batch_size=12).micro_batch_sizes == (1, 2, 3, 4, 6, 12)

@@ -8,55 +8,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.api import make_task
+from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.search_space import shrink
+from dapple_tf.planner.search_space import halve_cluster
 from profiler.cluster import Cluster
 from profiler.presets import config
-from tests.dapple_tf.planner.builders import Problem, make_cluster, make_profile, problems
+from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 
-def seconds(problem: Problem, cluster: Cluster) -> float:
-    task = make_task(problem.profile, cluster, global_batch_size=problem.batch, **problem.options)
-    decision = plan_best(task)
+def seconds(case: Case, cluster: Cluster) -> float:
+    problem = make_problem(case.profile, cluster, global_batch_size=case.batch, **case.options)
+    decision = plan_best(problem)
     return float("inf") if decision is None else decision.chosen.seconds
 
 
-@given(problems(6))
-def test_more_devices_never_make_a_plan_slower(problem: Problem) -> None:
-    fewer = shrink(problem.cluster)
+@given(cases(6))
+def test_more_devices_never_make_a_plan_slower(case: Case) -> None:
+    fewer = halve_cluster(case.cluster)
     if fewer is not None:
-        assert seconds(problem, problem.cluster) <= seconds(problem, fewer) * (1 + 1e-9)
+        assert seconds(case, case.cluster) <= seconds(case, fewer) * (1 + 1e-9)
 
 
-@given(problems(5), st.integers(1, 2), st.integers(3, 4))
-def test_a_small_server_may_come_first(problem: Problem, small: int, large: int) -> None:
-    first = replace(make_cluster(small, large), device_memory=problem.cluster.device_memory)
-    last = replace(make_cluster(large, small), device_memory=problem.cluster.device_memory)
-    assert seconds(problem, first) <= seconds(problem, last) * (1 + 1e-9)
+@given(cases(5), st.integers(1, 2), st.integers(3, 4))
+def test_a_small_server_may_come_first(case: Case, small: int, large: int) -> None:
+    first = replace(make_cluster(small, large), device_memory=case.cluster.device_memory)
+    last = replace(make_cluster(large, small), device_memory=case.cluster.device_memory)
+    assert seconds(case, first) <= seconds(case, last) * (1 + 1e-9)
 
 
 def test_part_of_a_cluster_is_its_first_servers() -> None:
-    found = shrink(config("a", 20))
+    found = halve_cluster(config("a", 20))
     assert found is not None
     assert [(server.name, server.devices) for server in found.servers] == [("server0", 8), ("server1", 2)]
-    whole = shrink(config("a", 1024))
+    whole = halve_cluster(config("a", 1024))
     assert whole is not None
     assert whole.devices == 128
-    assert shrink(config("a", 1)) is None
+    assert halve_cluster(config("a", 1)) is None
 
 
 @pytest.mark.parametrize("devices", [40, 64])
 def test_a_large_cluster_is_planned_no_worse_than_its_even_pipelines(devices: int) -> None:
     profile = make_profile(*[(1.0 + i % 3, 2.0, 1e6, 1e6, 1e7) for i in range(24)])
-    task = make_task(profile, config("b", devices), global_batch_size=64)
-    decision = plan_best(task)
+    problem = make_problem(profile, config("b", devices), global_batch_size=64)
+    decision = plan_best(problem)
     assert decision is not None
     for stages in range(1, 25):
         for replicas in range(1, devices // stages + 1):
             plan = [(24 * i // stages, 24 * (i + 1) // stages) for i in range(stages)]
             even = [_stage(first, end, i * replicas, replicas) for i, (first, end) in enumerate(plan)]
-            for candidate in task.price_all(even, "even"):
+            for candidate in problem.evaluate_all_sizes(even, "even"):
                 assert decision.chosen.seconds <= candidate.seconds * (1 + 1e-9)
 
 

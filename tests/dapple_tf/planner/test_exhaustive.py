@@ -16,87 +16,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.plan_check import check_plan
-from dapple_tf.planner.api import make_task, predicted
+from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.dapple import plan_dapple
-from dapple_tf.planner.planning_problem import Candidate, Decision, Task
-from tests.dapple_tf.planner.builders import Problem, problems
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from tests.dapple_tf.planner.builders import Case, cases
 from tests.dapple_tf.planner.exhaustive import find_optimum
 
 
-def make(problem: Problem) -> Task:
-    return make_task(problem.profile, problem.cluster, global_batch_size=problem.batch, **problem.options)
+def make(case: Case) -> PlanningProblem:
+    return make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
 
 
-def check_best(problem: Problem) -> None:
-    optimum = find_optimum(problem.profile, problem.cluster, problem.batch, **problem.options)
-    task = make(problem)
-    decision = plan_best(task)
+def check_best(case: Case) -> None:
+    optimum = find_optimum(case.profile, case.cluster, case.batch, **case.options)
+    problem = make(case)
+    decision = plan_best(problem)
     if decision is None:
         assert optimum.seconds == math.inf
         return
     assert decision.chosen.seconds == pytest.approx(optimum.seconds, rel=1e-9, abs=0)
-    assert decision.proven
-    check_decision(task, decision)
-    for other in decision.others:
+    assert decision.proven_optimal
+    check_decision(problem, decision)
+    for other in decision.runners_up:
         assert other.seconds >= decision.chosen.seconds
 
 
-def check_dapple(problem: Problem) -> None:
-    optimum = find_optimum(problem.profile, problem.cluster, problem.batch, by_formula=True, **problem.options)
-    task = make(problem)
-    decision = plan_dapple(task)
+def check_dapple(case: Case) -> None:
+    optimum = find_optimum(case.profile, case.cluster, case.batch, by_formula=True, **case.options)
+    problem = make(case)
+    decision = plan_dapple(problem)
     if decision is None:
         assert optimum.seconds == math.inf
         return
-    assert decision.latency == pytest.approx(optimum.seconds, rel=1e-9, abs=0)
-    check_decision(task, decision)
+    assert decision.formula_seconds == pytest.approx(optimum.seconds, rel=1e-9, abs=0)
+    check_decision(problem, decision)
 
 
-def check_decision(task: Task, decision: Decision) -> None:
+def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
     """What is chosen or came close can run, fits, and takes as long as was said."""
-    for candidate in (decision.chosen, *decision.others):
-        plan, timeline = predicted(task, candidate, "test")
-        check_plan(plan, task.profile, task.cluster)
+    for candidate in (decision.chosen, *decision.runners_up):
+        plan, timeline = predict_plan(problem, candidate, "test")
+        check_plan(plan, problem.profile, problem.cluster)
         assert all(timeline.fits)
         assert timeline.step_seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
         assert max(plan.replicas) <= plan.micro_batch_size
 
 
-@given(problems(8))
-def test_best_is_the_optimum_of_all_plans(problem: Problem) -> None:
-    check_best(problem)
+@given(cases(8))
+def test_best_is_the_optimum_of_all_plans(case: Case) -> None:
+    check_best(case)
 
 
-@given(problems(8, free=False))
-def test_dapple_is_the_optimum_of_the_formulas(problem: Problem) -> None:
-    check_dapple(problem)
+@given(cases(8, free=False))
+def test_dapple_is_the_optimum_of_the_formulas(case: Case) -> None:
+    check_dapple(case)
 
 
-@given(problems(free=False, tight=False), st.data())
-def test_memory_that_a_plan_needs_to_the_byte_will_do(problem: Problem, data: st.DataObject) -> None:
-    timeline = predicted(make(problem), plan_of(problem), "best")[1]
+@given(cases(free=False, tight=False), st.data())
+def test_memory_that_a_plan_needs_to_the_byte_will_do(case: Case, data: st.DataObject) -> None:
+    timeline = predict_plan(make(case), plan_of(case), "best")[1]
     needs = [need for need in timeline.peak_memory_bytes if need > 0]
     memory = data.draw(st.sampled_from(needs)) if needs else 1.0
-    check_best(problem._replace(cluster=replace(problem.cluster, device_memory=memory)))
+    check_best(case._replace(cluster=replace(case.cluster, device_memory=memory)))
 
 
-def plan_of(problem: Problem) -> Candidate:
+def plan_of(case: Case) -> Candidate:
     """What the best planner chooses."""
-    decision = plan_best(make(problem))
+    decision = plan_best(make(case))
     assert decision is not None
     return decision.chosen
 
 
 @pytest.mark.slow
 @settings(max_examples=500)
-@given(problems(8))
-def test_best_is_the_optimum_in_many_cases(problem: Problem) -> None:
-    check_best(problem)
+@given(cases(8))
+def test_best_is_the_optimum_in_many_cases(case: Case) -> None:
+    check_best(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=500)
-@given(problems(8, free=False))
-def test_dapple_is_the_optimum_in_many_cases(problem: Problem) -> None:
-    check_dapple(problem)
+@given(cases(8, free=False))
+def test_dapple_is_the_optimum_in_many_cases(case: Case) -> None:
+    check_dapple(case)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dapple_tf.plan import Plan
-from dapple_tf.planner.api import decide, make_task, predicted
-from dapple_tf.planner.explain import describe_decision, describe_plan, notation, split_positions
+from dapple_tf.planner.api import make_problem, predict_plan, run_planner
+from dapple_tf.planner.explain import describe_plan, describe_result, notation, split_positions
 from profiler.cluster import Cluster
 from profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
@@ -19,10 +19,10 @@ PROFILE = make_profile((1, 2, 4, 4, 10), (1, 2, 4, 4, 10), (2, 4, 4, 4, 10))
 
 
 def say(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> str:
-    task = make_task(profile, cluster, global_batch_size=batch, **options)
-    decision = decide(task, "best")
-    others = [predicted(task, candidate, "best") for candidate in decision.others]
-    return describe_decision(task, decision, predicted(task, decision.chosen, "best"), others)
+    problem = make_problem(profile, cluster, global_batch_size=batch, **options)
+    decision = run_planner(problem, "best")
+    others = [predict_plan(problem, candidate, "best") for candidate in decision.runners_up]
+    return describe_result(problem, decision, predict_plan(problem, decision.chosen, "best"), others)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,10 @@ def test_plans_are_written_as_in_the_paper(plan: Plan, written: str, layers: str
 
 
 def test_a_plan_in_a_few_lines() -> None:
-    task = make_task(PROFILE, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True, overlap=True)
-    plan, timeline = predicted(task, decide(task, "dp").chosen, "dp")
+    problem = make_problem(
+        PROFILE, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True, overlap=True
+    )
+    plan, timeline = predict_plan(problem, run_planner(problem, "dp").chosen, "dp")
     head, *table, stage = describe_plan(plan, PROFILE, timeline).splitlines()
     assert head == (
         "plan DP, layers 3, 2 micro-batches of 4 samples, schedule dapple-a, recompute, AllReduce overlaps backward"
@@ -53,13 +55,13 @@ def test_a_plan_in_a_few_lines() -> None:
 def test_long_names_are_cut() -> None:
     profile = make_profile((1, 1))
     profile = Profile("net", 4, "test", (type(profile.layers[0])("n" * 80, 1, 1, 0, 0, 0),))
-    task = make_task(profile, make_cluster(1), global_batch_size=4)
-    text = describe_plan(*_described(task, profile))
+    problem = make_problem(profile, make_cluster(1), global_batch_size=4)
+    text = describe_plan(*_described(problem, profile))
     assert text.endswith(f"stage 0: {'n' * 57}... .. {'n' * 57}...")
 
 
-def _described(task: Any, profile: Profile) -> tuple[Any, ...]:
-    plan, timeline = predicted(task, decide(task, "best").chosen, "best")
+def _described(problem: Any, profile: Profile) -> tuple[Any, ...]:
+    plan, timeline = predict_plan(problem, run_planner(problem, "best").chosen, "best")
     return plan, profile, timeline
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dapple_tf.planner.placement import (
     Placement,
     append_first,
-    device_numbers,
+    device_indices,
     find_placements,
     fresh_first,
     scatter_first,
@@ -123,6 +123,6 @@ def test_devices_are_numbered_server_by_server() -> None:
     placement = Placement(before=(1, 0, 2), after=(3, 2, 2), left=3)
     assert placement.replicas == 4
     assert placement.servers() == (0, 0, 1, 1)
-    assert device_numbers(make_cluster(3, 4, 3), placement, (0, 1, 2)) == (1, 2, 3, 4)
+    assert device_indices(make_cluster(3, 4, 3), placement, (0, 1, 2)) == (1, 2, 3, 4)
     # The entries stand for servers 1, 0 and 2, whose devices begin at 3, 0 and 7.
-    assert device_numbers(make_cluster(3, 4, 3), placement, (1, 0, 2)) == (0, 1, 4, 5)
+    assert device_indices(make_cluster(3, 4, 3), placement, (1, 0, 2)) == (0, 1, 4, 5)

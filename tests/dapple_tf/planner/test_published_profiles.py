@@ -9,9 +9,9 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.api import PLANNERS, make_task
+from dapple_tf.planner.api import PLANNERS, make_problem
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
-from dapple_tf.planner.planning_problem import Task
+from dapple_tf.planner.planning_problem import PlanningProblem
 from profiler.importers import read_graph_file
 from profiler.presets import config
 from profiler.profile import Profile
@@ -32,24 +32,24 @@ def read(name: str) -> Profile:
 
 
 @cache
-def best_of(name: str, letter: str) -> tuple[Task, float]:
-    """The task and the simulated seconds of the best plan, which fits."""
+def best_of(name: str, letter: str) -> tuple[PlanningProblem, float]:
+    """The problem and the simulated seconds of the best plan, which fits."""
     profile, cluster = read(name), config(letter, DEVICES)
     plan = dapple.plan(profile, cluster, global_batch_size=BATCH)
     timeline = dapple.simulate(plan, profile, cluster)
     assert all(timeline.fits)
-    return make_task(profile, cluster, global_batch_size=BATCH), timeline.step_seconds
+    return make_problem(profile, cluster, global_batch_size=BATCH), timeline.step_seconds
 
 
 @everywhere
 @on_each
 def test_never_slower_than_dp_straight_or_the_other_planners(name: str, letter: str) -> None:
-    task, seconds = best_of(name, letter)
-    others = task.price_all(data_parallel(task), "DP")
+    problem, seconds = best_of(name, letter)
+    others = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     for stages in range(2, DEVICES + 1):
-        others += task.price_all(even_pipeline(task, stages), "straight")
+        others += problem.evaluate_all_sizes(even_pipeline(problem, stages), "straight")
     for planner in ("dapple", "dp", "gpipe"):
-        decision = PLANNERS[planner](task)
+        decision = PLANNERS[planner](problem)
         others += [decision.chosen] if decision else []
     assert others
     assert seconds <= min(other.seconds for other in others) * (1 + 1e-9)
@@ -59,9 +59,9 @@ def test_never_slower_than_dp_straight_or_the_other_planners(name: str, letter: 
 @on_each
 def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
     """Every cut and every split of the devices in order, at a sample of micro-batch sizes."""
-    task, seconds = best_of(name, letter)
-    profile, last = task.profile, len(task.profile.layers) - 1
-    positions = task.chain.positions[1:-1]
+    problem, seconds = best_of(name, letter)
+    profile, last = problem.profile, len(problem.profile.layers) - 1
+    positions = problem.chain.positions[1:-1]
     for position, count in itertools.product(positions[:: max(1, len(positions) // 12)], range(1, DEVICES)):
         stages = (
             StagePlan(0, position - 1, tuple(range(count))),
@@ -71,8 +71,8 @@ def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
             for schedule in ("dapple-a", "dapple-b", "gpipe"):
                 if max(count, DEVICES - count) > size:
                     continue
-                plan = task.plan(stages, size, schedule, "test")
-                timeline = dapple.simulate(plan, profile, task.cluster)
+                plan = problem.make_plan(stages, size, schedule, "test")
+                timeline = dapple.simulate(plan, profile, problem.cluster)
                 if all(timeline.fits):
                     assert seconds <= timeline.step_seconds * (1 + 1e-9), (position, count, size, schedule)
 
@@ -80,8 +80,8 @@ def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
 @everywhere
 @on_each
 def test_no_micro_batch_size_given_is_faster_than_the_best_of_all(name: str, letter: str) -> None:
-    task, seconds = best_of(name, letter)
+    problem, seconds = best_of(name, letter)
     for size in (4, 16, 64):
-        fixed = make_task(task.profile, task.cluster, global_batch_size=BATCH, micro_batch_size=size)
+        fixed = make_problem(problem.profile, problem.cluster, global_batch_size=BATCH, micro_batch_size=size)
         decision = PLANNERS["best"](fixed)
         assert decision is None or seconds <= decision.chosen.seconds * (1 + 1e-9)

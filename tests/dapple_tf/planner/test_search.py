@@ -10,14 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dapple_tf.plan import Plan, StagePlan
-from dapple_tf.planner.api import make_task
-from dapple_tf.planner.cost_tables import Space, Tables
-from dapple_tf.planner.planning_problem import Task
-from dapple_tf.planner.pricing import rows_from_tables, rows_of
-from dapple_tf.planner.search import Found, search_by_bound, search_by_formula
+from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.cost_tables import CostTables, SearchSpace
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.pricing import stage_cost_arrays, stage_costs_from_tables
+from dapple_tf.planner.search import FoundPlan, search_by_bound, search_by_formula
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.simulate import simulate
-from tests.dapple_tf.planner.builders import AMPLE, Problem, make_cluster, make_profile, problems
+from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
 from tests.dapple_tf.planner.exhaustive import Costs as ReferenceCosts
 from tests.dapple_tf.planner.exhaustive import divisors, formula_of, list_plans
 
@@ -25,99 +25,101 @@ SCHEDULES = ("auto", "zb-h1", "zb-h1:D=1")
 ALL = {"width": 2000, "results": 10**6}
 
 
-def whole_space(task: Task) -> Space:
+def whole_space(problem: PlanningProblem) -> SearchSpace:
     """All that there is to search, which is one space on so few devices."""
-    (space,) = task.spaces
+    (space,) = problem.search_spaces
     return space
 
 
 # Micro-batches of at least six samples, so that six devices can share one.
-by_formula = problems(free=False, tight=False, batches=(12, 24, 36))
+by_formula = cases(free=False, tight=False, batches=(12, 24, 36))
 
 
 def draw_tables(
-    problem: Problem, data: st.DataObject, least: int = 1, schedules: Sequence[str] = ("auto",)
-) -> tuple[Task, int, Tables]:
-    """A task, a size of micro-batches, and the tables for it."""
-    profile, cluster, batch, options = problem
+    case: Case, data: st.DataObject, least: int = 1, schedules: Sequence[str] = ("auto",)
+) -> tuple[PlanningProblem, int, CostTables]:
+    """A problem, a size of micro-batches, and the tables for it."""
+    profile, cluster, batch, options = case
     schedule = data.draw(st.sampled_from(schedules))
-    task = make_task(profile, cluster, global_batch_size=batch, schedule=schedule, **options)
+    problem = make_problem(profile, cluster, global_batch_size=batch, schedule=schedule, **options)
     size = data.draw(st.sampled_from([size for size in divisors(batch) if size >= least]))
-    return task, size, task.tables(whole_space(task), size)
+    return problem, size, problem.cost_tables(whole_space(problem), size)
 
 
-def draw_plan(task: Task, size: int, plans: tuple[Found, ...], data: st.DataObject) -> tuple[Found, Plan]:
-    """One of the plans found, under some schedule, or the task's."""
+def draw_plan(
+    problem: PlanningProblem, size: int, plans: tuple[FoundPlan, ...], data: st.DataObject
+) -> tuple[FoundPlan, Plan]:
+    """One of the plans found, under some schedule, or the problem's."""
     found = data.draw(st.sampled_from(plans))
     some = ["gpipe", "dapple-a", "dapple-b", "dapple-b:D=2"]
-    schedule = data.draw(st.sampled_from(some)) if task.schedule == "auto" else task.schedule
-    return found, task.plan(task.stages(whole_space(task), found), size, schedule, "test")
+    schedule = data.draw(st.sampled_from(some)) if problem.schedule == "auto" else problem.schedule
+    return found, problem.make_plan(problem.stage_plans(whole_space(problem), found), size, schedule, "test")
 
 
-@given(problems(), st.data())
-def test_the_bound_never_exceeds_the_simulated_step(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data, schedules=SCHEDULES)
+@given(cases(), st.data())
+def test_the_bound_never_exceeds_the_simulated_step(case: Case, data: st.DataObject) -> None:
+    problem, size, tables = draw_tables(case, data, schedules=SCHEDULES)
     plans = search_by_bound(tables, **ALL).plans
     assume(plans)
-    found, plan = draw_plan(task, size, plans, data)
-    assert found.score <= simulate(plan, task.profile, task.cluster).step_seconds
+    found, plan = draw_plan(problem, size, plans, data)
+    assert found.score <= simulate(plan, problem.profile, problem.cluster).step_seconds
 
 
-@given(problems(), st.data())
-def test_the_tables_agree_with_the_simulator(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data, schedules=SCHEDULES)
+@given(cases(), st.data())
+def test_the_tables_agree_with_the_simulator(case: Case, data: st.DataObject) -> None:
+    problem, size, tables = draw_tables(case, data, schedules=SCHEDULES)
     plans = search_by_bound(tables, **ALL).plans
     assume(plans)
-    found, plan = draw_plan(task, size, plans, data)
-    rows = rows_from_tables(tables, np.array(found.starts), np.array(found.placements), len(found.starts))
-    costs = stage_costs(plan, task.profile, task.cluster)
-    np.testing.assert_allclose(rows, rows_of(costs), rtol=1e-12, atol=1e-12)
+    found, plan = draw_plan(problem, size, plans, data)
+    rows = stage_costs_from_tables(tables, np.array(found.starts), np.array(found.placements), len(found.starts))
+    costs = stage_costs(plan, problem.profile, problem.cluster)
+    np.testing.assert_allclose(rows, stage_cost_arrays(costs), rtol=1e-12, atol=1e-12)
 
 
-def fits_one(task: Task, stages: tuple[tuple[int, int, tuple[int, ...]], ...], size: int) -> bool:
+def fits_one(problem: PlanningProblem, stages: tuple[tuple[int, int, tuple[int, ...]], ...], size: int) -> bool:
     """Whether each stage holds one micro-batch, says the simulator."""
-    plan = task.plan([StagePlan(*stage) for stage in stages], size, "dapple-a:D=1", "test")
-    return all(simulate(plan, task.profile, task.cluster).fits)
+    plan = problem.make_plan([StagePlan(*stage) for stage in stages], size, "dapple-a:D=1", "test")
+    return all(simulate(plan, problem.profile, problem.cluster).fits)
 
 
-@given(problems(4), st.data())
-def test_every_plan_that_fits_is_found_once(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data)
+@given(cases(4), st.data())
+def test_every_plan_that_fits_is_found_once(case: Case, data: st.DataObject) -> None:
+    problem, size, tables = draw_tables(case, data)
     result = search_by_bound(tables, **ALL)
     assert result.exhaustive_below == np.inf
-    found = [task.stages(whole_space(task), plan) for plan in result.plans]
+    found = [problem.stage_plans(whole_space(problem), plan) for plan in result.plans]
     assert len(set(found)) == len(found)
-    kept = set(task.chain.positions)
+    kept = set(problem.chain.positions)
     expected = {
         tuple((first, end - 1, devices) for first, end, devices in stages)
-        for stages in list_plans(task.profile, task.cluster)
+        for stages in list_plans(problem.profile, problem.cluster)
         if max(len(devices) for _, _, devices in stages) <= size and {first for first, _, _ in stages} <= kept
     }
     plain = {tuple((s.first_layer, s.last_layer, s.devices) for s in stages) for stages in found}
-    if task.cluster.device_memory < AMPLE:
-        expected = {stages for stages in expected if fits_one(task, stages, size)}
+    if problem.cluster.device_memory < AMPLE:
+        expected = {stages for stages in expected if fits_one(problem, stages, size)}
     # A layer without work may be a block of its own, where one of its two cuts sends less and the other can be split.
-    assert {stages for stages in plain if all(has_work(task, *stage[:2]) for stage in stages)} == expected
+    assert {stages for stages in plain if all(has_work(problem, *stage[:2]) for stage in stages)} == expected
 
 
-def has_work(task: Task, first: int, last: int) -> bool:
+def has_work(problem: PlanningProblem, first: int, last: int) -> bool:
     """Whether any of these layers takes time or memory, or none of the model does."""
-    costs = [(c.forward_seconds, c.backward_seconds, c.stash_bytes, c.parameter_bytes) for c in task.profile.layers]
+    costs = [(c.forward_seconds, c.backward_seconds, c.stash_bytes, c.parameter_bytes) for c in problem.profile.layers]
     return any(map(any, costs[first : last + 1])) or not any(map(any, costs))
 
 
 def test_a_layer_without_work_that_could_be_a_stage() -> None:
     profile = make_profile((1, 0, 0), (0, 0, 1), (1, 0, 0), batch_size=1, unsplittable=(1,))
-    task = make_task(profile, make_cluster(6), global_batch_size=1)
-    found = search_by_bound(task.tables(whole_space(task), 1), **ALL).plans
+    problem = make_problem(profile, make_cluster(6), global_batch_size=1)
+    found = search_by_bound(problem.cost_tables(whole_space(problem), 1), **ALL).plans
     assert max(len(plan.starts) for plan in found) == 3
 
 
-@given(problems(), st.data(), st.sampled_from([1, 3, 20]), st.sampled_from([1, 4, 50]), st.booleans())
+@given(cases(), st.data(), st.sampled_from([1, 3, 20]), st.sampled_from([1, 4, 50]), st.booleans())
 def test_below_what_it_says_nothing_is_left_out(
-    problem: Problem, data: st.DataObject, width: int, results: int, ceiled: bool
+    case: Case, data: st.DataObject, width: int, results: int, ceiled: bool
 ) -> None:
-    tables = draw_tables(problem, data)[2]
+    tables = draw_tables(case, data)[2]
     whole = search_by_bound(tables, **ALL).plans
     assume(whole)
     ceiling = data.draw(st.sampled_from(whole)).score if ceiled else np.inf
@@ -128,9 +130,9 @@ def test_below_what_it_says_nothing_is_left_out(
     assert list(some.plans) == sorted(some.plans, key=lambda plan: plan.score)
 
 
-@given(problems(), st.data())
-def test_so_many_stages_at_most(problem: Problem, data: st.DataObject) -> None:
-    tables = draw_tables(problem, data)[2]
+@given(cases(), st.data())
+def test_so_many_stages_at_most(case: Case, data: st.DataObject) -> None:
+    tables = draw_tables(case, data)[2]
     whole = search_by_bound(tables, **ALL).plans
     for most in (1, 2, 3):
         found = search_by_bound(tables, **ALL, max_stages=most).plans
@@ -138,19 +140,19 @@ def test_so_many_stages_at_most(problem: Problem, data: st.DataObject) -> None:
 
 
 @given(by_formula, st.data())
-def test_a_score_by_formula_is_the_plan_s_latency(problem: Problem, data: st.DataObject) -> None:
-    task, size, tables = draw_tables(problem, data, 6)
+def test_a_score_by_formula_is_the_plan_s_latency(case: Case, data: st.DataObject) -> None:
+    problem, size, tables = draw_tables(case, data, 6)
     plans = search_by_formula(tables, width=2000, results=50).plans
-    found, plan = draw_plan(task, size, plans, data)
-    rows = [row.tolist() for row in rows_of(stage_costs(plan, task.profile, task.cluster))]
+    found, plan = draw_plan(problem, size, plans, data)
+    rows = [row.tolist() for row in stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster))]
     costs = ReferenceCosts(rows[0], rows[1], rows[3], rows[2][:-1], rows[4], rows[5])
-    assert sum(plan.replicas) == task.cluster.devices
+    assert sum(plan.replicas) == problem.cluster.devices
     assert found.score == pytest.approx(formula_of(costs, plan.micro_batches), rel=1e-9, abs=1e-9)
 
 
 @given(by_formula, st.data())
-def test_no_plan_by_formula_is_lost_to_a_ceiling(problem: Problem, data: st.DataObject) -> None:
-    tables = draw_tables(problem, data, 6)[2]
+def test_no_plan_by_formula_is_lost_to_a_ceiling(case: Case, data: st.DataObject) -> None:
+    tables = draw_tables(case, data, 6)[2]
     whole = search_by_formula(tables, **ALL).plans
     ceiling = data.draw(st.sampled_from(whole)).score
     below = search_by_formula(tables, ceiling=ceiling, **ALL).plans

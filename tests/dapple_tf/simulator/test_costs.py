@@ -13,7 +13,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.simulator.costs import StageCosts, exposed_seconds, stage_costs
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile, Timing
-from tests.dapple_tf.planner.builders import Problem, problems
+from tests.dapple_tf.planner.builders import Case, cases
 from tests.dapple_tf.planner.exhaustive import Pricer, divisors, list_plans
 from tests.dapple_tf.simulator.builders import make_plan
 
@@ -144,9 +144,9 @@ def test_an_output_that_skips_a_stage_crosses_both_boundaries() -> None:
     assert costs[2].working_bytes == (2 + 8 + 4) / 2
 
 
-@given(problems(), st.data())
-def test_agrees_with_the_reference(problem: Problem, data: st.DataObject) -> None:
-    profile, cluster, batch, options = problem
+@given(cases(), st.data())
+def test_agrees_with_the_reference(case: Case, data: st.DataObject) -> None:
+    profile, cluster, batch, options = case
     size = data.draw(st.sampled_from(divisors(batch)))
     plans = [p for p in list_plans(profile, cluster) if max(len(devices) for _, _, devices in p) <= size]
     assume(plans)
