@@ -1,4 +1,4 @@
-"""What the DAPPLE paper says of its models: CostTables II, V and VII, and how its layer counts read on our profiles."""
+"""What the DAPPLE paper says of its models: Tables II, V and VII, and how its layer counts read on our profiles."""
 
 from __future__ import annotations
 

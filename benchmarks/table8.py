@@ -1,7 +1,7 @@
 """Table VIII of the paper: the largest BERT-L that straight pipelines of 1, 2, 4, 8 V100s hold with re-computation.
 
 What the figures rest on: 16 bytes a parameter (Adam, as the table says); 16 GB a device, NVLink between them (Config
-A); micro-batches of 2 samples (CostTables II and VI) and a global batch of 64 (Table V), that is M = 32, for the
+A); micro-batches of 2 samples (Tables II and VI) and a global batch of 64 (Table V), that is M = 32, for the
 "reasonable input size", which the paper does not give; policy A; stages of whole encoder layers, cut by compute and
 memory. Costs are those of ``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds.
 Nothing is fitted to the table. Utilisation is the simulator's: M micro-batches' compute, re-computation included, over
