@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import tensorflow as tf
@@ -43,16 +44,20 @@ from graph_passes.schedules.policies import make_schedule
 
 @dataclass(frozen=True)
 class StagedModel:
-    """What does not depend on micro-batches or replicas: stage functions, and the optimizer's update.
+    """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
 
-    ``graph`` holds the input nodes and the stage functions. ``variables`` (the model's and the optimizer's) and
-    ``constants`` are by name. ``gradients`` names the variables that are trained (``trained`` are the objects the
-    optimizer knows), ``ungraded`` those no gradient reaches. ``shared`` names boundary tensors: see ``SplitConcat``.
-    ``stateful``: see ``Captured``. ``runs``: see ``Recompute``.
+    ``graph`` holds the input nodes and the stage functions. ``signature``: the specs of the batch's flattened tensors,
+    axis 0 unknown. ``aux_types``: types of the aux outputs; ``aux``: their nesting, None where the loss has none.
+    ``variables`` (the model's and the optimizer's) and ``constants`` are by name. ``gradients`` names the variables
+    that are trained (``trained`` are the objects the optimizer knows), ``ungraded`` those that no gradient reaches.
+    ``shared`` names boundary tensors: see ``SplitConcat``. ``stateful``: see ``Captured``. ``runs``: see ``Recompute``.
     """
 
     graph: Graph
     stages: int
+    signature: tuple[tf.TensorSpec, ...]
+    aux_types: tuple[TensorType, ...]
+    aux: Any
     updates: Updates | None
     global_clipnorm: float | None
     variables: Mapping[str, tf.Variable]
@@ -65,6 +70,35 @@ class StagedModel:
     ungraded: tuple[str, ...]
     shared: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
+
+    def pack(self, outputs: Sequence[Any]) -> Any:
+        """Return what the user's function would return: the loss, or (loss, aux)."""
+        return outputs[0] if self.aux is None else (outputs[0], tf.nest.pack_sequence_as(self.aux, outputs[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """A staged model, and the ``plan`` under which it runs a batch of ``batch_size`` samples."""
+
+    model: StagedModel
+    plan: Plan
+    batch_size: int
+
+    def same(self, other: PlannedModel) -> bool:
+        """Return whether both run the same steps."""
+        return self.model is other.model and (self.plan, self.batch_size) == (other.plan, other.batch_size)
+
+
+class StepVariant(Enum):
+    """What the graph of a step does besides training."""
+
+    PLAIN = "plain"
+    TIMED = "times"
+    """It also returns the start and end of every call, exchange, AllReduce and update."""
+    WITH_GRADIENTS = "gradients"
+    """It also returns the gradient of every trained variable."""
+    CHECKED = "check"
+    """It fails, before any variable changes, where the loss or a gradient is not finite."""
 
 
 def stage_model(
@@ -102,6 +136,9 @@ def stage_model(
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
+        signature=captured.signature,
+        aux_types=tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:]),
+        aux=captured.aux,
         updates=updates,
         global_clipnorm=clip,
         variables=variables,
@@ -123,12 +160,9 @@ def stage_model(
     )
 
 
-def passes(
-    model: StagedModel, captured: Captured, plan: Plan, devices: Sequence[str], home: str, extra: str
-) -> tuple[Pass, ...]:
+def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """The passes that carry out ``plan``, in order, each for the reason beside it; see ``pipeline_graph``."""
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-    aux = tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:])
     try:
         placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
     except IndexError:
@@ -137,7 +171,7 @@ def passes(
     order: list[Pass] = [
         *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
         *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
-        Microbatch(model.stages, plan.micro_batches, aux),  # calls of stages exist from here on
+        Microbatch(model.stages, plan.micro_batches, model.aux_types),  # calls of stages exist from here on
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
         Mirror(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
@@ -147,11 +181,11 @@ def passes(
     ]
     if model.updates is not None:
         order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there
-    if extra == "gradients":
+    if variant is StepVariant.WITH_GRADIENTS:
         order.append(Expose())  # needs what AllReduce left
-    if extra == "check":
+    if variant is StepVariant.CHECKED:
         order.append(CheckNumerics())  # needs what AllReduce left, and the loss
-    if extra == "times":
+    if variant is StepVariant.TIMED:
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
     return tuple(order)
@@ -159,29 +193,27 @@ def passes(
 
 def pipeline_graph(
     model: StagedModel,
-    captured: Captured,
     plan: Plan,
     devices: Sequence[str],
     home: str,
     *,
-    extra: str = "",
+    variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """The pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan).
+    """Return the pipelined graph that carries out ``plan`` on ``devices`` (names, indexed by the plan).
 
-    ``extra`` asks for more outputs: "times" (of every call) or "gradients" (of every variable); or for a "check" that
-    loss and gradients are finite.
+    ``home``: the device of the batch, the loss and everything else that belongs to no stage. Raises PlanError where
+    the plan uses devices that there are not, and ScheduleError where its schedule cannot run.
     """
-    return run_passes(model.graph, passes(model, captured, plan, devices, home, extra), observers)
+    return run_passes(model.graph, passes(model, plan, devices, home, variant), observers)
 
 
 def rank_graphs(
     model: StagedModel,
-    captured: Captured,
     plan: Plan,
     size: int,
     *,
-    extra: str = "",
+    variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> tuple[Graph, ...]:
     """The graphs of all ranks of a job of ``size`` processes, proved to fit together; devices are yet to be given.
@@ -193,13 +225,15 @@ def rank_graphs(
         raise PlanError(
             f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
         )
-    shared = "" if extra == "times" else extra  # times are taken of what a rank runs, exchanges included
-    whole = pipeline_graph(model, captured, plan, [f"/rank:{rank}" for rank in range(size)], "/rank:*", extra=shared)
+    # Times are taken of what a rank runs, its exchanges included: after the projection.
+    timed = variant is StepVariant.TIMED
+    devices = [f"/rank:{rank}" for rank in range(size)]
+    whole = pipeline_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # Spread before projection, which then finds the values that travel; it needs the copies that Mirror made.
-    timed: list[Pass] = [Instrument()] if extra == "times" else []
-    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank), *timed], observers) for rank in range(size))
+    last: list[Pass] = [Instrument()] if timed else []
+    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank), *last], observers) for rank in range(size))
     verify_ranks(graphs)
     return graphs
 

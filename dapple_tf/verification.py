@@ -22,7 +22,7 @@ import tensorflow as tf
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import Request
 from dapple_tf.compiler import StagedModel
-from dapple_tf.frontend.capture import batch_signature
+from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from graph_passes.analysis.variable_use import find_variables
@@ -141,7 +141,7 @@ def verify(
     before = _values(variables)
     stateful = model.stateful
     state = find_variables(model.graph).state
-    parts = micro_batch_slices(_size(batch), step.plan.micro_batches) if stateful else [slice(None)]
+    parts = micro_batch_slices(batch_size(batch), step.plan.micro_batches) if stateful else [slice(None)]
     try:
         loss, gradients = _one_device(loss_fn, batch, parts, {n: variables[n] for n in model.gradients})
         _apply(optimizer, gradients, model.trained, list(gradients))
@@ -187,10 +187,6 @@ def _note(stateful: bool, plan: Plan) -> str:
 def micro_batch_slices(size: int, micro_batches: int) -> list[slice]:
     """The samples of each micro-batch: m of M holds [N m / M, N (m+1) / M)."""
     return [slice(size * m // micro_batches, size * (m + 1) // micro_batches) for m in range(micro_batches)]
-
-
-def _size(batch: Sequence[Any]) -> int:
-    return int(tf.nest.flatten(tuple(batch))[0].shape[0])
 
 
 def _one_device(

@@ -36,6 +36,9 @@ PEAKS = (
     Peak("H100", 494.5e12, 3350e9, 80e9, 0.5),
 )
 
+# The proportions of one core of a server CPU, where only ratios between ops or layers matter.
+CPU_CORE = Peak("one core", 5e10, 5e9, 0.0, 1.0)
+
 
 def find_peak(name: str) -> Peak:
     """The device called ``name``, in any case; ProfileError naming those that are known."""

@@ -13,13 +13,12 @@ from functools import partial
 
 import tensorflow as tf
 
-from dapple_tf.autoplan.request import Costs
+from dapple_tf.autoplan.estimate import Costs
 from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
-from dapple_tf.compiler import StagedModel
-from dapple_tf.memory.predict import StageMemory
+from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.plan import Plan
 from dapple_tf.planner.pricing import POLICIES
-from dapple_tf.runtime.memory_recorder import Built, predict_built
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 from graph_passes.analysis.variable_use import find_variables
@@ -44,7 +43,7 @@ def cluster_at_hand(plan: Plan, *, ranks: bool) -> Cluster:
 
 
 def choose_for_stages(
-    built: Built,
+    planned: PlannedModel,
     costs: Costs,
     shapes: Mapping[str, Sequence[Shape]],
     slots: int,
@@ -58,11 +57,11 @@ def choose_for_stages(
     ``slots``: values that the optimizer keeps of each weight. ``ranks``: the devices are a job's processes. Raises
     PlanError where no schedule fits.
     """
-    rough = _estimate(built.plan, built.staged, costs, cluster, slots, shapes)
-    m = built.plan.micro_batches
+    rough = _estimate(planned.plan, planned.model, costs, cluster, slots, shapes)
+    m = planned.plan.micro_batches
     most = max(cost.fixed_bytes + cost.working_bytes + m * cost.stash_bytes for cost in rough)
     ample = most * _AMPLE < cluster.device_memory
-    stages = rough if ample else _with_memory(rough, predict_built(built, ranks=ranks))
+    stages = rough if ample else _with_memory(rough, predict_plan_memory(planned, ranks=ranks))
     policies = _BETWEEN_RANKS if ranks else POLICIES
     return choose_schedule({m: stages}, cluster.device_memory, policies=policies, measured=False)
 

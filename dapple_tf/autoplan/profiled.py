@@ -15,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.autoplan.request import Request, check_batch
 from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError
+from dapple_tf.frontend.batch import batch_size
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import check_schedule, make_problem, predict_plan, run_planner
@@ -64,7 +65,7 @@ def plan_automatically(
     problem = _measure(loss_fn, batch, request, where, (2, where.devices) if replicable else (), slots)
     candidates = _find(problem) if replicable else _straight(problem)
     found = _on_every_rank(problem, candidates, replicable) if ranks else _fastest(candidates)
-    size = _samples(batch)
+    size = batch_size(batch)
     if not request.open_schedule:
         return _settle(problem, found, "best", size, None)
     choice = _choose(problem, found.stages, (found.micro_batch_size,))
@@ -96,7 +97,7 @@ def complete_plan(
     chosen = Candidate(
         plan.stages, problem.global_batch_size // choice.micro_batches, choice.schedule, 0.0, "requested"
     )
-    return _settle(problem, chosen, "requested", _samples(batch), choice)
+    return _settle(problem, chosen, "requested", batch_size(batch), choice)
 
 
 def with_recompute(decided: Decided, recompute: bool | tuple[int, ...]) -> Decided:
@@ -127,7 +128,7 @@ def _measure(
     slots: int,
 ) -> PlanningProblem:
     """What the simulator is asked: a profile of micro-batches, and of their shares for stages of so many replicas."""
-    size = _samples(batch)
+    size = batch_size(batch)
     micro_batches = request.count_micro_batches(size)
     check_batch(size, micro_batches, (1,))
     samples = size // micro_batches
@@ -167,10 +168,6 @@ def _settle(problem: PlanningProblem, chosen: Candidate, planner: str, size: int
     plan, simulated = predict_plan(problem, chosen, planner)
     whole = dataclasses.replace(plan, global_batch_size=size, micro_batch_size=-(-size // plan.micro_batches))
     return Decided(whole, choice, simulated)
-
-
-def _samples(batch: Sequence[Any]) -> int:
-    return int(tf.nest.flatten(tuple(batch))[0].shape[0])
 
 
 def usable_devices(devices: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple_tf.autoplan.estimate import Costs
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute, choose_recompute
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
@@ -75,14 +76,6 @@ class Request:
 
 def _all(items: object, kind: type) -> bool:
     return isinstance(items, Sequence) and not isinstance(items, str) and all(isinstance(item, kind) for item in items)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Relative costs: of each layer, and of sending what crosses each cut."""
-
-    layers: Sequence[float]
-    cuts: Sequence[float]
 
 
 def plan_request(request: Request, layers: Layers, costs: Costs, global_batch_size: int, devices: int) -> Plan:

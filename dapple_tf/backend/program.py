@@ -11,10 +11,10 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers, StepVariables, move_to_device, move_to_stages
 from dapple_tf.backend.emit import emit
+from dapple_tf.backend.failure_cause import find_cause
 from dapple_tf.backend.operations import Operations, Ranks
 from dapple_tf.backend.replay import find_failure
 from dapple_tf.compiler import StagedModel
-from dapple_tf.distributed.hang_detector import find_cause
 from dapple_tf.errors import StepError
 from graph_passes.ir.graph import Graph
 from graph_passes.passes.project import SENT
@@ -54,9 +54,7 @@ class Program:
         return "All variables are as they were before the step."
 
 
-def build_program(
-    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers, *, inline: bool = True
-) -> Program:
+def build_program(graph: Graph, model: StagedModel, buffers: Buffers, *, inline: bool = True) -> Program:
     """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function.
 
     ``inline``: TensorFlow may inline stage functions that are called once, as it does in a step of one micro-batch.
@@ -64,12 +62,10 @@ def build_program(
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline)
-    return Program(graph, emit(graph, signature, operations), operations)
+    return Program(graph, emit(graph, model.signature, operations), operations)
 
 
-def build_rank_program(
-    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], buffers: Buffers, ranks: Ranks, device: str
-) -> Program:
+def build_rank_program(graph: Graph, model: StagedModel, buffers: Buffers, ranks: Ranks, device: str) -> Program:
     """``build_program`` for one rank's graph, on its ``device``.
 
     Stage functions are not inlined, but where their calls ask for it: an exchange of what TensorFlow could fold into a
@@ -78,4 +74,4 @@ def build_rank_program(
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline=False, ranks=ranks)
-    return Program(graph, emit(graph, signature, operations), operations, alone=False)
+    return Program(graph, emit(graph, model.signature, operations), operations, alone=False)

@@ -9,7 +9,6 @@ the step has been cancelled. Many that stay tell that everything has been exchan
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ _FIRST_SECONDS = 1.0
 _GROWTH = 8
 # The op starts with the step, unless all threads compute: so long it may take.
 _START_SECONDS = 20.0
-_CANCELLED = "Dequeue operation was cancelled"
 
 
 class Canary:
@@ -86,10 +84,3 @@ class Canary:
                 self._asked += 1
                 self._next = now + max(_FIRST_SECONDS, (now - self._begun) / _GROWTH)
             return False
-
-
-def find_cause(message: str) -> str:
-    """What TensorFlow's message about a failed step says of the cause: neither this op's end, nor stack traces."""
-    roots = re.findall(r"^\s*\(\d+\) [A-Z_]+:\s*(.*?)(?=^\s*\(\d+\) [A-Z_]+:|^\d+ successful|\Z)", message, re.M | re.S)
-    causes = [root.strip() for root in roots if not root.startswith(_CANCELLED)]
-    return causes[0] if causes else message

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.program import Program, build_rank_program
-from dapple_tf.compiler import StagedModel, rank_graphs
-from dapple_tf.devices import home_device, list_devices
+from dapple_tf.compiler import StagedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_constants, digest_graphs
 from dapple_tf.distributed.exit_reporting import report_failure
@@ -19,12 +18,13 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.progress import Progress, progress
 from dapple_tf.distributed.variable_locations import Needs
 from dapple_tf.distributed.variable_placement import find_needs, settle
-from dapple_tf.errors import StepError
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.errors import BatchError, StepError, UsageError
 from dapple_tf.plan import Plan
 from graph_passes.passes.base import run_passes
 from graph_passes.passes.place import PlaceRank
 from graph_passes.passes.verify_ranks import collectives_of
+
+T = TypeVar("T")
 
 _LONGEST_TYPES = 300  # characters of what an error says of a batch
 
@@ -57,31 +57,52 @@ class RankProgram(Program):
                 raise
 
 
-class RankPrograms:
-    """Builds programs for one rank of ``job``; the first one gives all ranks equal variables."""
+class RankTarget:
+    """Builds programs for one rank of ``job``; the first program gives all ranks equal variables.
 
-    def __init__(self, job: Job) -> None:
+    ``device``: the rank's own; ``home``: the device of the batch, the loss and everything else that belongs to no
+    stage.
+    """
+
+    def __init__(self, job: Job, device: str, home: str) -> None:
         self._job = job
+        self._device = device
+        self._home = home
+        self._buffers = Buffers(home)
         self._equal = False
 
-    def begin(self, what: str, samples: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Tell the other ranks that this one begins ``what`` for a batch of so many samples; they must do the same."""
-        progress().begin(what, f" for {samples} samples of {_describe_types(signature)}")
+    def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
+        """Tell the other ranks that this rank begins ``what`` for a batch of ``batch_size`` samples; all must do so."""
+        progress().begin(what, f" for {batch_size} samples of {_describe_types(signature)}")
 
-    def build(self, model: StagedModel, captured: Captured, plan: Plan, buffers: Buffers, extra: str = "") -> Program:
-        """The program of this rank for ``plan``; every rank must build the same, in the same order.
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns on this rank, once it has succeeded on every rank; see ``Job.together``."""
+        return self._job.together(work)
+
+    def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
+        """Raise BatchError where a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
+        if fitted.replicas != plan.replicas:
+            raise BatchError(
+                f"the batch has {batch_size} samples, too few for the {max(plan.replicas)} ranks of a stage: leave it "
+                "out, or join it to another"
+            )
+
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
+        """Return the program of this rank for ``plan``; every rank must build the same, in the same order.
 
         Raises JobError where ranks differ in TensorFlow, code, plan, model or batch, saying which.
         """
+        if variant is StepVariant.WITH_GRADIENTS:
+            raise UsageError("a step of several processes gives no gradients yet: leave them out")
         self._job.compare(
             {
                 "TensorFlow version": tf.__version__,
                 "plan": plan,
-                "shapes and dtypes of the batch": captured.signature,
+                "shapes and dtypes of the batch": model.signature,
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }
         )
-        graphs = self._job.together(lambda: rank_graphs(model, captured, plan, self._job.size, extra=extra))
+        graphs = self._job.together(lambda: rank_graphs(model, plan, self._job.size, variant=variant))
         self._job.compare(
             {
                 "graph of the model, or code": digest_graphs(graphs, model.library),
@@ -93,12 +114,11 @@ class RankPrograms:
         settle(self._job, needs, anew=not self._equal)
         self._equal = True
         sets = self._job.make_process_sets(node.integers("ranks") for g in graphs for node in collectives_of(g))
-        device = list_devices()[0]
-        graph = run_passes(graphs[self._job.rank], [PlaceRank(device, home_device())], ())
+        graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
         own = progress()
         own.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         collectives = Collectives(self._job.rank, sets, own)
-        program = build_rank_program(graph, model, captured.signature, buffers, collectives, device)
+        program = build_rank_program(graph, model, self._buffers, collectives, self._device)
         own.programs += 1
         return RankProgram(
             program.graph,
@@ -109,7 +129,7 @@ class RankPrograms:
             needs=needs,
             progress=own,
             number=own.programs,
-            batch_types=_describe_types(captured.signature),
+            batch_types=_describe_types(model.signature),
         )
 
 

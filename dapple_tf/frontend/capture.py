@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.errors import BatchError, CaptureError, LossError
+from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.graphdef import read_graph
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
@@ -41,51 +42,6 @@ class Captured:
     def stateful(self) -> bool:
         """Forward draws random numbers or writes variables, so its result depends on the micro-batches."""
         return any(node.effect in (Effect.WRITE, Effect.RANDOM) for node in self.graph.nodes)
-
-
-def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
-    """The specs of a batch's flattened tensors with axis 0 unknown.
-
-    Raises BatchError for arguments that are not tensors, have no axis 0, or are not batched alike.
-    """
-    if not batch:
-        raise BatchError("the step takes at least one argument, batched on axis 0")
-    specs: list[tf.TensorSpec] = []
-    sizes: dict[str, int] = {}
-    for path, leaf in _leaves(batch):
-        value = _tensor(path, leaf)
-        shape = tuple(value.shape)
-        if not shape:
-            raise BatchError(
-                f"argument {path} is a scalar; every argument must be batched on axis 0 (close over what is not)"
-            )
-        sizes[path] = shape[0]
-        specs.append(tf.TensorSpec((None, *shape[1:]), tf.as_dtype(value.dtype)))
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"argument {path}: {size}" for path, size in sizes.items())
-        raise BatchError(f"the arguments are not batched alike on axis 0: {listed}")
-    return tuple(specs)
-
-
-def _tensor(path: str, leaf: Any) -> Any:
-    """The leaf, or a tensor of it where it has no shape or type of its own."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-        return leaf
-    try:
-        return tf.convert_to_tensor(leaf)
-    except (TypeError, ValueError) as error:
-        raise BatchError(
-            f"argument {path} is a {type(leaf).__name__}; every argument must be an array or a dense tensor, batched "
-            "on axis 0 (close over what is not)"
-        ) from error
-
-
-def _leaves(batch: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [
-        (f"{i}" if leaf is argument else f"{i}[{j}]", leaf)
-        for i, argument in enumerate(batch)
-        for j, leaf in enumerate(tf.nest.flatten(argument))
-    ]
 
 
 def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:

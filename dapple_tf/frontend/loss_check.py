@@ -73,7 +73,7 @@ def check_loss(captured: Captured) -> None:
             "were combined, so it is probably not a mean over the batch, and its micro-batches do not add up to it: "
             "compare with dapple.verify",
             DappleWarning,
-            stacklevel=6,
+            stacklevel=8,
         )
     if loss.divided:
         warnings.warn(
@@ -81,7 +81,7 @@ def check_loss(captured: Captured) -> None:
             "count of unmasked tokens?): micro-batches then weigh samples otherwise than the whole batch does, and "
             "gradients differ from one device's",
             DappleWarning,
-            stacklevel=6,
+            stacklevel=8,
         )
 
 

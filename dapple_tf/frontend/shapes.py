@@ -41,6 +41,12 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
     return found
 
 
+def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, dict[str, tuple[Shape, ...]]]:
+    """Return the captured loss with its batch axes marked (see ``mark_batch``), and all shapes at ``batch_size``."""
+    shapes = infer_shapes(captured, batch_size)
+    return dataclasses.replace(captured, graph=mark_batch(captured.graph, shapes, batch_size)), shapes
+
+
 def mark_batch(graph: Graph, shapes: Mapping[str, Sequence[Shape]], batch_size: int) -> Graph:
     """The graph with every unknown length that is not the batch's marked ``OTHER``.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dapple_tf.memory.execution_order import run_order
-from dapple_tf.planner.roofline import VIEW_OPS
+from graph_passes.analysis.op_costs import VIEW_OPS
 from graph_passes.ir.graph import Graph, Node, Value
 
 Size = Callable[[Value], int]

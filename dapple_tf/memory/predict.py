@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import tensorflow as tf
-
-from dapple_tf.compiler import StagedModel
+from dapple_tf.compiler import PlannedModel, StagedModel, pipeline_graph
 from dapple_tf.memory.in_flight import moments, most_held
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import Sizes, measure_functions, stage_functions
 from dapple_tf.memory.stash import Kept, find_kept, find_transit
-from dapple_tf.planner.roofline import value_bytes
+from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Function, Graph
 from graph_passes.ir.names import micro_batch_count, replica_counts
+from graph_passes.schedules.policies import make_schedule
 from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -64,23 +63,35 @@ class StageMemory:
         return self.fixed + self.in_step
 
 
+def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMemory, ...]:
+    """Return the predicted memory of one device of each stage of a planned model.
+
+    ``ranks``: the devices are the processes of a job, and what a rank sends and receives takes memory on the way.
+    """
+    plan = planned.plan
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    # The graph of all stages, whatever their devices are: a rank's own graph lacks the other stages.
+    devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
+    graph = pipeline_graph(planned.model, plan, devices, "home")
+    return predict_memory(graph, schedule, planned.model, planned.batch_size, ranks=ranks)
+
+
 def predict_memory(
     graph: Graph,
     schedule: Schedule,
     model: StagedModel,
-    signature: Sequence[tf.TensorSpec],
     batch_size: int,
     *,
     ranks: bool = False,
 ) -> tuple[StageMemory, ...]:
     """What one device of each stage holds when ``graph``, which runs ``schedule``, takes ``batch_size`` samples.
 
-    ``signature``: of the batch's arguments, slices of which are views and count nothing. ``ranks``: each device is a
+    Slices of the batch's arguments are views and count nothing. ``ranks``: each device is a
     process's, and what it sends and receives takes memory on the way.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
     samples = [-(-batch_size // micro_batches // r) for r in replicas]
-    sizes = measure_functions(graph, model, signature, samples)
+    sizes = measure_functions(graph, model, samples)
     variables = find_variables(graph)
     found = []
     for stage, count in enumerate(replicas):

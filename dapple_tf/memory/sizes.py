@@ -11,8 +11,8 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.graphdef import needed_library, read_shapes, write_graph
-from dapple_tf.planner.roofline import value_bytes
 from graph_passes.analysis.layers import batch_axis
+from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.ir.graph import Function, Graph, Port, Shape, Value
 from graph_passes.ir.names import at
 
@@ -40,9 +40,7 @@ def stage_functions(graph: Graph, stage: int) -> dict[str, Function]:
     return {kind: known[name] for kind, name in names.items() if name in known}
 
 
-def measure_functions(
-    graph: Graph, model: StagedModel, signature: Sequence[tf.TensorSpec], samples: Sequence[int]
-) -> dict[str, Sizes]:
+def measure_functions(graph: Graph, model: StagedModel, samples: Sequence[int]) -> dict[str, Sizes]:
     """By name the sizes of all stage functions of ``graph`` for ``samples[i]`` of each argument in stage i.
 
     All are imported into one TensorFlow graph, joined as the pipeline joins them, so that TensorFlow infers the shapes
@@ -52,7 +50,7 @@ def measure_functions(
     found: dict[str, Sizes] = {}
 
     def probe() -> None:
-        joined = _Joined(model, dict(zip(graph.inputs, signature, strict=True)), samples)
+        joined = _Joined(model, dict(zip(graph.inputs, model.signature, strict=True)), samples)
         for stage, function in _in_order(graph, len(samples)):
             found[function.name] = Sizes(function, joined.add(stage, function), samples[stage])
 

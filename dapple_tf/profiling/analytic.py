@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
-from dapple_tf.errors import BatchError
+from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import capture
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from profiler.measure import Floats
@@ -35,25 +33,6 @@ def analytic_profile(
         facts.forward_seconds(peak),
         facts.backward_seconds(peak),
     )
-
-
-def as_arguments(batch: Any) -> tuple[Any, ...]:
-    """The arguments of a loss: a tuple or list of them, or the only one."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def batch_size(arguments: Sequence[Any]) -> int:
-    """Samples of a batch, by axis 0 of its first tensor. Raises BatchError where there are none, or nobody knows."""
-    leaves = tf.nest.flatten(tuple(arguments))
-    if not leaves:
-        raise BatchError("the batch has no tensors: give the tuple of the loss's arguments")
-    first = leaves[0]
-    shape = first.shape if hasattr(first, "shape") else tf.convert_to_tensor(first).shape
-    if len(shape) == 0 or shape[0] is None:
-        raise BatchError(f"the batch's first tensor has shape {shape}: axis 0 must be the number of samples")
-    if shape[0] == 0:
-        raise BatchError("the batch is empty")
-    return int(shape[0])
 
 
 def make_profile(facts: LayerFacts, model: str, device: str, forward: Floats, backward: Floats, **more: Any) -> Profile:

@@ -14,8 +14,8 @@ import numpy as np
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
-from dapple_tf.planner.roofline import VIEW_OPS, op_seconds, value_bytes
 from graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
+from graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
 from graph_passes.ir.graph import Effect, Function, Graph, Node, Shape, Value
 from graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
 from graph_passes.passes.partition import partition
@@ -77,8 +77,15 @@ class LayerFacts:
         total = np.zeros(len(self.layers.layers))
         for node in self._joint.nodes:
             if node.name in homes:
-                total[homes[node.name]] += op_seconds(self._joint, node, self._shapes, peak, self.batch_size)
+                total[homes[node.name]] += _op_seconds(self._joint, node, self._shapes, peak, self.batch_size)
         return total
+
+
+def _op_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], peak: Peak, batch_size: int) -> float:
+    """Return the roofline seconds of one op on a device of these ``peak`` figures."""
+    if node.op in FREE_OPS:
+        return 0.0
+    return peak.seconds(flops(graph, node, shapes), moved_bytes(graph, node, shapes, batch_size))
 
 
 def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:

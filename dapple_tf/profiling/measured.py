@@ -24,8 +24,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from dapple_tf import internals
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import DappleWarning
+from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import capture
-from dapple_tf.profiling.analytic import as_arguments, batch_size, make_profile
+from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import examine_layers
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
 from profiler.cores import hold_to_cores

@@ -15,17 +15,15 @@ from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.operations import call
 from dapple_tf.backend.program import Program, build_program
-from dapple_tf.compiler import pipeline_graph, stage_model
+from dapple_tf.compiler import StepVariant, pipeline_graph, stage_model
 from dapple_tf.errors import PartitionError, StepError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.profiling.layer_facts import LayerFacts
 from dapple_tf.timeline.timeline import read_timeline
 from profiler.measure import Floats, choose_starts, share_out
-from profiler.peaks import Peak
+from profiler.peaks import CPU_CORE
 
 _EMPTY_CALLS = 16
-# The proportions of a CPU core, or a GPU: they only share out the time of a run among its layers.
-_ROOFLINE = Peak("one core", 5e10, 5e9, 0.0, 1.0)
 
 
 class PlainModel:
@@ -123,7 +121,7 @@ class LayerRuns:
     @staticmethod
     def build(facts: LayerFacts, count: int, device: str, home: str) -> LayerRuns:
         """About ``count`` runs of equal work; fewer where a gradient needs what another run does not send."""
-        weights = facts.forward_seconds(_ROOFLINE) + facts.backward_seconds(_ROOFLINE)
+        weights = facts.forward_seconds(CPU_CORE) + facts.backward_seconds(CPU_CORE)
         while True:
             starts = choose_starts(weights, facts.layers.positions(), count)
             try:
@@ -137,12 +135,12 @@ class LayerRuns:
         size = facts.batch_size
         stages = tuple(StagePlan(first, end - 1, (0,)) for first, end in itertools.pairwise(bounds))
         plan = Plan(facts.captured.graph.name, "profile", size, size, 1, "gpipe", False, stages)
-        graph = pipeline_graph(staged, facts.captured, plan, [device], home, extra="times")
+        graph = pipeline_graph(staged, plan, [device], home, variant=StepVariant.TIMED)
         # TensorFlow leaves out calls whose results nobody takes: every gradient is given back.
         gradients = [value for node in graph.nodes if node.op == "backward" for value in node.values()]
         graph = graph.replace(outputs=(*graph.outputs[:-1], *gradients, graph.outputs[-1]))
         # Not inlined, as in a step of several micro-batches.
-        program = build_program(graph, staged, facts.captured.signature, Buffers(home), inline=False)
+        program = build_program(graph, staged, Buffers(home), inline=False)
         return LayerRuns(facts, bounds, program)
 
     def probe(self, rows: Sequence[Any]) -> Callable[[], Floats]:
@@ -166,6 +164,6 @@ class LayerRuns:
         medians = np.median(rounds, axis=0)
         own = np.maximum(medians - call_seconds, medians / 2)
         count = len(self.bounds) - 1
-        forward = share_out(own[:count], self.bounds, self.facts.forward_seconds(_ROOFLINE))
-        backward = share_out(own[count:], self.bounds, self.facts.backward_seconds(_ROOFLINE))
+        forward = share_out(own[:count], self.bounds, self.facts.forward_seconds(CPU_CORE))
+        backward = share_out(own[count:], self.bounds, self.facts.backward_seconds(CPU_CORE))
         return forward, backward

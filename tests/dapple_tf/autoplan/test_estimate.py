@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.autoplan.estimate import crossing_costs, flops, layer_costs, node_seconds
+from dapple_tf.autoplan.estimate import crossing_costs, layer_costs, node_seconds
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes
 from graph_passes.analysis.layers import find_layers
+from graph_passes.analysis.op_costs import flops
 from graph_passes.ir.graph import Graph, Node, Shape, Value, attributes, tensor
 from tests.dapple_tf.builders import X, chain, layers_of
 

@@ -11,14 +11,13 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.autoplan.estimate import Costs
 from dapple_tf.autoplan.estimated import choose_for_stages, cluster_at_hand
-from dapple_tf.autoplan.request import Costs
 from dapple_tf.autoplan.schedule_choice import Choice
-from dapple_tf.compiler import stage_model
+from dapple_tf.compiler import PlannedModel, stage_model
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
-from dapple_tf.runtime.memory_recorder import Built
 from graph_passes.analysis.layers import find_layers
 from profiler.cluster import Link
 from profiler.presets import config
@@ -47,7 +46,7 @@ def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> Choice:
     seconds = [float(position in bounds) for position in range(len(layers.layers))]
     cluster = dataclasses.replace(config("c", 3), device_memory=memory, inter_server=link)
     return choose_for_stages(
-        Built(captured, staged, plan, ROWS * MICRO_BATCHES), Costs(seconds, []), shapes, 0, cluster, ranks=ranks
+        PlannedModel(staged, plan, ROWS * MICRO_BATCHES), Costs(seconds, []), shapes, 0, cluster, ranks=ranks
     )
 
 

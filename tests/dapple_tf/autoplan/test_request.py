@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from dapple_tf.autoplan.estimate import Costs
 from dapple_tf.autoplan.recompute_option import StageNumbers
-from dapple_tf.autoplan.request import Costs, Request, check_batch, plan_request
+from dapple_tf.autoplan.request import Request, check_batch, plan_request
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers, find_layers

@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.distributed.hang_detector import Canary, find_cause
+from dapple_tf.backend.failure_cause import find_cause
+from dapple_tf.distributed.hang_detector import Canary
 
 
 def make_step(canary: Canary, wait: Callable[[], Any]) -> Callable[..., Any]:

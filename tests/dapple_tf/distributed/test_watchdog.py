@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from dapple_tf.distributed.hang_detector import find_cause
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.progress import Progress, Standing
@@ -302,25 +301,3 @@ def test_a_rank_that_goes_on_after_its_error_is_ended_with_a_word(
 def test_the_time_to_wait_is_a_number_of_seconds(text: str) -> None:
     with pytest.raises(JobError, match=f"DAPPLE_TIMEOUT_SECONDS='{text}': give seconds, 1 or more"):
         start_watch(Alone(2, 0, 0, 2), {"DAPPLE_TIMEOUT_SECONDS": text})
-
-
-MESSAGE = """Graph execution error:
-
-Detected at node sent/DequeueMany defined at (most recent call last):
-2 root error(s) found.
-  (0) {first}
-  (1) {second}
-0 successful operations.
-0 derived errors ignored. [Op:__inference_step_1]"""
-OWN = "CANCELLED:  Dequeue operation was cancelled\n\t [[{{node sent/DequeueMany}}]]"
-CAUSE = "INVALID_ARGUMENT:    Tensor had NaN values\n\t [[stage1/forward]]"
-
-
-@pytest.mark.parametrize(("first", "second"), [(CAUSE, OWN), (OWN, CAUSE)])
-def test_the_cause_of_a_failure_is_told_alone(first: str, second: str) -> None:
-    message = MESSAGE.format(first=first, second=second)
-    assert find_cause(message) == "Tensor had NaN values\n\t [[stage1/forward]]"
-
-
-def test_other_messages_are_told_as_they_are() -> None:
-    assert find_cause("out of memory") == "out of memory"

@@ -1,0 +1,108 @@
+"""Compile a training step: capture, layers, plan, stages, passes, emit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import tensorflow as tf
+
+from dapple_tf.autoplan.decision import Autoplan, fit_plan
+from dapple_tf.backend.program import Program
+from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
+from dapple_tf.errors import DappleWarning, UsageError
+from dapple_tf.frontend.batch import batch_key, batch_size
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.loss_check import check_loss
+from dapple_tf.frontend.shapes import infer_batch_axes
+from dapple_tf.plan import Plan
+from graph_passes.analysis.layers import find_layers
+
+T = TypeVar("T")
+
+
+class Target(Protocol):
+    """Where steps run: on devices of this process (``LocalTarget``), or on a rank of a job (``RankTarget``)."""
+
+    def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
+        """Tell the other ranks what this one begins."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, once it has succeeded on every rank."""
+
+    def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
+        """Raise BatchError where the ``plan``, ``fitted`` to a batch, cannot run here."""
+
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
+        """Run the passes and emit the TensorFlow function."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The program of a step, and what it was compiled from."""
+
+    planned: PlannedModel
+    program: Program
+
+
+@dataclass
+class CompiledSteps:
+    """What has been compiled for one loss: models by kind of batch, programs by model, M, replicas and variant."""
+
+    models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
+    programs: dict[tuple[int, int, tuple[int, ...], StepVariant], Program] = field(default_factory=dict)
+
+
+def compile_step(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    optimizer: Any,
+    autoplan: Autoplan,
+    target: Target,
+    variant: StepVariant,
+    known: CompiledSteps,
+) -> CompiledStep:
+    """Return the step that trains on batches like ``batch``, compiling what is not ``known`` yet.
+
+    Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
+    subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError("a pipelined step is a whole training step: call it outside of any tf.function")
+    key, size = batch_key(batch), batch_size(batch)
+
+    def trace() -> StagedModel:
+        captured = capture(loss_fn, batch)
+        check_loss(captured)
+        captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
+        layers = find_layers(captured.graph)
+        cuts = autoplan.decide(captured, layers, shapes, batch)
+        model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed)
+        autoplan.choose_schedule(model, size)
+        return model
+
+    if key not in known.models:
+        target.announce("to trace the model", size, key[1])
+        known.models[key] = target.together(trace)
+        _warn_of_untrained(known.models[key])
+    model = known.models[key]
+    plan = fit_plan(autoplan.plan, size)
+    target.check_plan(autoplan.plan, plan, size)
+    program_key = (id(model), plan.micro_batches, plan.replicas, variant)
+    if program_key not in known.programs:
+        extra = "" if variant is StepVariant.PLAIN else f" ({variant.value})"
+        target.announce(f"to build another program{extra}", size, key[1])
+        known.programs[program_key] = target.build(model, plan, variant)
+    return CompiledStep(PlannedModel(model, plan, size), known.programs[program_key])
+
+
+def _warn_of_untrained(model: StagedModel) -> None:
+    if model.ungraded:
+        warnings.warn(
+            f"no gradient reaches {', '.join(model.ungraded)}: the loss does not depend on it differentiably, and it "
+            "will not be trained",
+            DappleWarning,
+            stacklevel=6,
+        )

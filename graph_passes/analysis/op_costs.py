@@ -1,0 +1,92 @@
+"""Work of one op from shapes alone: floating-point operations, bytes moved, bytes of a tensor.
+
+These are the figures that a roofline turns into seconds: see ``profiler.peaks.Peak.seconds``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from graph_passes.analysis.layers import INPUT_OPS, SHAPE_OPS
+from graph_passes.ir.graph import Graph, Node, Shape, Value
+
+VIEW_OPS = frozenset(
+    {"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "EnsureShape"}
+)
+"""Ops whose outputs are their inputs under another shape or name: the same memory."""
+
+FREE_OPS = VIEW_OPS | INPUT_OPS | SHAPE_OPS | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
+"""Ops that take no time worth counting: views, inputs, shapes, constants and reads of variables."""
+
+
+def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
+    """Return the bytes that an op moves: every input is read once and every output written once.
+
+    ``shapes``: the output shapes of all nodes; ``unknown`` stands for each unknown length.
+    """
+    return sum(value_bytes(graph, value, shapes, unknown) for value in (*node.inputs, *node.values()))
+
+
+def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
+    """Return the bytes of one tensor, ``unknown`` standing for each unknown length; resource handles take 0."""
+    kind = graph.type_of(value)
+    if kind.dtype.name in ("resource", "variant"):
+        return 0
+    found = shapes.get(value.node, ())
+    shape = found[value.index] if value.index < len(found) and found[value.index].dims is not None else kind.shape
+    return kind.dtype.size * shape.elements(unknown)
+
+
+def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+    """Return the floating-point operations of an op.
+
+    A multiply-add counts as two; ops other than matrix products and convolutions count as 0.
+    """
+    if not node.outputs or node.name not in shapes:
+        return 0.0
+    out = shapes[node.name][0].elements()
+    inputs = [shapes[v.node][v.index].dims for v in node.inputs if v.index < len(shapes.get(v.node, ()))]
+    if not inputs or any(dims is None for dims in inputs):
+        return 0.0
+    sizes = [_known(Shape(dims)) for dims in inputs]
+    match node.op:
+        case "MatMul":
+            return 2.0 * out * sizes[0][0 if node.attr("transpose_a") else 1]
+        case "BatchMatMulV2" | "BatchMatMulV3" | "BatchMatMul":
+            return 2.0 * out * sizes[0][-2 if node.attr("adj_x") else -1]
+        case "Conv2D" | "Conv3D":
+            return 2.0 * out * prod(sizes[1][:-1])
+        case "DepthwiseConv2dNative":
+            return 2.0 * out * prod(sizes[1][:2])
+        # Backward of a convolution does forward's products once more for each of its two gradients: as many as
+        # the output's gradient (the last input) has elements, times the kernel's.
+        case "Conv2DBackpropInput" | "Conv3DBackpropInputV2":
+            return 2.0 * prod(sizes[2]) * prod(sizes[1][:-1])
+        case "Conv2DBackpropFilter" | "Conv3DBackpropFilterV2":
+            return 2.0 * prod(sizes[2]) * prod(_known(shapes[node.name][0])[:-1])
+        case "DepthwiseConv2dNativeBackpropInput":
+            return 2.0 * prod(sizes[2]) * prod(sizes[1][:2])
+        case "DepthwiseConv2dNativeBackpropFilter":
+            return 2.0 * prod(sizes[2]) * prod(_known(shapes[node.name][0])[:2])
+        case "Einsum":
+            return 2.0 * out * _einsum_summed(node, sizes)
+    return 0.0
+
+
+def _known(shape: Shape) -> list[int]:
+    """The lengths of the axes, 1 where one is not known."""
+    return [max(1, dim or 1) for dim in shape.dims or ()]
+
+
+def _einsum_summed(node: Node, sizes: Sequence[Sequence[int]]) -> int:
+    """The product of the lengths of the axes that are summed away (those of an ellipsis never are)."""
+    equation = node.attr("equation")
+    assert isinstance(equation, bytes)
+    terms, _, result = equation.decode().partition("->")
+    lengths: dict[str, int] = {}
+    for term, dims in zip(terms.split(","), sizes, strict=False):
+        left, _, right = term.partition("...")
+        lengths.update(zip(left, dims, strict=False))
+        lengths.update(zip(right, dims[len(dims) - len(right) :], strict=False))
+    return prod(length for label, length in lengths.items() if label not in result)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from dapple_tf.backend.failure_cause import find_cause
+
+MESSAGE = """Graph execution error:
+
+Detected at node sent/DequeueMany defined at (most recent call last):
+2 root error(s) found.
+  (0) {first}
+  (1) {second}
+0 successful operations.
+0 derived errors ignored. [Op:__inference_step_1]"""
+OWN = "CANCELLED:  Dequeue operation was cancelled\n\t [[{{node sent/DequeueMany}}]]"
+CAUSE = "INVALID_ARGUMENT:    Tensor had NaN values\n\t [[stage1/forward]]"
+
+
+@pytest.mark.parametrize(("first", "second"), [(CAUSE, OWN), (OWN, CAUSE)])
+def test_the_cause_of_a_failure_is_told_alone(first: str, second: str) -> None:
+    message = MESSAGE.format(first=first, second=second)
+    assert find_cause(message) == "Tensor had NaN values\n\t [[stage1/forward]]"
+
+
+def test_other_messages_are_told_as_they_are() -> None:
+    assert find_cause("out of memory") == "out of memory"
