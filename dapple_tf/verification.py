@@ -21,12 +21,13 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import Request
+from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from graph_passes.analysis.variable_use import find_variables
-from graph_passes.schedules.policies import short_name
+from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.cluster import Cluster
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
@@ -93,7 +94,7 @@ class Report:
         plan = self.plan
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {plan.micro_batches} micro-batches"
         lines = [
-            f"{head}, {short_name(plan.schedule)}: " + ("equal to one device" if self.ok else "DIFFERS from one device")
+            f"{head}, {abbreviate_schedule(plan.schedule)}: " + ("equal to one device" if self.ok else "DIFFERS from one device")
         ]
         lines.append(
             f"largest relative errors: loss {self.max_loss_error:.1e}, gradients {self.max_gradient_error:.1e}, "
@@ -138,24 +139,21 @@ def verify(
     step.build(*batch)
     model = step.model(batch)
     variables = model.variables
-    before = _values(variables)
     stateful = model.stateful
     state = find_variables(model.graph).state
     parts = micro_batch_slices(batch_size(batch), step.plan.micro_batches) if stateful else [slice(None)]
-    try:
+    with unchanged_variables(variables.values()):
         loss, gradients = _one_device(loss_fn, batch, parts, {n: variables[n] for n in model.gradients})
         _apply(optimizer, gradients, model.trained, list(gradients))
         wanted = {"loss": loss, "gradient": gradients, "variable": _values(variables)}
-        _restore(variables, before)
+    with unchanged_variables(variables.values()):
         loss, gradients = step.run_exposed(*batch)
         found = {"loss": loss, "gradient": gradients, "variable": _values(variables)}
-        _restore(variables, before)
+    with unchanged_variables(variables.values()):
         _apply(optimizer, gradients, model.trained, list(wanted["gradient"]))
         wanted["update"], found["update"] = _values(variables), found["variable"]
-        for name in state:  # written by forward, not by the optimizer
-            wanted["update"][name] = wanted["variable"][name]
-    finally:
-        _restore(variables, before)
+    for name in state:  # written by forward, not by the optimizer
+        wanted["update"][name] = wanted["variable"][name]
     coarsest = _coarsest(model)
     largest = max((float(np.max(np.abs(g), initial=0.0)) for g in wanted["gradient"].values()), default=0.0)
     differences = [_difference("loss", "loss", found["loss"], wanted["loss"], coarsest)]
@@ -225,11 +223,6 @@ def _apply(optimizer: Any, gradients: Mapping[str, Any], trained: Sequence[Any],
 
 def _values(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     return {name: variable.numpy() for name, variable in variables.items()}
-
-
-def _restore(variables: Mapping[str, tf.Variable], values: Mapping[str, Any]) -> None:
-    for name, variable in variables.items():
-        variable.assign(values[name])
 
 
 def _difference(

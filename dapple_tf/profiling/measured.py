@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dapple_tf import internals
+from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import DappleWarning
 from dapple_tf.frontend.batch import as_arguments, batch_size
@@ -29,9 +29,9 @@ from dapple_tf.frontend.capture import capture
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import examine_layers
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
-from profiler.cores import hold_to_cores
+from profiler.cores import limit_to_cores
 from profiler.errors import ProfileError
-from profiler.measure import Floats, measure_in_turn, relative_spread
+from profiler.measure import Floats, measure_interleaved, relative_spread
 from profiler.profile import Profile, Timing, WholeModel
 
 AGREEMENT = 0.10
@@ -75,12 +75,12 @@ def profile(
         if facts.lists:
             _warn(f"While loops keep lists of unknown length, which stash_bytes leaves out: {', '.join(facts.lists)}")
         device, home = list_devices()[0], home_device()
-        with _unchanged(facts.captured.variables):
+        with unchanged_variables(facts.captured.variables.values()):
             plain = PlainModel(loss_fn, arguments, device)
             empty = empty_calls(device)
             tell("tracing", 1)
             with _one_device() as full:
-                first, calls = measure_in_turn([plain.forward, empty], min(3, repeats), 1.0, full_share=full)
+                first, calls = measure_interleaved([plain.forward, empty], min(3, repeats), 1.0, full_share=full)
             most = _median(first) / (_CALLS_IN_A_RUN * max(_median(calls), _CLOCK_SECONDS))
             runs = LayerRuns.build(facts, max(1, min(_MOST_RUNS, int(most))), device, home)
             tell("building", 1)
@@ -89,7 +89,7 @@ def profile(
             tell("measuring", 1)
             with _one_device() as full:
                 measure = functools.partial(
-                    measure_in_turn,
+                    measure_interleaved,
                     repeats=repeats,
                     budget_seconds=_BUDGET_SECONDS,
                     after_round=lambda: tell("measuring", 1),
@@ -176,26 +176,13 @@ def _cores(devices: int) -> int:
 
 @contextlib.contextmanager
 def _one_device() -> Iterator[float | None]:
-    """While open, the process has what one device of a pipeline has; the ``full_share`` of ``measure_in_turn``."""
+    """While open, the process has what one device of a pipeline has; the ``full_share`` of ``measure_interleaved``."""
     if tf.config.list_logical_devices("GPU"):
         yield 0.0  # the processor only waits for it
         return
     count = _cores(len(list_devices()))
-    with hold_to_cores(count):
+    with limit_to_cores(count):
         yield 1.0 if count == 1 else None
-
-
-@contextlib.contextmanager
-def _unchanged(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
-    """The variables have their values and places back afterwards."""
-    before = {name: (variable.numpy(), variable.device) for name, variable in variables.items()}
-    try:
-        yield
-    finally:
-        moves = [(variables[name], place) for name, (_, place) in before.items() if variables[name].device != place]
-        internals.move_variables(moves)
-        for name, (value, _) in before.items():
-            variables[name].assign(value)
 
 
 @contextlib.contextmanager

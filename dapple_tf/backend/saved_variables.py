@@ -1,0 +1,26 @@
+"""Run something that changes variables, and undo the changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import tensorflow as tf
+
+from dapple_tf import internals
+
+
+@contextlib.contextmanager
+def unchanged_variables(variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Give ``variables`` their values and devices back at the end of the block, also where the block fails.
+
+    The values are kept as NumPy arrays, outside of device memory. Every variable must hold a value in this process: on
+    a rank of a job, pass only the variables that the rank's stage owns.
+    """
+    saved = [(variable, variable.numpy(), variable.device) for variable in variables]
+    try:
+        yield
+    finally:
+        internals.move_variables([(variable, device) for variable, _, device in saved if variable.device != device])
+        for variable, value, _ in saved:
+            variable.assign(value)
