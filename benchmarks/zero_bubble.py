@@ -34,7 +34,7 @@ def run() -> Iterator[Row]:
 
 def compare_with_paper() -> list[Row]:
     """Bubbles of (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023); the most micro-batches in flight."""
-    from graph_passes.schedules.policies import make_schedule
+    from graph_passes.schedules.policies import build_schedule
 
     right = total = 0
     least_room = STAGES
@@ -44,7 +44,7 @@ def compare_with_paper() -> list[Row]:
             found = [simulated(name, stages, m, f, b, w) - m * (f + b + w) for name in SCHEDULES]
             right += sum(a == c for a, c in zip(found, wanted, strict=True))
             total += 2
-            held = [max(make_schedule(name, stages, m).in_flight) for name in SCHEDULES]
+            held = [max(build_schedule(name, stages, m).in_flight) for name in SCHEDULES]
             least_room = min(least_room, held[0] - held[1])
     return [
         Row(

@@ -14,8 +14,8 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.policies import make_schedule
-from profiler.fields import Fields, locating, read_json
+from graph_passes.schedules.policies import build_schedule
+from profiler.fields import Fields, naming_file, read_json
 from profiler.files import write_atomically
 
 FORMAT = "dapple-plan/1"
@@ -114,7 +114,7 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan; PlanError names the file and the field that is wrong."""
-        with locating(path, PlanError):
+        with naming_file(path, PlanError):
             return _from_json(read_json(path, PlanError))
 
 
@@ -156,7 +156,7 @@ def _from_json(data: Any) -> Plan:
         overlap=top.flag("overlap") if top.has("overlap") else False,
     )
     try:
-        make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     except ScheduleError as error:
         raise PlanError(f"schedule: {error}") from error
     return plan

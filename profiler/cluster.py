@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from profiler.errors import ClusterError
-from profiler.fields import Fields, locating, read_json, read_text, read_yaml
+from profiler.fields import Fields, naming_file, read_json, read_text, read_yaml
 from profiler.files import write_atomically
 from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
 
@@ -109,7 +109,7 @@ class Cluster:
 
         Where there is one server ``inter_server`` may be missing; where each has one device, ``intra_server``.
         """
-        with locating(path, ClusterError):
+        with naming_file(path, ClusterError):
             return _from_data(_read(path))
 
     @staticmethod
@@ -216,5 +216,5 @@ def _parse_link(item: Fields) -> Link:
 
 
 def _parse(item: Fields, key: str, units: Mapping[str, Any]) -> float:
-    with locating(item.where + key, ClusterError):
+    with naming_file(item.where + key, ClusterError):
         return parse_quantity(item.scalar(key), units)

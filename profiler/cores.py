@@ -11,7 +11,7 @@ _THREADS = Path("/proc/self/task")
 
 
 @contextlib.contextmanager
-def hold_to_cores(count: int) -> Iterator[None]:
+def limit_to_cores(count: int) -> Iterator[None]:
     """While open, all threads of this process run on ``count`` of its cores; nothing happens off Linux.
 
     The affinity of each thread comes back afterwards; threads started meanwhile get this thread's.

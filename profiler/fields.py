@@ -139,7 +139,7 @@ class Fields:
 
 
 @contextlib.contextmanager
-def locating(path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
+def naming_file(path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
     """Errors raised inside say which file they are about."""
     try:
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path) -> Iterator[Path]:
     """A place to write the file in; it becomes ``path`` when all went well, else ``path`` stays as it was."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -22,11 +22,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file (UTF-8) so that a crash leaves the old file or the new one, never a part."""
-    with replacing(path) as part:
+    with atomic_replacement(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def make_writable(path: Path) -> str:
+def find_write_problem(path: Path) -> str:
     """Make the folder of ``path``; why a file cannot be written there ("" if it can), to know before any work."""
     if path.is_dir():
         return f"{path} is a folder"

@@ -12,7 +12,7 @@ from pathlib import Path
 import networkx as nx
 
 from profiler.errors import ProfileError
-from profiler.fields import locating, read_text
+from profiler.fields import naming_file, read_text
 from profiler.profile import LayerCost, Profile
 from profiler.topology import check_runnable
 
@@ -40,7 +40,7 @@ def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, si
 
     ``batch_size`` and ``size_scale`` are for graph.txt; see ``read_graph_file``. Raises ProfileError.
     """
-    with locating(path, ProfileError):
+    with naming_file(path, ProfileError):
         text = read_text(path, ProfileError)
     graph = " -- " in text or Path(path).suffix != ".json"
     if graph and not text.lstrip().startswith(("{", "[")):
@@ -60,7 +60,7 @@ def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None,
     what reads nothing (or only such as costs nothing) comes right before its first reader, so that its output
     crosses no more cuts than it must. Repeated names get their node's. Raises ProfileError naming file and line.
     """
-    with locating(path, ProfileError):
+    with naming_file(path, ProfileError):
         name = Path(path).stem
         if batch_size is None:
             found = _BATCH.search(name)

@@ -23,7 +23,7 @@ class Clock:
     work: Callable[[], float] = time.process_time
 
 
-def measure_in_turn(
+def measure_interleaved(
     probes: Sequence[Callable[[], Floats]],
     repeats: int,
     budget_seconds: float,
@@ -74,7 +74,7 @@ def relative_spread(rounds: Floats) -> float:
     return float(np.median(np.abs(totals - middle))) / middle if middle > 0 else 0.0
 
 
-def share_out(seconds: Floats, bounds: Sequence[int], weights: Floats) -> Floats:
+def split_by_weight(seconds: Floats, bounds: Sequence[int], weights: Floats) -> Floats:
     """The seconds of each layer from those of runs of layers, shared in proportion to ``weights``.
 
     Run k holds the layers ``bounds[k]`` to ``bounds[k + 1] - 1``. Where all weights of a run are 0, its layers
@@ -88,7 +88,7 @@ def share_out(seconds: Floats, bounds: Sequence[int], weights: Floats) -> Floats
     return shared
 
 
-def choose_starts(weights: Floats, positions: Sequence[int], count: int) -> list[int]:
+def choose_even_starts(weights: Floats, positions: Sequence[int], count: int) -> list[int]:
     """Starts (ascending, without 0) that cut the layers into at most ``count`` runs of about equal weight.
 
     A start is the one of ``positions`` whose layers before it weigh nearest to its share of the whole.

@@ -37,7 +37,7 @@ def config(letter: str, devices: int = 16) -> Cluster:
     return Cluster(servers, _V100_MEMORY, intra_server=_NVLINK if size > 1 else between, inter_server=between)
 
 
-def named(text: str) -> Cluster:
+def load_preset(text: str) -> Cluster:
     """The cluster called ``config-a``, or ``config-a:32`` (devices). Raises ClusterError for a name that is none."""
     match = _NAME.fullmatch(text.lower())
     if not match:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profiler.errors import ProfileError
-from profiler.fields import Fields, locating, read_json
+from profiler.fields import Fields, naming_file, read_json
 from profiler.files import write_atomically
 from profiler.topology import check_edges
 
@@ -176,7 +176,7 @@ class Profile:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
         """Read a profile; ProfileError names the file and the field that is wrong."""
-        with locating(path, ProfileError):
+        with naming_file(path, ProfileError):
             return _from_json(read_json(path, ProfileError))
 
     @cached_property

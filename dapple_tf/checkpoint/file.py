@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import CheckpointError
-from profiler.files import replacing
+from profiler.files import atomic_replacement
 
 FORMAT = "dapple-checkpoint/1"
 _TEXTS = "__metadata__"
@@ -99,7 +99,7 @@ def write_checkpoint(
     Raises OSError where the file cannot be written; nothing of it is left then.
     """
     header = _make_header(variables, {**texts, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
-    with replacing(path) as part, part.open("wb") as stream:
+    with atomic_replacement(path) as part, part.open("wb") as stream:
         checksum = hashlib.sha256(header)
         stream.write(header)
         for _, value in zip(variables, values, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dapple_tf.drawing.chart import Chart
 from dapple_tf.errors import UsageError
-from profiler.files import make_writable, replacing, write_atomically
+from profiler.files import atomic_replacement, find_write_problem, write_atomically
 
 _SUFFIXES = (".png", ".html", ".json")
 
@@ -20,7 +20,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.suffix not in _SUFFIXES:
         raise UsageError(f"{target}: a timeline is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    if problem := make_writable(target):
+    if problem := find_write_problem(target):
         raise UsageError(problem)
     return target
 
@@ -45,5 +45,5 @@ def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, An
         case _:
             from dapple_tf.drawing.png import draw
 
-            with replacing(target) as part:
+            with atomic_replacement(target) as part:
                 draw(chart, part)

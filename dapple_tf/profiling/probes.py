@@ -20,7 +20,7 @@ from dapple_tf.errors import PartitionError, StepError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.profiling.layer_facts import LayerFacts
 from dapple_tf.timeline.timeline import read_timeline
-from profiler.measure import Floats, choose_starts, share_out
+from profiler.measure import Floats, choose_even_starts, split_by_weight
 from profiler.peaks import CPU_CORE
 
 _EMPTY_CALLS = 16
@@ -123,7 +123,7 @@ class LayerRuns:
         """About ``count`` runs of equal work; fewer where a gradient needs what another run does not send."""
         weights = facts.forward_seconds(CPU_CORE) + facts.backward_seconds(CPU_CORE)
         while True:
-            starts = choose_starts(weights, facts.layers.positions(), count)
+            starts = choose_even_starts(weights, facts.layers.positions(), count)
             try:
                 staged = stage_model(facts.captured, facts.layers, starts, None)
                 break
@@ -164,6 +164,6 @@ class LayerRuns:
         medians = np.median(rounds, axis=0)
         own = np.maximum(medians - call_seconds, medians / 2)
         count = len(self.bounds) - 1
-        forward = share_out(own[:count], self.bounds, self.facts.forward_seconds(CPU_CORE))
-        backward = share_out(own[count:], self.bounds, self.facts.backward_seconds(CPU_CORE))
+        forward = split_by_weight(own[:count], self.bounds, self.facts.forward_seconds(CPU_CORE))
+        backward = split_by_weight(own[count:], self.bounds, self.facts.backward_seconds(CPU_CORE))
         return forward, backward

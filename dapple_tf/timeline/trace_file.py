@@ -16,7 +16,7 @@ from dapple_tf.timeline.prediction import Prediction
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
 from graph_passes.schedules.schedule import Action, Kind
-from profiler.fields import Fields, locating, read_json
+from profiler.fields import Fields, naming_file, read_json
 
 FORMAT = "dapple-timeline/1"
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
@@ -49,13 +49,13 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
     Raises TraceError naming the file and the place in it that is wrong: no JSON, no trace of ours, or a field that is
     missing or cannot be.
     """
-    with locating(path, TraceError):
+    with naming_file(path, TraceError):
         data = read_json(path, TraceError)
         if not isinstance(data, dict) or "dapple" not in data:
             known = isinstance(data, list) or (isinstance(data, dict) and "traceEvents" in data)
             what = "a trace, but not one that dapple_tf saved" if known else "not a trace"
             raise TraceError(f"{what} (there is no field 'dapple' in it): {_ADVICE}")
-        with locating("dapple", TraceError):
+        with naming_file("dapple", TraceError):
             return _read(data["dapple"])
 
 

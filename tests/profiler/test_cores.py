@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from profiler.cores import hold_to_cores
+from profiler.cores import limit_to_cores
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
@@ -22,7 +22,7 @@ def test_all_threads_are_held_and_let_go() -> None:
 
     before = threading.Thread(target=idle)
     before.start()
-    with hold_to_cores(1):
+    with limit_to_cores(1):
         during = threading.Thread(target=idle)
         during.start()
         while len(ids) < 2:
@@ -39,7 +39,7 @@ def test_all_threads_are_held_and_let_go() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
 def test_an_error_lets_go_too() -> None:
     own = os.sched_getaffinity(0)
-    with pytest.raises(KeyError), hold_to_cores(1):
+    with pytest.raises(KeyError), limit_to_cores(1):
         raise KeyError
     assert os.sched_getaffinity(0) == own
 
@@ -47,5 +47,5 @@ def test_an_error_lets_go_too() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
 def test_more_cores_than_there_are_is_all_of_them() -> None:
     own = os.sched_getaffinity(0)
-    with hold_to_cores(10_000):
+    with limit_to_cores(10_000):
         assert os.sched_getaffinity(0) == own

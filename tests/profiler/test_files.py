@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.files import replacing, write_atomically
+from profiler.files import atomic_replacement, write_atomically
 
 
 def test_a_file_is_written_and_nothing_else_left(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def fail_half_way(part: Path) -> None:
 def test_a_failure_half_way_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(target) as part:
+    with pytest.raises(ZeroDivisionError), atomic_replacement(target) as part:
         fail_half_way(part)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "old")]
 
@@ -38,7 +38,7 @@ def test_a_text_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> No
 def test_the_old_file_stands_until_the_end(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
-    with replacing(target) as part:
+    with atomic_replacement(target) as part:
         part.write_text("new")
         assert target.read_text() == "old"
     assert target.read_text() == "new"

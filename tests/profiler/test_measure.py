@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.measure import LEAST_ROUNDS, Clock, choose_starts, measure_in_turn, relative_spread, share_out
+from profiler.measure import LEAST_ROUNDS, Clock, choose_even_starts, measure_interleaved, relative_spread, split_by_weight
 
 
 class Machine:
@@ -31,7 +31,7 @@ class Machine:
 
 def test_probes_run_in_turn_and_the_first_round_is_dropped() -> None:
     machine, ended = Machine(1.0), []
-    first, second = measure_in_turn(
+    first, second = measure_interleaved(
         [machine.probe, lambda: machine.probe(5, machine.wall)],
         3,
         60.0,
@@ -48,7 +48,7 @@ def test_probes_run_in_turn_and_the_first_round_is_dropped() -> None:
 )
 def test_rounds_end_with_the_repeats_or_the_budget(repeats: int, budget: float, rounds: int) -> None:
     machine = Machine(1.0)
-    (found,) = measure_in_turn([machine.probe], repeats, budget, clock=machine.clock)
+    (found,) = measure_interleaved([machine.probe], repeats, budget, clock=machine.clock)
     assert found.shape == (rounds, 1)
 
 
@@ -63,19 +63,19 @@ def test_rounds_end_with_the_repeats_or_the_budget(repeats: int, budget: float, 
 )
 def test_what_others_took_of_the_processor_is_taken_off(full_share: float | None, expected: list[list[float]]) -> None:
     machine = Machine(0.1, 0.8, 0.4, 0.2)  # the first while warming up
-    (found,) = measure_in_turn([lambda: machine.probe(10, 5)], 3, 60.0, full_share=full_share, clock=machine.clock)
+    (found,) = measure_interleaved([lambda: machine.probe(10, 5)], 3, 60.0, full_share=full_share, clock=machine.clock)
     np.testing.assert_allclose(found, expected)
 
 
 def test_each_probe_has_its_own_best() -> None:
     machine = Machine(1.0, 0.5)
-    first, second = measure_in_turn([machine.probe, machine.probe], 3, 60.0, clock=machine.clock)
+    first, second = measure_interleaved([machine.probe, machine.probe], 3, 60.0, clock=machine.clock)
     assert first[:, 0] == pytest.approx([3, 5, 7])
     assert second[:, 0] == pytest.approx([4, 6, 8])
 
 
 def test_a_clock_that_stands_still_measures_nothing() -> None:
-    (found,) = measure_in_turn([lambda: np.ones(1)], 3, 60.0, clock=Clock(lambda: 0.0, lambda: 0.0))
+    (found,) = measure_interleaved([lambda: np.ones(1)], 3, 60.0, clock=Clock(lambda: 0.0, lambda: 0.0))
     assert found.tolist() == [[0.0]] * 3
 
 
@@ -87,7 +87,7 @@ def test_the_spread_is_that_of_the_sums() -> None:
 
 
 def test_seconds_are_shared_by_weight_and_alike_without_any() -> None:
-    shared = share_out(np.array([6.0, 4.0]), [0, 3, 5], np.array([1.0, 0.0, 2.0, 0.0, 0.0]))
+    shared = split_by_weight(np.array([6.0, 4.0]), [0, 3, 5], np.array([1.0, 0.0, 2.0, 0.0, 0.0]))
     assert shared.tolist() == [2.0, 0.0, 4.0, 2.0, 2.0]
 
 
@@ -96,7 +96,7 @@ def test_shares_add_up(weights: list[float], data: st.DataObject) -> None:
     starts = data.draw(st.sets(st.integers(1, len(weights))).map(lambda s: sorted(s - {len(weights)})))
     bounds = [0, *starts, len(weights)]
     seconds = np.array(data.draw(st.lists(st.floats(0, 10), min_size=len(bounds) - 1, max_size=len(bounds) - 1)))
-    shared = share_out(seconds, bounds, np.array(weights))
+    shared = split_by_weight(seconds, bounds, np.array(weights))
     for k, (first, end) in enumerate(itertools.pairwise(bounds)):
         assert shared[first:end].sum() == pytest.approx(seconds[k])
     assert (shared >= 0).all()
@@ -104,11 +104,11 @@ def test_shares_add_up(weights: list[float], data: st.DataObject) -> None:
 
 def test_starts_even_out_the_weights() -> None:
     weights = np.array([1.0, 1.0, 4.0, 2.0, 2.0, 2.0])  # 12 in all; before each: 0 1 2 6 8 10
-    assert choose_starts(weights, range(1, 6), 2) == [3]
-    assert choose_starts(weights, range(1, 6), 3) == [2, 4]  # 4 is as near to 2 as to 6: the first
-    assert choose_starts(weights, (1, 5), 2) == [5]  # 6 is nearer to 10 than to 1
-    assert choose_starts(weights, range(1, 6), 1) == []
-    assert choose_starts(weights, (), 4) == []
+    assert choose_even_starts(weights, range(1, 6), 2) == [3]
+    assert choose_even_starts(weights, range(1, 6), 3) == [2, 4]  # 4 is as near to 2 as to 6: the first
+    assert choose_even_starts(weights, (1, 5), 2) == [5]  # 6 is nearer to 10 than to 1
+    assert choose_even_starts(weights, range(1, 6), 1) == []
+    assert choose_even_starts(weights, (), 4) == []
 
 
 @given(
@@ -118,7 +118,7 @@ def test_starts_even_out_the_weights() -> None:
 )
 def test_starts_are_allowed_ascending_and_few(weights: list[float], count: int, places: set[int]) -> None:
     positions = sorted(place for place in places if place < len(weights))
-    starts = choose_starts(np.array(weights), positions, count)
+    starts = choose_even_starts(np.array(weights), positions, count)
     assert set(starts) <= set(positions)
     assert starts == sorted(set(starts))
     assert len(starts) < count or not starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from profiler.errors import ClusterError
-from profiler.presets import config, named
+from profiler.presets import config, load_preset
 
 
 def test_config_a_is_servers_of_eight_with_nvlink() -> None:
@@ -29,8 +29,8 @@ def test_the_last_server_of_config_a_may_be_smaller() -> None:
 
 
 def test_a_name_on_the_command_line() -> None:
-    assert named("config-a") == config("a", 16)
-    assert named("Config-C:32") == config("c", 32)
+    assert load_preset("config-a") == config("a", 16)
+    assert load_preset("Config-C:32") == config("c", 32)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_name_on_the_command_line() -> None:
 )
 def test_a_name_that_is_none(text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
-        named(text)
+        load_preset(text)
