@@ -23,8 +23,8 @@ from graph_passes.passes.apply import Apply
 from graph_passes.passes.backward import prune_gradients, split_backward
 from graph_passes.passes.base import Observer, Pass, run_passes
 from graph_passes.passes.check_numerics import CheckNumerics
-from graph_passes.passes.copy_variables import Mirror
-from graph_passes.passes.expose_gradients import Expose
+from graph_passes.passes.copy_variables import CopyVariables
+from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
@@ -32,14 +32,14 @@ from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.partition import partition
 from graph_passes.passes.place import Place
 from graph_passes.passes.project import Project
-from graph_passes.passes.rank_variables import Spread
+from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute, find_runs
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def stage_model(
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """The passes that carry out ``plan``, in order, each for the reason beside it; see ``pipeline_graph``."""
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     try:
         placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
     except IndexError:
@@ -173,7 +173,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
         Microbatch(model.stages, plan.micro_batches, model.aux_types),  # calls of stages exist from here on
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
-        Mirror(),  # needs the replicas
+        CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
@@ -182,7 +182,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     if model.updates is not None:
         order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there
     if variant is StepVariant.WITH_GRADIENTS:
-        order.append(Expose())  # needs what AllReduce left
+        order.append(ExposeGradients())  # needs what AllReduce left
     if variant is StepVariant.CHECKED:
         order.append(CheckNumerics())  # needs what AllReduce left, and the loss
     if variant is StepVariant.TIMED:
@@ -231,9 +231,11 @@ def rank_graphs(
     whole = pipeline_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
-    # Spread before projection, which then finds the values that travel; it needs the copies that Mirror made.
+    # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
     last: list[Pass] = [Instrument()] if timed else []
-    graphs = tuple(run_passes(whole, [Spread(types), Project(ranks, rank), *last], observers) for rank in range(size))
+    graphs = tuple(
+        run_passes(whole, [RankVariables(types), Project(ranks, rank), *last], observers) for rank in range(size)
+    )
     verify_ranks(graphs)
     return graphs
 

@@ -94,7 +94,8 @@ class Report:
         plan = self.plan
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {plan.micro_batches} micro-batches"
         lines = [
-            f"{head}, {abbreviate_schedule(plan.schedule)}: " + ("equal to one device" if self.ok else "DIFFERS from one device")
+            f"{head}, {abbreviate_schedule(plan.schedule)}: "
+            + ("equal to one device" if self.ok else "DIFFERS from one device")
         ]
         lines.append(
             f"largest relative errors: loss {self.max_loss_error:.1e}, gradients {self.max_gradient_error:.1e}, "

@@ -25,7 +25,7 @@ from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.simulator.simulate import Timeline as Simulated
 from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
-from graph_passes.schedules.policies import for_fewer
+from graph_passes.schedules.policies import truncate_schedule
 from profiler.cluster import Cluster
 
 # Of a model's work: a layer of so much hides layers that nobody can cut.
@@ -224,5 +224,5 @@ def fit_plan(plan: Plan, size: int) -> Plan:
     if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
         return plan
     stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
-    schedule = for_fewer(plan.schedule, micro_batches)
+    schedule = truncate_schedule(plan.schedule, micro_batches)
     return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)

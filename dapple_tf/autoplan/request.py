@@ -11,7 +11,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import check_name, count_micro_batches, count_stages, make_schedule
+from graph_passes.schedules.policies import build_schedule, check_schedule_name, count_micro_batches, count_stages
 
 _USUAL_MICRO_BATCHES = 8
 
@@ -66,7 +66,7 @@ class Request:
         if not isinstance(self.schedule, str):
             raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
         if not self.open_schedule:
-            check_name(self.schedule)
+            check_schedule_name(self.schedule)
         if self.replicas is not None and not _all(self.replicas, int):
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _all(self.stages, str):
@@ -123,9 +123,9 @@ def _check_schedule(request: Request, stages: int, micro_batches: int, most: int
     if request.open_schedule:
         return
     if not request.open_micro_batches:
-        make_schedule(name, stages, micro_batches)
+        build_schedule(name, stages, micro_batches)
     elif count_stages(name):
-        make_schedule(name, stages, count_micro_batches(name, range(1, most + 1)) or most)
+        build_schedule(name, stages, count_micro_batches(name, range(1, most + 1)) or most)
 
 
 def check_batch(size: int, micro_batches: int, replicas: Sequence[int]) -> None:

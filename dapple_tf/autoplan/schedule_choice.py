@@ -10,7 +10,13 @@ from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arr
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
-from graph_passes.schedules.policies import count_micro_batches, count_stages, make_schedule, read_policy, short_name
+from graph_passes.schedules.policies import (
+    abbreviate_schedule,
+    build_schedule,
+    count_micro_batches,
+    count_stages,
+    read_policy,
+)
 from profiler.units import format_bytes
 
 # A policy that holds more micro-batches must be faster by more than this, or memory is spent for nothing.
@@ -35,7 +41,7 @@ class Choice:
 
     def __str__(self) -> str:
         base = "" if self.measured else " (estimated)"
-        text = f"schedule {short_name(self.schedule)}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
+        text = f"schedule {abbreviate_schedule(self.schedule)}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
         ours = self.seconds[self.schedule]
         others = [
             f"{name} {_compare(seconds, ours)}" for name, seconds in self.seconds.items() if name != self.schedule
@@ -61,7 +67,7 @@ def choose_schedule(
     for policy in policies:
         if count_stages(policy):
             most = max(costs)
-            make_schedule(policy, len(costs[most]), count_micro_batches(policy, costs) or most)
+            build_schedule(policy, len(costs[most]), count_micro_batches(policy, costs) or most)
     best: Choice | None = None
     for m, stages in sorted(costs.items()):
         rows = stage_cost_arrays(stages)

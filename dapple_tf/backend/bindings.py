@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dapple_tf import internals
-from graph_passes.analysis.held_variables import held_variables
+from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import nodes_of
@@ -80,7 +80,7 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
     """Move the variables that a rank's stage and its update use to the rank's device."""
     calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
     ports = [graph.function(node.string("function")).input_ports("variable") for node in calls]
-    held = held_variables(graph)  # the others are not here
+    held = resident_variables(graph)  # the others are not here
     names = [name for name in dict.fromkeys(port.name for found in ports for _, port in found) if name in held]
     internals.move_variables([(variables[n], device) for n in names if not _same(variables[n].device, device)])
 

@@ -14,7 +14,7 @@ import click
 
 from dapple_tf.commands import schedule_option as schedules
 from dapple_tf.errors import ModelError, UsageError
-from graph_passes.schedules.policies import short_name
+from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.files import make_writable
 
 MODEL = [
@@ -69,7 +69,7 @@ def describe(plan: Any, layers: Sequence[str]) -> str:
     """A plan in a few lines, with the names of its layers."""
     lines = [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches of {plan.micro_batch_size} samples, "
-        f"schedule {short_name(plan.schedule)}{describe_recompute(plan, len(layers))}"
+        f"schedule {abbreviate_schedule(plan.schedule)}{describe_recompute(plan, len(layers))}"
     ]
     for i, stage in enumerate(plan.stages):
         devices = ", ".join(map(str, stage.devices))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dapple_tf.errors import ScheduleError
-from graph_passes.schedules.policies import check_name
+from graph_passes.schedules.policies import check_schedule_name
 
 OPTION = click.option(
     "--schedule",
@@ -30,7 +30,7 @@ def read_schedule(value: str) -> str:
         except (OSError, UnicodeError) as error:
             raise click.BadParameter(f"{value} cannot be read as text: {error}") from error
         try:
-            check_name(text)
+            check_schedule_name(text)
         except ScheduleError as error:
             raise ScheduleError(f"{value}: {error}") from error
         return text
@@ -41,7 +41,7 @@ def read_schedule(value: str) -> str:
 
 def _is_name(value: str) -> bool:
     try:
-        check_name(value)
+        check_schedule_name(value)
     except ScheduleError:
         return value == "auto"
     return True

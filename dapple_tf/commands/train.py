@@ -27,7 +27,7 @@ from dapple_tf.commands.common import (
     say,
     start,
 )
-from graph_passes.schedules.policies import short_name
+from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.detect import job_size
 
 if TYPE_CHECKING:
@@ -123,9 +123,8 @@ def train(
     memory = step.report
     result["memory"] = memory.to_json()
     if trace and leads:
-        title = (
-            f"{options['model'].rpartition(':')[2]}: {short_name(step.plan.schedule)}, M = {step.plan.micro_batches}"
-        )
+        plan, model = step.plan, options["model"].rpartition(":")[2]
+        title = f"{model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
         recording = dataclasses.replace(step.recording, title=title)
         save_recording(recording, trace)
         result |= {"trace": trace, "timeline": recording.to_json()}

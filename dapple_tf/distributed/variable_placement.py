@@ -13,7 +13,7 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Needs, holdings
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
-from graph_passes.analysis.held_variables import held_variables
+from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.ir.graph import Graph
 
 _ADVICE = "other ranks of the job hold and train it; call step.gather() on every rank before this"
@@ -21,7 +21,7 @@ _ADVICE = "other ranks of the job hold and train it; call step.gather() on every
 
 def find_needs(model: StagedModel, graphs: Sequence[Graph]) -> Needs:
     """What the ranks need whose ``graphs`` these are, by rank."""
-    held = [held_variables(graph) for graph in graphs]
+    held = [resident_variables(graph) for graph in graphs]
     return Needs(
         tuple(
             (variable, frozenset(rank for rank, names in enumerate(held) if name in names))

@@ -14,7 +14,7 @@ from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Function, Graph
 from graph_passes.ir.names import micro_batch_count, replica_counts
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -69,7 +69,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMem
     ``ranks``: the devices are the processes of a job, and what a rank sends and receives takes memory on the way.
     """
     plan = planned.plan
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     # The graph of all stages, whatever their devices are: a rank's own graph lacks the other stages.
     devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
     graph = pipeline_graph(planned.model, plan, devices, "home")
@@ -132,7 +132,7 @@ def _predict_stage(
         weights=_bytes_of(model, variables.owned(stage)),
         gradients=buffers,
         slots=slots,
-        copies=_bytes_of(model, variables.mirrored(stage, 0)),
+        copies=_bytes_of(model, variables.copied(stage, 0)),
         most_held=most_held(schedule, stage),
         kept=kept,
         waiting=waiting,

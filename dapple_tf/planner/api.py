@@ -18,7 +18,13 @@ from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.simulate import Timeline, simulate
-from graph_passes.schedules.policies import check_name, count_micro_batches, count_stages, make_schedule, short_name
+from graph_passes.schedules.policies import (
+    abbreviate_schedule,
+    build_schedule,
+    check_schedule_name,
+    count_micro_batches,
+    count_stages,
+)
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -95,13 +101,15 @@ def make_problem(
 
 def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
     """PlanError or ScheduleError for a schedule that no plan on so many devices, of these micro-batches, can have."""
-    check_name(name)
+    check_schedule_name(name)
     stages = count_stages(name)
     if stages is None:
         return
     if stages > devices:
-        raise PlanError(f"schedule {short_name(name)!r} is for {stages} stages, but the cluster has {devices} devices")
-    make_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
+        raise PlanError(
+            f"schedule {abbreviate_schedule(name)!r} is for {stages} stages, but the cluster has {devices} devices"
+        )
+    build_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
 
 def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:

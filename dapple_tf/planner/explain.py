@@ -5,7 +5,7 @@ from __future__ import annotations
 from dapple_tf.plan import Plan
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.simulate import Timeline
-from graph_passes.schedules.policies import short_name
+from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile
 
 
@@ -27,7 +27,7 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     """The plan and its prediction in a few lines."""
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch_size} samples, schedule {short_name(plan.schedule)}"
+        f"{plan.micro_batch_size} samples, schedule {abbreviate_schedule(plan.schedule)}"
         + _recomputed(plan)
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),
@@ -71,7 +71,7 @@ def describe_result(
 def _name(candidate: Candidate, plan: Plan) -> str:
     kind = notation(plan)
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
-    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {short_name(plan.schedule)}"
+    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {abbreviate_schedule(plan.schedule)}"
 
 
 def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:

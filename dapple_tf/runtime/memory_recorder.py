@@ -11,7 +11,7 @@ from dapple_tf.memory.meter import Measured, MemoryMeter
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import Measurement, Report, make_report
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 
 # Sampling slows a step down, by a quarter where the heap is in many pieces, and so spoils its times: the first recorded
 # step, which also makes what stays, and the second are measured, and then one of many.
@@ -46,7 +46,7 @@ class MemoryRecorder:
 
     def report(self, planned: PlannedModel, timeline: Timeline | None) -> Report:
         """The report of what was built; with a ``timeline``, that of the last recorded step, and what it held."""
-        schedule = make_schedule(planned.plan.schedule, len(planned.plan.stages), planned.plan.micro_batches)
+        schedule = build_schedule(planned.plan.schedule, len(planned.plan.stages), planned.plan.micro_batches)
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
             self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)

@@ -31,7 +31,7 @@ from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
-from graph_passes.passes.expose_gradients import exposed
+from graph_passes.passes.expose_gradients import exposed_gradients
 from profiler.cluster import Cluster
 
 
@@ -132,7 +132,7 @@ class PipelinedStep:
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy)."""
         step, outputs = self._run(batch, StepVariant.WITH_GRADIENTS)
-        names = exposed(step.program.graph)
+        names = exposed_gradients(step.program.graph)
         values = [value.numpy() for value in outputs]
         return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
 

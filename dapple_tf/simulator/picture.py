@@ -5,7 +5,7 @@ from __future__ import annotations
 from dapple_tf.drawing.chart import Chart, Curve, Row, Span
 from dapple_tf.simulator.critical import Event, event_at
 from dapple_tf.simulator.simulate import Timeline, list_ranges
-from graph_passes.schedules.policies import short_name
+from graph_passes.schedules.policies import abbreviate_schedule
 
 
 def make_chart(timeline: Timeline) -> Chart:
@@ -42,7 +42,7 @@ def make_chart(timeline: Timeline) -> Chart:
                 for m in range(execution.micro_batches):
                     add(event_at(execution, "send-backward", stage, m))
     return Chart(
-        title=f"{plan.model}: {short_name(plan.schedule)}, M = {plan.micro_batches} · {timeline.summary}",
+        title=f"{plan.model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches} · {timeline.summary}",
         seconds=timeline.step_seconds,
         rows=tuple(rows),
         spans=tuple(spans),

@@ -9,7 +9,7 @@ from dapple_tf.errors import UsageError
 from dapple_tf.timeline.describe import describe_timeline, find_slowest, timeline_json, write_seconds
 from dapple_tf.timeline.prediction import BY_PROFILE, Prediction, predict_from_times, unroll
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import make_schedule, short_name
+from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
 
 if TYPE_CHECKING:
     from dapple_tf.plan import Plan
@@ -113,7 +113,7 @@ def make_recording(model: str, measured: Timeline, plan: Plan, simulated: Simula
     if simulated is not None:
         predicted = Prediction(unroll(simulated.execution, measured.places), BY_PROFILE)
     else:
-        schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         predicted = predict_from_times(measured, schedule)
     return Recording(_title(model, plan), measured, predicted, planned_seconds(plan))
 
@@ -136,7 +136,7 @@ def simulated_recording(simulated: Simulated) -> Recording:
 
 
 def _title(model: str, plan: Plan) -> str:
-    return f"{model}: {short_name(plan.schedule)}, M = {plan.micro_batches}"
+    return f"{model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
 
 
 def tell_error(error: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graph_passes.ir.graph import Graph
 from graph_passes.passes.instrument import timed_nodes
-from graph_passes.passes.project import crossing
+from graph_passes.passes.project import parse_exchange_name
 from graph_passes.schedules.schedule import Action, Kind
 
 _KINDS: Mapping[str, Kind] = {"forward": "F", "backward": "B", "weights": "W"}
@@ -194,7 +194,7 @@ def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
     """Each exchange once: nothing moves before all its ranks have come, and it is over when all have gone on."""
     found: dict[str, Transfer] = {}
     for stamp in stamps:
-        way = crossing(stamp.name) if stamp.op == "exchange" else None
+        way = parse_exchange_name(stamp.name) if stamp.op == "exchange" else None
         if way is None:
             continue
         known = found.get(stamp.name, Transfer(*way, stamp.start, stamp.end))

@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from graph_passes.analysis.weight_terms import find_terms
+from graph_passes.analysis.weight_terms import find_weight_terms
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
 
@@ -48,14 +48,14 @@ class Cut:
 class Layers:
     """The layers of ``graph`` in a topological order, and the cut before each but the first.
 
-    ``floating``: the nodes of no layer. ``terms``: those that every replica of a stage computes alike.
+    ``floating``: the nodes of no layer. ``weight_terms``: those that every replica of a stage computes alike.
     """
 
     graph: Graph
     layers: tuple[Layer, ...]
     cuts: tuple[Cut, ...]
     floating: frozenset[str]
-    terms: frozenset[str]
+    weight_terms: frozenset[str]
 
     def cut(self, position: int) -> Cut:
         """The cut before layer ``position`` (from 1)."""
@@ -145,7 +145,7 @@ def find_layers(graph: Graph) -> Layers:
     if not anchored:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
     layers = _group(anchored)
-    terms = find_terms(graph, floating, live, _homes(layers))
+    terms = find_weight_terms(graph, floating, live, _homes(layers))
     layers = _add_terms(layers, terms)
     return Layers(graph, layers, _examine(graph, layers, terms.keys()), floating - terms.keys(), frozenset(terms))
 

@@ -28,7 +28,7 @@ class Variables:
         """The stage that holds the variable and its update: the first that uses it."""
         return dict(self.users)[name][0]
 
-    def mirrored(self, stage: int, replica: int) -> tuple[str, ...]:
+    def copied(self, stage: int, replica: int) -> tuple[str, ...]:
         """Variables of which this replica works on a copy of its own.
 
         Those owned elsewhere (another device, or another stage: tied weights), and those that forward

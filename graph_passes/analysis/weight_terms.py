@@ -46,7 +46,7 @@ class _Reach:
     barred: bool = False
 
 
-def find_terms(graph: Graph, floating: Set[str], live: Set[str], homes: Mapping[str, int]) -> dict[str, int]:
+def find_weight_terms(graph: Graph, floating: Set[str], live: Set[str], homes: Mapping[str, int]) -> dict[str, int]:
     """The terms among the ``floating`` nodes, each with the layer that it belongs to; those that are not ``live`` stay.
 
     ``homes``: the layer of each node that does not float. A reduction is a term where no layer takes it (or what is

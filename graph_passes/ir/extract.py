@@ -13,7 +13,7 @@ PortOf = Callable[[Value], tuple[str, str] | None]
 """The role and name under which a value enters the function; None for a value that is made inside."""
 
 
-def close_over(
+def extract_function(
     name: str, graph: Graph, members: set[str], port_of: PortOf, outputs: Sequence[Port], values: Sequence[Value]
 ) -> Function:
     """The function of the nodes ``members`` that gives ``values`` as ``outputs``.

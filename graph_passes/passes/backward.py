@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from graph_passes.analysis.layers import INPUT_OPS, SHAPE_OPS
 from graph_passes.errors import PartitionError
-from graph_passes.ir.extract import PortOf, close_over
+from graph_passes.ir.extract import PortOf, extract_function
 from graph_passes.ir.graph import (
     Effect,
     Function,
@@ -95,7 +95,7 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
     forward_ports = [*results, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
     name = at(stage.index, what="forward")
     ports = _ports(name, joint, forward, stage, {})
-    forward_function = close_over(name, joint, forward, ports, forward_ports, [*values, *stash])
+    forward_function = extract_function(name, joint, forward, ports, forward_ports, [*values, *stash])
 
     outputs = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
     outputs += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
@@ -104,7 +104,7 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
         named[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
     name = at(stage.index, what="backward")
     ports = _ports(name, joint, backward, stage, named)
-    return forward_function, close_over(name, joint, backward, ports, outputs, wanted)
+    return forward_function, extract_function(name, joint, backward, ports, outputs, wanted)
 
 
 def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:

@@ -18,17 +18,17 @@ _CALLS = ("forward", "backward", "weights")
 
 
 @dataclass(frozen=True)
-class Mirror:
+class CopyVariables:
     """Add the ``refresh`` and ``commit`` nodes."""
 
     name: str = "mirror"
 
     def __call__(self, graph: Graph) -> Graph:
         """See the class."""
-        return mirror_variables(graph)
+        return copy_variables(graph)
 
 
-def mirror_variables(graph: Graph) -> Graph:
+def copy_variables(graph: Graph) -> Graph:
     """The graph with a ``refresh`` for every replica that works on copies.
 
     Every call of it waits by an edge of its own: a schedule may begin with any micro-batch, and where TensorFlow
@@ -39,7 +39,7 @@ def mirror_variables(graph: Graph) -> Graph:
     commits: list[Node] = []
     for stage, replicas in enumerate(replica_counts(graph)):
         for replica in range(replicas):
-            names = variables.mirrored(stage, replica)
+            names = variables.copied(stage, replica)
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
                 refreshes[stage, replica] = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)

@@ -9,8 +9,8 @@ from graph_passes.ir.names import nodes_of
 
 
 @dataclass(frozen=True)
-class Expose:
-    """Add the gradients of all variables as last outputs, in the order of ``exposed``."""
+class ExposeGradients:
+    """Add the gradients of all variables as last outputs, in the order of ``exposed_gradients``."""
 
     name: str = "expose"
 
@@ -20,6 +20,6 @@ class Expose:
         return graph.replace(outputs=(*graph.outputs, *values))
 
 
-def exposed(graph: Graph) -> tuple[str, ...]:
-    """The variables whose gradients ``Expose`` returns, in order."""
+def exposed_gradients(graph: Graph) -> tuple[str, ...]:
+    """The variables whose gradients ``ExposeGradients`` returns, in order."""
     return tuple(name for node in nodes_of(graph, "reduced") for name in node.strings("variables"))

@@ -70,7 +70,7 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else ()
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
-    shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.terms)
+    shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.weight_terms)
     return StageGraph(layers.graph, tuple(stages), layers.floating, shared)
 
 

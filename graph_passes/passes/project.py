@@ -41,7 +41,7 @@ class Project:
 
 
 def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
-    """The graph of ``rank``, out of one that ``spread_variables`` made.
+    """The graph of ``rank``, out of one that ``rank_variables`` made.
 
     An ``exchange`` stands under one name on every rank that takes part in it: ``ranks``. Its inputs are what this rank
     sends (``to`` says where), its outputs what it receives (``source`` says from where) and at last a token. The
@@ -201,7 +201,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     return f"exchange/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
 
 
-def crossing(exchange: str) -> tuple[int, int, int] | None:
+def parse_exchange_name(exchange: str) -> tuple[int, int, int] | None:
     """The stages that an exchange leads from and to, and its micro-batch, by its name; None where it has none."""
     match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)/(?:forward|backward)", exchange)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3]))

@@ -17,7 +17,7 @@ from graph_passes.ir.names import at, nodes_of
 
 
 @dataclass(frozen=True)
-class Spread:
+class RankVariables:
     """Rewrite copies of variables for one process a replica; ``types`` are those of the variables' values."""
 
     types: tuple[tuple[str, TensorType], ...]
@@ -25,10 +25,10 @@ class Spread:
 
     def __call__(self, graph: Graph) -> Graph:
         """See the class."""
-        return spread_variables(graph, dict(self.types))
+        return rank_variables(graph, dict(self.types))
 
 
-def spread_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
+def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     """The graph with ``read`` at owners, ``refresh`` from what they send, and state averaged before ``commit``."""
     variables = find_variables(graph)
     nodes: list[Node] = []

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
-from graph_passes.analysis.recomputed_nodes import Remade, find_remade
+from graph_passes.analysis.recomputation import Recomputation, find_recomputation
 from graph_passes.errors import GraphError
 from graph_passes.ir.extract import ROLES
 from graph_passes.ir.graph import (
@@ -25,7 +25,7 @@ from graph_passes.ir.graph import (
     topological,
 )
 from graph_passes.ir.names import at
-from graph_passes.passes.recompute_gates import add_gates
+from graph_passes.passes.recompute_gates import add_recompute_gates
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]]) -> Graph:
     for stage, chosen in enumerate(runs):
         if chosen:
             forward, backward = (graph.function(at(stage, what=what)) for what in ("forward", "backward"))
-            remade = find_remade(forward, chosen)
+            remade = find_recomputation(forward, chosen)
             changed[forward.name] = keep_less(forward, remade.stash)
             changed[backward.name] = make_again(forward, backward, remade)
     return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))
@@ -76,7 +76,7 @@ def keep_less(forward: Function, stash: Sequence[Value]) -> Function:
     return dataclasses.replace(forward, graph=body, outputs=tuple(port for port, _ in results))
 
 
-def make_again(forward: Function, backward: Function, remade: Remade) -> Function:
+def make_again(forward: Function, backward: Function, remade: Recomputation) -> Function:
     """The backward function that takes this stash only, and repeats forward's nodes behind gates."""
     inputs = _Inputs(forward, backward, remade.stash)
     own = backward.graph.by_name
@@ -99,7 +99,7 @@ def make_again(forward: Function, backward: Function, remade: Remade) -> Functio
     ports = inputs.ports()
     nodes = topological([*(node for _, node in ports), *added, *kept])
     entries = {port.role: {node.name for other, node in ports if other.role == port.role} for port, _ in ports}
-    gated = add_gates(nodes, remade.runs, entries)
+    gated = add_recompute_gates(nodes, remade.runs, entries)
     graph = Graph(backward.name, gated, tuple(node.name for _, node in ports), outputs)
     return Function(backward.name, graph, tuple(port for port, _ in ports), backward.outputs)
 

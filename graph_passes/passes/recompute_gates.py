@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence, Set
 from graph_passes.ir.graph import Control, Node, TensorType, Value, attributes, topological
 
 
-def add_gates(nodes: Sequence[Node], runs: Sequence[Set[str]], entries: Mapping[str, Set[str]]) -> tuple[Node, ...]:
+def add_recompute_gates(
+    nodes: Sequence[Node], runs: Sequence[Set[str]], entries: Mapping[str, Set[str]]
+) -> tuple[Node, ...]:
     """The nodes with a gate before each run, behind which it takes the ``entries`` (inputs by role) that it needs."""
     incoming = {*entries.get("gradient", ()), *entries.get("seed", ())}
     gated = {name for role, names in entries.items() if role != "variable" for name in names}

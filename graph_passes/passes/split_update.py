@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph_passes.errors import PartitionError
-from graph_passes.ir.extract import close_over
+from graph_passes.ir.extract import extract_function
 from graph_passes.ir.graph import Effect, Function, Graph, Value, ancestors
 from graph_passes.ir.names import at
 
@@ -107,4 +107,4 @@ def _function(name: str, graph: Graph, roots: set[str], done: set[str]) -> Funct
             return None
         raise PartitionError(f"the optimizer's {name} needs {value}, the result of an update it shares")
 
-    return close_over(name, graph, members, port_of, (), ())
+    return extract_function(name, graph, members, port_of, (), ())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graph_passes.analysis.layers import variables_of
 from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.extract import close_over
+from graph_passes.ir.extract import extract_function
 from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Value, ancestors
 
 # Other names for a tensor that is there, constants and values of weights: made again, for nothing, rather than carried.
@@ -106,4 +106,4 @@ def _close(
         return carried.get(value)
 
     known = list(results)
-    return close_over(name, function.graph, members, port_of, [port for port, _ in known], [v for _, v in known])
+    return extract_function(name, function.graph, members, port_of, [port for port, _ in known], [v for _, v in known])

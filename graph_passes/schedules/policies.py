@@ -62,7 +62,7 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     return schedule
 
 
-def named_warm_up(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
+def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
     """K_i of every stage, where they are all there is to the schedule called ``name``; None for ``zb-h1`` and texts.
 
     Raises ScheduleError for a name that is none, and for K_i that are not of as many stages, out of range, or deadlock.
@@ -79,7 +79,7 @@ def named_warm_up(name: str, stages: int, micro_batches: int) -> tuple[int, ...]
     return None if policy == ZERO_BUBBLE else warm
 
 
-def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
     """The schedule called ``name``: a policy (see ``warm_up``), ``K=3,2,1``, or the schedule's own text.
 
     Raises ScheduleError for a name that is none, for what cannot run, and for a text of other stages or micro-batches.
@@ -93,14 +93,14 @@ def make_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
                 "on, or give a policy's name"
             )
         return schedule
-    warm = named_warm_up(name, stages, micro_batches)
+    warm = warm_up_by_name(name, stages, micro_batches)
     if warm is not None:
         return early_backward(warm, micro_batches)
     policy, limit = read_policy(name)
     return zero_bubble(warm_up(policy, stages, micro_batches, limit), micro_batches, limit)
 
 
-def check_name(name: str) -> None:
+def check_schedule_name(name: str) -> None:
     """Raise ScheduleError unless ``name`` is a schedule's, for some number of stages and micro-batches."""
     if is_text(name):
         parse_schedule(name)
@@ -128,7 +128,7 @@ def splits_backward(name: str) -> bool:
     return "W" in name if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
 
 
-def for_fewer(name: str, micro_batches: int) -> str:
+def truncate_schedule(name: str, micro_batches: int) -> str:
     """The schedule's name for a batch of fewer micro-batches.
 
     No K_i that it gives exceeds them; a text keeps its order, without the micro-batches that are not there.
@@ -140,7 +140,7 @@ def for_fewer(name: str, micro_batches: int) -> str:
     return name
 
 
-def short_name(name: str) -> str:
+def abbreviate_schedule(name: str) -> str:
     """The name for a line of text: of a schedule given by its actions, the first few."""
     words = name.split()
     return f"given ({' '.join(words[:4])} ...)" if is_text(name) and len(words) > 4 else " ".join(words)

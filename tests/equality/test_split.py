@@ -15,7 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import ScheduleError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import nodes_of
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
@@ -91,7 +91,7 @@ def test_the_measured_order_is_the_schedules(stages: int, micro_batches: int, sc
     step = dapple.pipeline(loss_fn, optimizer=sgd(), stages=starts, micro_batches=micro_batches, schedule=schedule)
     for _ in range(2):  # the first step may wait for things to be made ready
         step.record(*data(micro_batches * 2 + 1))
-        for stage, actions in enumerate(make_schedule(schedule, stages, micro_batches).stages):
+        for stage, actions in enumerate(build_schedule(schedule, stages, micro_batches).stages):
             assert step.timeline.order(stage) == actions
             events = [event for event in step.timeline.events if event.action.stage == stage]
             for first, second in itertools.pairwise(events):

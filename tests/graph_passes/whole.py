@@ -13,15 +13,15 @@ from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
 from graph_passes.passes.base import Pass, run_passes
-from graph_passes.passes.copy_variables import Mirror
+from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.project import project
-from graph_passes.passes.rank_variables import spread_variables
+from graph_passes.passes.rank_variables import rank_variables
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from tests.graph_passes.builders import calls, function
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
@@ -68,11 +68,11 @@ def whole_graph(kind: Kind) -> Graph:
     stages = len(kind.replicas)
     functions = [f for s in range(stages) for f in stage_functions(s, stages, kind)]
     updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
-    schedule = make_schedule(kind.schedule, stages, kind.micro_batches)
+    schedule = build_schedule(kind.schedule, stages, kind.micro_batches)
     order: list[Pass] = [
         Microbatch(stages, kind.micro_batches),
         SplitConcat(kind.replicas, frozenset({"term"})),
-        Mirror(),
+        CopyVariables(),
         Accumulate(),
         *([Overlap(1)] if kind.overlap else []),
         AllReduce(),
@@ -121,7 +121,7 @@ def spread(kind: Kind) -> Graph:
     """The whole graph as it is cut into ranks."""
     graph = whole_graph(kind)
     names = {port.name for f in graph.functions for _, port in f.input_ports("variable")}
-    return spread_variables(graph, {name: parse_type("float32[4]") for name in names})
+    return rank_variables(graph, {name: parse_type("float32[4]") for name in names})
 
 
 def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:

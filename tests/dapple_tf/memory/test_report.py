@@ -21,7 +21,7 @@ from dapple_tf.memory.process_peak import predict_together
 from dapple_tf.memory.report import count_seen, make_report
 from dapple_tf.memory.stash import Kept
 from dapple_tf.timeline.timeline import Event, Timeline
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.equality.small_models import data, weights
@@ -82,7 +82,7 @@ def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
     step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
     step.record(X)
     held = [stage.seen for stage in step.report.stages]
-    assert held == list(make_schedule(schedule, 3, 4).warm_up)
+    assert held == list(build_schedule(schedule, 3, 4).warm_up)
     assert held == [stage.predicted.most_held for stage in step.report.stages]
 
 
@@ -177,7 +177,7 @@ def test_a_larger_model_is_predicted_within_a_tenth() -> None:
 def test_measurements_go_to_the_stages_of_their_devices() -> None:
     plan = make_plan((0, 0, (0, 2)), (1, 1, (1,)), micro_batches=1)
     found = [(rank, Measured(f"GPU:{rank}", "allocator", 10, 10 + peak)) for rank, peak in ((0, 5), (1, 6), (2, 7))]
-    report = make_report(plan, make_schedule("gpipe", 2, 1), [memory(0), memory(1)], None, found)
+    report = make_report(plan, build_schedule("gpipe", 2, 1), [memory(0), memory(1)], None, found)
     assert [stage.measured and stage.measured.above_start for stage in report.stages] == [7, 6]
     assert report.measured is None
 
@@ -188,7 +188,7 @@ def test_the_table_is_plain() -> None:
     events = timeline(("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 3), ("0B0", 3, 4))
     shared = [(None, Measured("CPU", "allocator", 10_000_000, 14_000_000))]
     stages = [memory(0, kept, working=1_000_000), memory(1)]
-    lines = str(make_report(plan, make_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
+    lines = str(make_report(plan, build_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
     assert [line.split()[-10:] for line in lines[1:3]] == [
         ["1", "1", "3.0", "3.0", "0", "0", "1.0", "7.0", "27.0", "-"],
         ["1", "1", "0", "0", "0", "0", "0", "7.0", "27.0", "-"],
@@ -198,7 +198,7 @@ def test_the_table_is_plain() -> None:
 
 
 def test_what_is_seen_is_counted_by_time() -> None:
-    schedule = make_schedule("gpipe", 1, 3)
+    schedule = build_schedule("gpipe", 1, 3)
     apart = timeline(("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
     assert count_seen(apart, schedule, 0) == 1
     over = timeline(("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))

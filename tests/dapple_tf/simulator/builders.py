@@ -13,7 +13,7 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.simulate import Timeline
-from graph_passes.schedules.policies import early_backward, make_schedule
+from graph_passes.schedules.policies import build_schedule, early_backward
 from graph_passes.schedules.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
@@ -51,7 +51,7 @@ def arrays(costs: Sequence[StageCosts], splits: bool = False) -> tuple[Any, ...]
 
 def order_of(name: str, stages: int, micro_batches: int) -> Order:
     """The order of the schedule called ``name``."""
-    return encode(make_schedule(name, stages, micro_batches))
+    return encode(build_schedule(name, stages, micro_batches))
 
 
 def step_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> float:
@@ -111,7 +111,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         return early_backward(sorted(k, reverse=True), micro_batches)
     if kind.startswith("any"):
         return draw_order(draw, stages, micro_batches, splits=kind == "any W")
-    return make_schedule(kind, stages, micro_batches)
+    return build_schedule(kind, stages, micro_batches)
 
 
 def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -> Schedule:

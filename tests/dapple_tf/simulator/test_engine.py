@@ -11,7 +11,7 @@ from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import decode, early_backward_order, encode, has_weights, run, step_seconds
 from dapple_tf.simulator.execution import execute
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import early_backward, named_warm_up
+from graph_passes.schedules.policies import early_backward, warm_up_by_name
 from graph_passes.schedules.schedule import Action, Kind, Schedule
 from graph_passes.schedules.text import parse_schedule
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
@@ -223,4 +223,4 @@ def test_costs_of_other_stages() -> None:
 
 
 def test_a_policys_name_gives_its_warm_ups() -> None:
-    assert named_warm_up("dapple-b:D=4", 4, 16) == (4, 4, 3, 1)
+    assert warm_up_by_name("dapple-b:D=4", 4, 16) == (4, 4, 3, 1)

@@ -17,7 +17,7 @@ from dapple_tf.timeline.prediction import BY_PROFILE, BY_TIMES, Prediction, pred
 from dapple_tf.timeline.recording import Recording, make_recording, simulated_recording
 from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.simulator.builders import cost
 from tests.dapple_tf.simulator.builders import make_timeline as simulated
@@ -46,7 +46,7 @@ MEASURED = Timeline(
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
-    found = predict_from_times(MEASURED, make_schedule("dapple-a", 2, 2))
+    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2))
     # Medians: F 1.5 and 1 s, B 2 and 2.5 s. 1F0 from 2 to 3, 1B0 to 5.5, 1F1 to 6.5, 1B1 to 9, 0B1 to 11.
     assert {str(e.action): (e.start, e.end) for e in found.timeline.events} == {
         "0F0": (0, 1.5),
@@ -72,14 +72,14 @@ def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
     run = simulated("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
     measured = unroll(run.execution, ((0, 0, "a:0"), (1, 0, "a:1")))
     assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
-    assert predict_from_times(measured, make_schedule("zb-h1", 2, 3)).timeline == measured
+    assert predict_from_times(measured, build_schedule("zb-h1", 2, 3)).timeline == measured
 
 
 def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -> None:
     # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
     sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
     events = tuple(event(f"{s}{k}{m}", s, 0.0, 1.0) for s in range(2) for k in "FB" for m in range(3))
-    found = predict_from_times(Timeline(events, sent), make_schedule("gpipe", 2, 3))
+    found = predict_from_times(Timeline(events, sent), build_schedule("gpipe", 2, 3))
     assert [t.end - t.start for t in found.timeline.transfers] == [1, 1, 1]
 
 
@@ -179,7 +179,7 @@ def test_what_records_can_be_built_first() -> None:
 # --- files
 
 
-RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, make_schedule("dapple-a", 2, 2)), 9.2)
+RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)), 9.2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.builders import X, chain, step_of
 
@@ -49,7 +49,7 @@ def test_a_recorded_step_ran_in_the_schedules_order(schedule: str) -> None:
     _, loss = chain(3)
     step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
     step.record(X)
-    wanted = make_schedule(schedule, 3, 4).stages
+    wanted = build_schedule(schedule, 3, 4).stages
     assert [step.timeline.order(stage) for stage in range(3)] == [tuple(actions) for actions in wanted]
 
 

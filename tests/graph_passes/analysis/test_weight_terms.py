@@ -62,7 +62,7 @@ def test_a_term_is_computed_in_the_layer_of_its_weight_wherever_it_is_written(te
     layers = layers_of(text)
     assert show(layers) == {"first": "a u2", "second": "b v2 uv", "third": "c mean w2 uvw term", "loss": "loss"}
     assert crossings(layers) == ["%a:0 %u2:0", "%b:0 %uv:0", "%mean:0 %term:0"]
-    assert layers.terms == {"u2", "v2", "w2", "uv", "uvw", "term"}
+    assert layers.weight_terms == {"u2", "v2", "w2", "uv", "uvw", "term"}
     assert layers.floating == {"x", "u", "v", "w", "read_u", "read_v", "read_w", "half"}
 
 
@@ -281,7 +281,7 @@ FLOATS = {
 @pytest.mark.parametrize("text", FLOATS.values(), ids=FLOATS)
 def test_what_floats_after_all(text: str) -> None:
     layers = layers_of(text)
-    assert layers.terms == set()
+    assert layers.weight_terms == set()
     assert "term" in layers.floating
 
 
@@ -289,7 +289,7 @@ def test_a_number_that_nothing_takes_is_no_term() -> None:
     layers = layers_of(
         NETWORK, "%dead = L2Loss(%read_v:0) -> (float32[])", "\n%term = L2Loss(%read_u:0) -> (float32[])"
     )
-    assert layers.terms == {"term"}
+    assert layers.weight_terms == {"term"}
 
 
 def test_a_number_that_only_the_layer_of_its_weight_takes_floats() -> None:
@@ -305,5 +305,5 @@ def test_a_number_that_only_the_layer_of_its_weight_takes_floats() -> None:
             """
         )
     )
-    assert layers.terms == set()
+    assert layers.weight_terms == set()
     assert "u2" in layers.floating

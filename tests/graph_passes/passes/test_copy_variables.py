@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import ancestors
-from graph_passes.passes.copy_variables import Mirror
+from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.microbatch import unfold
 from graph_passes.passes.order import Order
 from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from tests.graph_passes.builders import assert_graph, calls, function
 
 TIED = (  # the table of stage 0 is used again in stage 1; stage 0 counts in ``mean``
@@ -44,14 +44,14 @@ def test_the_first_stage_that_uses_a_variable_owns_it() -> None:
 
 def test_copies_are_made_of_what_lives_elsewhere_and_of_what_forward_writes() -> None:
     variables = find_variables(calls("", *TIED))
-    assert variables.mirrored(0, 0) == ("mean",)
-    assert variables.mirrored(0, 1) == ("table", "mean")
-    assert variables.mirrored(1, 0) == ("table",)
-    assert variables.mirrored(1, 1) == ("table", "w")
+    assert variables.copied(0, 0) == ("mean",)
+    assert variables.copied(0, 1) == ("table", "mean")
+    assert variables.copied(1, 0) == ("table",)
+    assert variables.copied(1, 1) == ("table", "w")
 
 
 def test_copies_are_refreshed_before_every_call_whichever_comes_first() -> None:
-    result = Mirror()(calls(FORWARDS, *TIED))
+    result = CopyVariables()(calls(FORWARDS, *TIED))
     uncommitted = result.replace(nodes=tuple(node for node in result.nodes if node.op != "commit"))
     assert_graph(
         uncommitted,
@@ -76,7 +76,7 @@ def test_gradients_of_weights_wait_for_the_copies_too() -> None:
     weights = function("stage1/weights", "boundary h, variable table", "variable table, variable w")
     other = function("stage0/weights", "gradient h", "variable table")
     text = FORWARDS + call.replace("M", "0") + call.replace("M", "1")
-    result = Mirror()(calls(text, *split, weights, other))
+    result = CopyVariables()(calls(text, *split, weights, other))
     waits = {node.name: [control.source for control in node.controls] for node in result.nodes if node.op == "weights"}
     assert waits == {
         "stage1/replica0/mb0/weights": ["stage1/replica0/refresh"],
@@ -86,18 +86,18 @@ def test_gradients_of_weights_wait_for_the_copies_too() -> None:
 
 def test_what_forward_writes_is_committed_by_its_owner_over_its_replicas() -> None:
     replica = FORWARDS.replace("replica0", "replica1").replace("replica=0", "replica=1")
-    commits = [node for node in Mirror()(calls(FORWARDS + replica, *TIED)).nodes if node.op == "commit"]
+    commits = [node for node in CopyVariables()(calls(FORWARDS + replica, *TIED)).nodes if node.op == "commit"]
     assert [(node.name, dict(node.attrs)) for node in commits] == [
         ("stage0/commit", {"replica": 0, "replicas": 2, "stage": 0, "variables": ("mean",)})
     ]
 
 
 def test_a_model_that_writes_nothing_and_shares_nothing_is_left_alone() -> None:
-    assert Mirror()(calls(FORWARDS, *PLAIN)).nodes == calls(FORWARDS).nodes
+    assert CopyVariables()(calls(FORWARDS, *PLAIN)).nodes == calls(FORWARDS).nodes
 
 
 def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_optimizer() -> None:
     graph = unfold(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED), 2, 3)
-    graph = Order(make_schedule("dapple-a", 2, 3))(Mirror()(SplitConcat((2, 1))(graph)))
+    graph = Order(build_schedule("dapple-a", 2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
     forwards = {f"stage0/replica{replica}/mb{m}/forward" for replica in (0, 1) for m in range(3)}
     assert forwards <= ancestors(graph, ["stage0/commit"])

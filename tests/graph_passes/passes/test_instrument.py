@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.passes.expose_gradients import Expose, exposed
+from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
 from graph_passes.passes.instrument import Instrument, timed_nodes
 from tests.graph_passes.builders import assert_graph, graph
 
@@ -55,8 +55,8 @@ def test_exposed_gradients_are_the_last_outputs() -> None:
         %stage1/reduced = reduced() {variables=['v']} -> (float32[4])
         outputs %loss:0
     """
-    assert exposed(graph(before)) == ("u", "w", "v")
+    assert exposed_gradients(graph(before)) == ("u", "w", "v")
     assert_graph(
-        Expose()(graph(before)),
+        ExposeGradients()(graph(before)),
         before.replace("outputs %loss:0", "outputs %loss:0 %stage0/reduced:0 %stage0/reduced:1 %stage1/reduced:0"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_passes.errors import ScheduleError
 from graph_passes.passes.order import Order
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.text import parse_schedule
 from tests.graph_passes.builders import assert_graph, function, graph, refused, two_stages
 
@@ -23,7 +23,7 @@ TWO = graph(DATA.replace("M", "0") + DATA.replace("M", "1"))
 
 def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     assert_graph(
-        Order(make_schedule("dapple-a", 2, 2))(TWO),
+        Order(build_schedule("dapple-a", 2, 2))(TWO),
         """
         %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[])
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
@@ -52,7 +52,7 @@ def test_gradients_of_weights_have_their_place_in_the_order() -> None:
         | {micro_batch=M, replica=0, stage=0} -> (float32[])
     """
     split = graph("".join((DATA + weights).replace("M", m) for m in "012"))
-    result = Order(make_schedule("zb-h1", 2, 3))(split)
+    result = Order(build_schedule("zb-h1", 2, 3))(split)
     edges = [control.reason for node in result.nodes for control in node.controls]
     wanted = ["0F1 after 0F0", "0B0 after 0F1", "0F2 after 0W0", "0B1 after 0F2", "0B2 after 0W1"]
     wanted += ["1F1 after 1B0", "1W0 after 1B1", "1F2 after 1W0", "1W1 after 1B2", "1W2 after 1W1"]
@@ -60,13 +60,13 @@ def test_gradients_of_weights_have_their_place_in_the_order() -> None:
 
 
 def test_one_micro_batch_on_two_stages_needs_one_edge_for_what_no_data_orders() -> None:
-    result = Order(make_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
+    result = Order(build_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
     edges = [(control.reason, node.name) for node in result.nodes for control in node.controls]
     assert edges == [("order: 0B0 after 0F0", "stage0/replica0/mb0/backward")]
 
 
 def test_gpipe_runs_all_forwards_before_the_first_backward() -> None:
-    result = Order(make_schedule("gpipe", 2, 2))(TWO)
+    result = Order(build_schedule("gpipe", 2, 2))(TWO)
     edges = [control.reason for node in result.nodes for control in node.controls]
     assert sorted(edges) == [
         "order: 0B0 after 0F1",
@@ -84,7 +84,7 @@ def test_every_replica_is_ordered_by_itself() -> None:
         for r in (0, 1)
         for op in ("forward", "backward")
     ]
-    result = Order(make_schedule("dapple-a", 1, 1))(graph("\n".join(lines)))
+    result = Order(build_schedule("dapple-a", 1, 1))(graph("\n".join(lines)))
     assert_graph(
         result,
         """
@@ -100,7 +100,7 @@ def test_every_replica_is_ordered_by_itself() -> None:
 
 def test_a_schedule_for_another_shape_is_refused() -> None:
     with refused(ScheduleError, "the schedule is for 3 stages x 4 micro-batches, the graph has 2 x 2"):
-        Order(make_schedule("dapple-a", 3, 4))(TWO)
+        Order(build_schedule("dapple-a", 3, 4))(TWO)
 
 
 def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
@@ -108,7 +108,7 @@ def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
         | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
     """
-    result = Order(make_schedule("dapple-a", 2, 2))(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    result = Order(build_schedule("dapple-a", 2, 2))(graph("".join((DATA + sums).replace("M", m) for m in "01")))
     edges = {(node.name, control.source) for node in result.nodes for control in node.controls}
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/accumulate") in edges
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/backward") in edges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph_passes.ir.graph import Function, Graph
 from graph_passes.ir.text import parse_type
 from graph_passes.ir.verify import verify
-from graph_passes.passes.rank_variables import Spread
+from graph_passes.passes.rank_variables import RankVariables
 from tests.graph_passes.builders import assert_graph, calls, function
 
 TYPES = tuple((name, parse_type(kind)) for name, kind in (("n", "int64[]"), ("t", "float32[9]"), ("w", "float32[4]")))
@@ -20,7 +20,7 @@ PLAIN = (function("stage0/forward", "variable w"), function("stage0/backward"))
 
 
 def spread(text: str, *functions: Function) -> Graph:
-    result = Spread(TYPES)(calls(text, *functions))
+    result = RankVariables(TYPES)(calls(text, *functions))
     verify(result)
     return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.recomputed_nodes import find_remade
+from graph_passes.analysis.recomputation import find_recomputation
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
@@ -378,7 +378,7 @@ def remade(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[st
             "end",
         ]
     )
-    found = find_remade(graph(text).functions[0], [set(run.split())])
+    found = find_recomputation(graph(text).functions[0], [set(run.split())])
     return set(found.runs[0]), set(found.free), [str(value) for value in found.stash]
 
 

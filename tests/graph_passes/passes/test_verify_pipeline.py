@@ -6,7 +6,7 @@ import pytest
 
 from graph_passes.errors import GraphError
 from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.policies import make_schedule
+from graph_passes.schedules.policies import build_schedule
 from tests.graph_passes.builders import calls, function, refused
 
 FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
@@ -29,17 +29,17 @@ GOOD = """
 
 def verify(text: str) -> None:
     """Verify the graph for one stage and one micro-batch."""
-    VerifyPipeline(make_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
+    VerifyPipeline(build_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
 
 
 def test_a_schedule_of_other_stages_is_refused() -> None:
     with refused(GraphError, "the schedule has 2 stages, the graph 1"):
-        VerifyPipeline(make_schedule("dapple-a", 2, 1))(calls(GOOD, *FUNCTIONS))
+        VerifyPipeline(build_schedule("dapple-a", 2, 1))(calls(GOOD, *FUNCTIONS))
 
 
 def test_a_finished_pipeline_passes_unchanged() -> None:
     before = calls(GOOD, *FUNCTIONS)
-    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+    assert VerifyPipeline(build_schedule("dapple-a", 1, 1))(before) == before
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ TWO = """
 
 def test_gradients_reach_the_update_through_accumulation() -> None:
     before = calls(TWO, *FUNCTIONS)
-    assert VerifyPipeline(make_schedule("dapple-a", 1, 2))(before) == before
+    assert VerifyPipeline(build_schedule("dapple-a", 1, 2))(before) == before
 
 
 def test_a_micro_batch_that_drops_out_of_the_sum_is_refused_though_its_call_is_waited_for() -> None:
     lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
-        VerifyPipeline(make_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
+        VerifyPipeline(build_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
 
 
 TWO_BUCKETS = """
@@ -152,7 +152,7 @@ TWO_BUCKETS = """
 def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
     """Another bucket's edges make the first micro-batch wait, but not this one's."""
     functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
-    schedule = make_schedule("dapple-a", 1, 2)
+    schedule = build_schedule("dapple-a", 1, 2)
     overlapped = TWO_BUCKETS
     VerifyPipeline(schedule)(calls(overlapped, *functions))
     for edge, said in [
@@ -201,7 +201,7 @@ SPLIT_GOOD = """
 
 
 def verify_split(text: str) -> None:
-    VerifyPipeline(make_schedule("zb-h1", 1, 1))(calls(text, *SPLIT))
+    VerifyPipeline(build_schedule("zb-h1", 1, 1))(calls(text, *SPLIT))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: st
 def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
     before = calls(text, *FUNCTIONS)
-    assert VerifyPipeline(make_schedule("dapple-a", 1, 1))(before) == before
+    assert VerifyPipeline(build_schedule("dapple-a", 1, 1))(before) == before
 
 
 def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:

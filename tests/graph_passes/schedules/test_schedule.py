@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import (
-    check_name,
+    abbreviate_schedule,
+    build_schedule,
+    check_schedule_name,
     early_backward,
-    for_fewer,
-    make_schedule,
-    named_warm_up,
-    short_name,
     splits_backward,
+    truncate_schedule,
     warm_up,
+    warm_up_by_name,
 )
 from graph_passes.schedules.schedule import Action, Schedule, check, dependencies
 from graph_passes.schedules.text import parse_schedule
@@ -163,12 +163,12 @@ TABLES = [
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_the_table_of_a_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert str(make_schedule(name, stages, micro_batches)) == "\n".join(table)
+    assert str(build_schedule(name, stages, micro_batches)) == "\n".join(table)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert parse_schedule("\n".join(table)) == make_schedule(name, stages, micro_batches)
+    assert parse_schedule("\n".join(table)) == build_schedule(name, stages, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +192,17 @@ def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: i
 def test_warm_up_forwards(policy: str, stages: int, micro_batches: int, limit: int | None, k: tuple[int, ...]) -> None:
     assert warm_up(policy, stages, micro_batches, limit) == k
     name = policy if limit is None else f"{policy}:D={limit}"
-    assert make_schedule(name, stages, micro_batches).warm_up == k
+    assert build_schedule(name, stages, micro_batches).warm_up == k
 
 
 def test_warm_up_forwards_given_one_by_one() -> None:
-    assert make_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
-    assert for_fewer("K=3,3,1", 2) == "K=2,2,1"
-    assert for_fewer("dapple-a:D=3", 2) == "dapple-a:D=3"
+    assert build_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
+    assert truncate_schedule("K=3,3,1", 2) == "K=2,2,1"
+    assert truncate_schedule("dapple-a:D=3", 2) == "dapple-a:D=3"
 
 
 def test_two_micro_batches_on_two_stages_are_figure_11_b() -> None:
-    first, last = make_schedule("dapple-a", 2, 2).stages
+    first, last = build_schedule("dapple-a", 2, 2).stages
     assert first.index(Action(0, "F", 1)) == first.index(Action(0, "F", 0)) + 1  # stage 0: F0 -> F1
     assert last.index(Action(1, "F", 1)) == last.index(Action(1, "B", 0)) + 1  # last stage: B0 -> F1
 
@@ -226,7 +226,7 @@ policies = st.one_of(
 @given(policies, shapes)
 def test_every_schedule_runs_to_its_end_and_stashes_what_it_says(name: str, shape: tuple[int, int]) -> None:
     stages, micro_batches = shape
-    schedule = make_schedule(name, stages, micro_batches)
+    schedule = build_schedule(name, stages, micro_batches)
     policy, _, limit = name.partition(":D=")
     bound = int(limit) if limit else None
     k = warm_up(policy, stages, micro_batches, bound)
@@ -263,7 +263,7 @@ def can_run(action: Action, done: set[Action], stages: int) -> bool:
 
 @given(policies, shapes)
 def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None:
-    schedule = make_schedule(name, *shape)
+    schedule = build_schedule(name, *shape)
     assert parse_schedule(str(schedule)) == schedule
 
 
@@ -292,7 +292,7 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
 )
 def test_a_schedule_that_cannot_be_made(name: str, stages: int, micro_batches: int, said: str) -> None:
     with refused(ScheduleError, said):
-        make_schedule(name, stages, micro_batches)
+        build_schedule(name, stages, micro_batches)
 
 
 @pytest.mark.parametrize("k", [(2, 0), (2, 4)])
@@ -354,16 +354,16 @@ def test_a_deadlock_prints_where_every_stage_is_stuck(text: str, grid: str) -> N
     ],
 )
 def test_a_text_is_as_good_as_a_name(text: str) -> None:
-    check_name(text)
-    schedule = make_schedule(text, 2, 2)
-    assert schedule == make_schedule("dapple-a", 2, 2)
+    check_schedule_name(text)
+    schedule = build_schedule(text, 2, 2)
+    assert schedule == build_schedule("dapple-a", 2, 2)
     assert not splits_backward(text)
-    assert named_warm_up(text, 2, 2) is None
+    assert warm_up_by_name(text, 2, 2) is None
 
 
 def test_a_text_may_put_off_the_gradients_of_weights() -> None:
     text = "0F0 0F1 0B1 0B0 0W0 0W1"
-    schedule = make_schedule(text, 1, 2)
+    schedule = build_schedule(text, 1, 2)
     assert (str(schedule), schedule.in_flight, splits_backward(text)) == (text, (2,), True)
 
 
@@ -380,14 +380,14 @@ def test_a_text_may_put_off_the_gradients_of_weights() -> None:
 )
 def test_a_text_that_does_not_fit(name: str, stages: int, micro_batches: int, said: str) -> None:
     with refused(ScheduleError, said):
-        make_schedule(name, stages, micro_batches)
+        build_schedule(name, stages, micro_batches)
 
 
 @given(policies, shapes, st.integers(1, 9))
 def test_a_text_for_fewer_micro_batches_keeps_its_order(name: str, shape: tuple[int, int], fewer: int) -> None:
-    schedule = make_schedule(name, *shape)
+    schedule = build_schedule(name, *shape)
     fewer = min(fewer, shape[1])
-    found = make_schedule(for_fewer(str(schedule), fewer), shape[0], fewer)
+    found = build_schedule(truncate_schedule(str(schedule), fewer), shape[0], fewer)
     for before, after in zip(schedule.stages, found.stages, strict=True):
         assert [a for a in before if a in after] == list(after)
 
@@ -399,9 +399,9 @@ def test_zb_h1_of_warm_ups_it_cannot_hold() -> None:
 
 
 def test_a_long_text_is_told_in_short() -> None:
-    assert short_name("zb-h1:D=3") == "zb-h1:D=3"
-    assert short_name("0F0 0B0") == "0F0 0B0"
-    assert short_name("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == "given (0F0 0F1 0B0 0B1 ...)"
+    assert abbreviate_schedule("zb-h1:D=3") == "zb-h1:D=3"
+    assert abbreviate_schedule("0F0 0B0") == "0F0 0B0"
+    assert abbreviate_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == "given (0F0 0F1 0B0 0B1 ...)"
 
 
 def test_an_order_of_ones_own_that_does_not_deadlock_is_a_schedule() -> None:

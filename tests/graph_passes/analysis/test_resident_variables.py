@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.analysis.held_variables import held_variables
+from graph_passes.analysis.resident_variables import resident_variables
 from tests.graph_passes.builders import calls, function
 
 STAGE = (
@@ -21,7 +21,7 @@ def test_a_stage_holds_what_its_calls_use_and_its_updates() -> None:
         """,
         *STAGE,
     )
-    assert held_variables(graph) == {"t", "w", "n", "m"}
+    assert resident_variables(graph) == {"t", "w", "n", "m"}
 
 
 def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
@@ -35,7 +35,7 @@ def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
         """,
         *STAGE,
     )
-    assert held_variables(graph) == {"w", "n"}
+    assert resident_variables(graph) == {"w", "n"}
 
 
 def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
@@ -47,7 +47,7 @@ def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
         """,
         *STAGE,
     )
-    assert held_variables(graph) == {"w"}
+    assert resident_variables(graph) == {"w"}
 
 
 def test_updates_reads_and_commits_are_on_the_variables_themselves() -> None:
@@ -62,4 +62,4 @@ def test_updates_reads_and_commits_are_on_the_variables_themselves() -> None:
         """,
         *STAGE,
     )
-    assert held_variables(graph) == {"w", "m", "steps", "t", "n", "k"}
+    assert resident_variables(graph) == {"w", "m", "steps", "t", "n", "k"}

@@ -11,7 +11,7 @@ from graph_passes.ir.names import nodes_of
 _ON_COPIES = frozenset({"forward", "backward", "weights", "state"})
 
 
-def held_variables(graph: Graph) -> frozenset[str]:
+def resident_variables(graph: Graph) -> frozenset[str]:
     """Names of the variables that a rank's graph (see ``project``) reads or writes itself.
 
     A copy is another variable: of what comes from the stage that owns it (tied weights) the rank holds nothing else.

@@ -25,7 +25,7 @@ _UNKNOWN_BYTES = 2**40
 
 
 @dataclass(frozen=True)
-class Remade:
+class Recomputation:
     """Of one stage: nodes that each run makes again, nodes all may repeat, and the whole stash of forward."""
 
     runs: tuple[frozenset[str], ...]
@@ -33,22 +33,22 @@ class Remade:
     stash: tuple[Value, ...]
 
 
-def find_remade(forward: Function, runs: Sequence[Set[str]]) -> Remade:
+def find_recomputation(forward: Function, runs: Sequence[Set[str]]) -> Recomputation:
     """What backward repeats of ``forward`` where the nodes of these ``runs`` (in order) are made again."""
     graph = forward.graph
     kept = [v for port, v in zip(forward.outputs, graph.outputs, strict=True) if port.role == "stash"]
     homes = {name: index for index, run in enumerate(runs) for name in run}
-    walk = _Walk(graph, find_once(forward), homes)
+    walk = _Walk(graph, find_run_once(forward), homes)
     walk.stash.update(value for value in kept if value.node not in homes)
     for index in reversed(range(len(runs))):  # a run's turn comes when it is known what later ones take of it
         walk.make([value for value in kept if homes.get(value.node) == index])
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     stash = sorted(walk.stash, key=lambda value: (position[value.node], value.index))
     made = [frozenset(n for n in walk.made if homes.get(n) == i) - walk.light for i in range(len(runs))]
-    return Remade(tuple(made), frozenset(walk.made).difference(*made), tuple(stash))
+    return Recomputation(tuple(made), frozenset(walk.made).difference(*made), tuple(stash))
 
 
-def find_once(forward: Function) -> frozenset[str]:
+def find_run_once(forward: Function) -> frozenset[str]:
     """Nodes of a forward function that may not run a second time, or would give something else if they did."""
     graph = forward.graph
     variables = {
