@@ -14,9 +14,9 @@ from graph_passes.analysis.layers import written_variables
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
-from graph_passes.schedules.schedule import Action, Schedule
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule
 
-_OPS = {"F": "forward", "B": "backward", "W": "weights"}
+_WRITING: tuple[Kind, ...] = ("F", "B")  # the kinds of action that may write variables
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Order:
 
 def call_name(action: Action, replica: int) -> str:
     """The node that runs ``action`` on one replica of its stage."""
-    return at(action.stage, replica, action.micro_batch, _OPS[action.kind])
+    return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
 
 
 def order_calls(graph: Graph, schedule: Schedule) -> Graph:
@@ -89,14 +89,14 @@ def _summed(actions: Sequence[Action]) -> Iterator[Action]:
 def check_writes(graph: Graph, schedule: Schedule) -> None:
     """ScheduleError where a stage's calls that write a variable (batch norm, seeds) are not in micro-batch order."""
     for stage, actions in enumerate(schedule.stages):
-        for kind in ("F", "B"):
-            function = graph.function_by_name.get(at(stage, what=_OPS[kind]))
+        for kind in _WRITING:
+            function = graph.function_by_name.get(at(stage, what=CALL_OF_KIND[kind]))
             written = written_variables(function.graph) if function else {}
             calls = [action for action in actions if action.kind == kind]
             for first, second in itertools.pairwise(calls if written else []):
                 if first.micro_batch > second.micro_batch:
                     raise ScheduleError(
-                        f"the schedule runs {first} before {second}, but {_OPS[kind]} of stage {stage} writes "
+                        f"the schedule runs {first} before {second}, but {CALL_OF_KIND[kind]} of stage {stage} writes "
                         f"{min(written)!r}, as one device would in the order of the samples: run the {kind} of this "
                         "stage by rising micro-batch"
                     )

@@ -9,13 +9,27 @@ forwards of stage i, D the most micro-batches that the device's memory holds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from graph_passes.errors import ScheduleError
 
 Kind = Literal["F", "B", "W"]
+Call = Literal["forward", "backward", "weights"]
+
+CALL_OF_KIND: Mapping[Kind, Call] = MappingProxyType({"F": "forward", "B": "backward", "W": "weights"})
+"""The op of the pipelined graph, and the stage function, that each kind of action runs."""
+
+KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call in CALL_OF_KIND.items()})
+"""The reverse of ``CALL_OF_KIND``."""
+
+# The actions whose results each kind of action takes, for the same micro-batch: kind, and stage less own stage.
+_NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = MappingProxyType(
+    {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
+)
 _GRID = 32  # actions of a stage that an error shows
 
 
@@ -56,37 +70,86 @@ class Schedule:
         return tuple([a.kind for a in actions].index("B") for actions in self.stages)
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches of which each stage holds a stash: F has begun, and the last to need it has not ended.
+    def freeing_kind(self) -> Kind:
+        """The kind of the last action that needs a micro-batch's stash: W where backward is split, else B."""
+        return "W" if self.splits else "B"
 
-        That is W, and B where there is no W.
-        """
-        change = {"F": 1, "B": 0, "W": -1} if self.splits else {"F": 1, "B": -1}
-        return tuple(max(itertools.accumulate(change[a.kind] for a in actions)) for actions in self.stages)
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches in flight on each stage; see ``most_in_flight``."""
+        freeing = self.freeing_kind
+        return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.stages)
 
     def first_micro_batches(self, count: int) -> Schedule:
         """The same order without the micro-batches from ``count`` on; what never deadlocked does not now."""
         return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.stages))
 
 
-def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
-    """The actions whose results ``action`` takes.
+def most_in_flight(kinds: Iterable[Kind], freeing: Kind) -> int:
+    """Return the most micro-batches in flight at once: F has begun, and the ``freeing`` action has not ended.
 
-    Of F the forward before; of B its own forward, and the backward after; of W its own backward.
+    ``kinds``: of a stage's actions in order, each F where it begins and each ``freeing`` action where it ends.
     """
-    stage, kind, m = action.stage, action.kind, action.micro_batch
-    if kind == "F":
-        return (Action(stage - 1, "F", m),) if stage else ()
-    if kind == "W":
-        return (Action(stage, "B", m),)
-    own = (Action(stage, "F", m),)
-    return own if stage == stages - 1 else (*own, Action(stage + 1, "B", m))
+    changes = ((kind == "F") - (kind == freeing) for kind in kinds)
+    return max(itertools.accumulate(changes), default=0)
+
+
+def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
+    """Return the actions whose results ``action`` takes, in a pipeline of ``stages`` stages.
+
+    F takes the result of the stage before's F; B that of its own F and of the next stage's B; W that of its own B.
+    """
+    needed = ((kind, action.stage + offset) for kind, offset in _NEEDS[action.kind])
+    return tuple(Action(stage, kind, action.micro_batch) for kind, stage in needed if 0 <= stage < stages)
+
+
+def run_schedule(
+    schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
+) -> tuple[tuple[float, ...], ...]:
+    """Return when each action ends: ``ends[stage][i]`` is that of the stage's i-th action.
+
+    Each stage runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
+    have arrived (see ``dependencies``). From stage to stage a result travels for ``send_seconds(action)`` of the action
+    that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. A stage that
+    has fewer ends than actions is blocked at the next one: the schedule deadlocks.
+    """
+    stages, kinds = range(len(schedule.stages)), tuple(CALL_OF_KIND)
+    ended: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}
+    arrived: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}  # at the other stage
+    channel_free = {kind: [0.0 for _ in stages] for kind in kinds}
+    inputs: list[dict[Kind, list[dict[int, float]]]] = [
+        {
+            kind: [(arrived if d else ended)[need][stage + d] for need, d in _NEEDS[kind] if stage + d in stages]
+            for kind in kinds
+        }
+        for stage in stages
+    ]
+    ends: list[list[float]] = [[] for _ in stages]
+    free = [0.0 for _ in stages]
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule.stages):
+            while len(ends[stage]) < len(actions):
+                action = actions[len(ends[stage])]
+                kind, m = action.kind, action.micro_batch
+                start = max([free[stage], *[known.get(m, math.inf) for known in inputs[stage][kind]]])
+                if start == math.inf:
+                    break
+                free[stage] = end = start + seconds(action)
+                ends[stage].append(end)
+                ended[kind][stage][m] = end
+                channel_free[kind][stage] = max(end, channel_free[kind][stage]) + send_seconds(action)
+                arrived[kind][stage][m] = channel_free[kind][stage]
+                moved = True
+    return tuple(map(tuple, ends))
 
 
 def check(schedule: Schedule) -> None:
-    """Every stage runs each micro-batch's F and B (and W, where there is any) once, and no order deadlocks.
+    """Raise ScheduleError unless each stage runs F and B (and W, if there is any) of each micro-batch once.
 
-    Raises ScheduleError; a deadlock prints the stage x step grid with the blocked actions marked ``!``.
+    And unless the schedule runs to its end: for a deadlock the message has the stage x step grid, in which the blocked
+    actions are marked ``!``.
     """
     counts = {len(actions) for actions in schedule.stages}
     if len(counts) != 1 or not schedule.stages or not schedule.stages[0]:
@@ -102,34 +165,9 @@ def check(schedule: Schedule) -> None:
                 f"stage {stage} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
                 f"odd: {' '.join(map(str, missing)) or 'repeated actions'}"
             )
-    heads = _run(schedule, micro_batches)
+    heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
     if min(heads) < len(kinds) * micro_batches:
         raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule, heads))
-
-
-def _run(schedule: Schedule, micro_batches: int) -> list[int]:
-    """The stages run as far as they can; how many actions each has run then."""
-    last = len(schedule.stages) - 1
-    ran = {kind: [[False] * micro_batches for _ in schedule.stages] for kind in ("F", "B", "W")}
-    heads = [0] * len(schedule.stages)
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(schedule.stages):
-            while heads[stage] < len(actions):
-                kind, m = actions[heads[stage]].kind, actions[heads[stage]].micro_batch
-                if kind == "F":
-                    ready = stage == 0 or ran["F"][stage - 1][m]
-                elif kind == "B":
-                    ready = ran["F"][stage][m] and (stage == last or ran["B"][stage + 1][m])
-                else:
-                    ready = ran["B"][stage][m]
-                if not ready:
-                    break
-                ran[kind][stage][m] = True
-                heads[stage] += 1
-                moved = True
-    return heads
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:

@@ -1,0 +1,46 @@
+"""When each action of a schedule ends, laid out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.schedules.schedule import Action, Kind, Schedule, most_in_flight, run_schedule
+from graph_passes.schedules.text import parse_schedule
+
+
+def test_each_action_starts_when_its_inputs_and_its_stage_are_ready() -> None:
+    schedule = parse_schedule("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
+    ends = run_schedule(schedule, lambda action: 2 if action.kind == "B" else 1)
+    assert ends == ((1, 2, 6, 9), (2, 4, 5, 7))
+
+
+def test_a_channel_sends_one_result_after_the_other() -> None:
+    # Stage 0 ends its forwards at 1, 2 and 3; each travels for 3 s, one at a time: they arrive at 4, 7 and 10.
+    schedule = parse_schedule("0F0 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2")
+    ends = run_schedule(schedule, lambda action: 1, lambda action: 3 if action.kind == "F" else 0)
+    assert ends == ((1, 2, 3, 13, 14, 15), (5, 8, 11, 12, 13, 14))
+
+
+def test_weight_gradients_wait_for_the_backward_of_their_stage_only() -> None:
+    schedule = parse_schedule("0F0 0B0 0W0; 1F0 1B0 1W0")
+    ends = run_schedule(schedule, lambda action: {"F": 1, "B": 2, "W": 4}[action.kind])
+    assert ends == ((1, 6, 10), (2, 4, 8))
+
+
+def test_seconds_may_differ_by_stage() -> None:
+    schedule = parse_schedule("0F0 0B0; 1F0 1B0")
+    assert run_schedule(schedule, lambda action: 1 + 9 * action.stage) == ((1, 22), (11, 21))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "freeing", "most"),
+    [("FFBB", "B", 2), ("FBFB", "B", 1), ("FBFBWW", "W", 2), ("", "B", 0)],
+)
+def test_the_most_micro_batches_in_flight(kinds: list[Kind], freeing: Kind, most: int) -> None:
+    assert most_in_flight(iter(kinds), freeing) == most
+
+
+def test_an_action_whose_inputs_never_arrive_has_no_end() -> None:
+    first = (Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1))
+    second = (Action(1, "F", 1), Action(1, "F", 0), Action(1, "B", 0), Action(1, "B", 1))
+    assert run_schedule(Schedule((first, second)), lambda action: 1) == ((1,), ())
