@@ -99,7 +99,7 @@ def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
     report = step.report
     found: dict[str, Any] = {
         "seen": [stage.seen for stage in report.stages],
-        "planned": [stage.predicted.most_held for stage in report.stages],
+        "planned": [stage.predicted.in_flight for stage in report.stages],
         "stages": [
             {"predicted": stage.predicted.in_step, "measured": stage.measured.above_start}
             for stage in report.stages
@@ -107,7 +107,7 @@ def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
         ],
     }
     if report.measured is not None:
-        found |= {"predicted": report.together, "measured": report.measured.above_start}
+        found |= {"predicted": report.predicted, "measured": report.measured.above_start}
     return found
 
 

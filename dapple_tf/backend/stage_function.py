@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.graphdef import needed_library, write_graph
-from graph_passes.ir.graph import Function, Value
+from dapple_tf.frontend.graphdef import import_graph, needed_library
+from graph_passes.ir.graph import Function
 
 
 def build_function(
@@ -21,7 +21,7 @@ def build_function(
     micro-batches. A function that is called once is better inlined: its ops are then optimised with their
     neighbours. TensorFlow's automatic control dependencies keep the order of side effects inside.
     """
-    definition = write_graph(function.graph.replace(library=needed_library(function.graph, library)))
+    body_graph = function.graph.replace(library=needed_library(function.graph, library))
     by_input = dict(zip(function.graph.inputs, range(len(function.inputs)), strict=True))
     captured = {node.name: constants[node.name] for node in function.graph.nodes if node.op == "capture"}
     specs = [_spec(port.type.dtype.name) for port in function.inputs]
@@ -29,16 +29,7 @@ def build_function(
     def body(*inputs: Any) -> list[Any]:
         known = {name: inputs[index] for name, index in by_input.items()}
         known |= {name: tf.identity(value) for name, value in captured.items()}
-        wanted = [value for value in function.graph.outputs if value.node not in known]
-        made = (
-            tf.graph_util.import_graph_def(
-                definition, input_map=known, return_elements=[_tensor_name(v) for v in wanted], name="body"
-            )
-            if definition.node
-            else []
-        )
-        found = dict(zip(wanted, made or [], strict=True))
-        return [known[v.node] if v.node in known else found[v] for v in function.graph.outputs]
+        return import_graph(body_graph, known, "body")
 
     traced = tf.function(
         body, autograph=False, input_signature=specs, experimental_attributes={internals.NO_INLINE: whole}
@@ -48,7 +39,3 @@ def build_function(
 
 def _spec(dtype: str) -> tf.TensorSpec:
     return tf.TensorSpec([] if dtype == "resource" else None, tf.as_dtype(dtype))
-
-
-def _tensor_name(value: Value) -> str:
-    return f"{value.node}:{value.index}"

@@ -15,7 +15,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.graphdef import read_graph
+from dapple_tf.frontend.graphdef import read_graph, tensor_name
 from graph_passes.ir.graph import Graph, Node, Value, ancestors
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import Stage, StageGraph
@@ -78,7 +78,7 @@ class _Tensors:
     def __getitem__(self, value: Value) -> Any:
         if value.node in self.placeholders:
             return self.placeholders[value.node]
-        return self.graph.get_tensor_by_name(f"{value.node}:{value.index}")
+        return self.graph.get_tensor_by_name(tensor_name(value))
 
     def value(self, tensor: Any) -> Value:
         name = tensor.op.name

@@ -137,8 +137,7 @@ def _acting(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
 
 
 def _type(tensor: Any) -> TensorType:
-    dims = None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
-    return TensorType(DType(tensor.dtype.base_dtype.name), Shape(dims))
+    return TensorType(DType(tensor.dtype.base_dtype.name), read_shape(tensor))
 
 
 def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) -> list[Node]:
@@ -199,7 +198,7 @@ def _read_attr(value: attr_value_pb2.AttrValue) -> Attr:
         case "type":
             return _read_dtype(value.type)
         case "shape":
-            return _read_shape(value.shape)
+            return _read_shape_proto(value.shape)
         case "func" if not value.func.attr:
             return FunctionRef(value.func.name)
         case "list":
@@ -219,7 +218,7 @@ def _read_dtype(number: int) -> DType:
     return DType(tf.dtypes.as_dtype(number).name)
 
 
-def _read_shape(proto: Any) -> Shape:
+def _read_shape_proto(proto: Any) -> Shape:
     if proto.unknown_rank:
         return Shape(None)
     return Shape(tuple(None if dim.size < 0 else int(dim.size) for dim in proto.dim))
@@ -231,7 +230,7 @@ _LIST_READERS: Mapping[str, Callable[[Any], Attr]] = {
     "f": float,
     "b": bool,
     "type": _read_dtype,
-    "shape": _read_shape,
+    "shape": _read_shape_proto,
 }
 
 
@@ -318,6 +317,30 @@ def _write_shape(proto: Any, shape: Shape) -> None:
         proto.dim.add(size=-1 if dim is None else dim)
 
 
+def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any]:
+    """Import ``graph`` into the TensorFlow graph under construction, and return the tensors of its outputs.
+
+    ``inputs``: the tensors that replace input nodes, by node name. ``name`` is the scope of the imported ops.
+    """
+    definition = write_graph(graph)
+    computed = [value for value in graph.outputs if value.node not in inputs]
+    tensors = []
+    if definition.node:
+        tensors = tf.graph_util.import_graph_def(
+            definition,
+            input_map={node: tensor for node, tensor in inputs.items() if node in graph.by_name},
+            return_elements=[tensor_name(value) for value in computed],
+            name=name,
+        )
+    by_value = dict(zip(computed, tensors, strict=True))
+    return [inputs[value.node] if value.node in inputs else by_value[value] for value in graph.outputs]
+
+
+def tensor_name(value: Value) -> str:
+    """Return the name of a value's tensor in TensorFlow: ``node:index``."""
+    return f"{value.node}:{value.index}"
+
+
 def needed_library(graph: Graph, library: Mapping[str, bytes]) -> tuple[tuple[str, bytes], ...]:
     """The bodies that a graph's nodes call, and those that these call in turn."""
     pending = [name for node in graph.nodes for name in _references(node)]
@@ -345,7 +368,12 @@ def _references(node: Node) -> list[str]:
 def read_shapes(graph: Any, prefix: str) -> dict[str, tuple[Shape, ...]]:
     """Output shapes of the ops whose names start with ``prefix``, by the rest of their names."""
     return {
-        op.name.removeprefix(prefix): tuple(_type(output).shape for output in op.outputs)
+        op.name.removeprefix(prefix): tuple(read_shape(output) for output in op.outputs)
         for op in graph.get_operations()
         if op.name.startswith(prefix)
     }
+
+
+def read_shape(tensor: Any) -> Shape:
+    """Return the static shape of a tensor."""
+    return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))

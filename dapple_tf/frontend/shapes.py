@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.graphdef import read_shapes, write_graph
+from dapple_tf.frontend.graphdef import import_graph, read_shapes
 from graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
 
 
@@ -19,7 +19,6 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
 
     None are known where the model refuses that size.
     """
-    definition = write_graph(captured.graph)
     found: dict[str, tuple[Shape, ...]] = {}
 
     def probe(*batch: Any) -> None:
@@ -27,8 +26,7 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
         known = dict(zip(captured.graph.inputs, batch, strict=True))
         known |= {name: internals.capture_of(graph, v.handle) for name, v in captured.variables.items()}
         known |= {name: internals.capture_of(graph, value) for name, value in captured.constants.items()}
-        used = {name for name in known if name in captured.graph.by_name}
-        tf.graph_util.import_graph_def(definition, input_map={n: known[n] for n in used}, name="probe")
+        import_graph(captured.graph, known, "probe")
         found.update(read_shapes(graph, "probe/"))  # with placeholders of no shape for the inputs, which are known
         found.update({name: (Shape(tuple(tensor.shape)),) for name, tensor in known.items()})
         found.update({name: (Shape(tuple(variable.shape)),) for name, variable in captured.variables.items()})

@@ -1,1 +1,1 @@
-"""What each stage's device holds during a step: predicted from the graph, and measured while it runs."""
+"""Memory of each stage's device during a step: predicted from the graph, and measured while the step runs."""

@@ -7,26 +7,26 @@ from collections import deque
 from graph_passes.ir.graph import Graph, Node
 
 
-def run_order(graph: Graph) -> tuple[Node, ...]:
-    """The nodes as one thread of the executor runs them: first those without inputs, then as each becomes ready.
+def execution_order(graph: Graph) -> tuple[Node, ...]:
+    """Return the nodes in the order of one executor thread: nodes without inputs, then first ready, first run.
 
-    It is not the order of the graph: the gradients of all weights that are ready at a point are made in turn, and what
-    they read stays alive. Several threads keep to it roughly.
+    This differs from the order of the graph: all weight gradients that are ready at a point are computed one after the
+    other, and their inputs stay live. Several threads follow the same order approximately.
     """
     followers: dict[str, list[Node]] = {node.name: [] for node in graph.nodes}
-    missing: dict[str, int] = {}
+    pending: dict[str, int] = {}
     for node in graph.nodes:
         sources = dict.fromkeys(node.predecessors())
-        missing[node.name] = len(sources)
+        pending[node.name] = len(sources)
         for source in sources:
             followers[source].append(node)
-    ready = deque(node for node in graph.nodes if not missing[node.name])
+    ready = deque(node for node in graph.nodes if not pending[node.name])
     order = []
     while ready:
         node = ready.popleft()
         order.append(node)
         for follower in followers[node.name]:
-            missing[follower.name] -= 1
-            if not missing[follower.name]:
+            pending[follower.name] -= 1
+            if not pending[follower.name]:
                 ready.append(follower)
     return tuple(order)

@@ -1,4 +1,4 @@
-"""What this process has allocated and not freed, as glibc counts it."""
+"""Bytes that this process has allocated and not freed, as glibc counts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's ``mallinfo2``."""
 
     _fields_ = (
         ("arena", ctypes.c_size_t),
@@ -26,22 +26,22 @@ class _Mallinfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Heap:
-    """Live bytes: in the ``arenas``, where small blocks are, and ``mapped``, each large block by itself."""
+    """Live bytes: ``arenas`` holds the small blocks, ``mapped`` the large blocks that are mapped one by one."""
 
     arenas: int
     mapped: int
 
     @property
     def live(self) -> int:
-        """All of it."""
+        """All live bytes."""
         return self.arenas + self.mapped
 
 
-def find_heap() -> Callable[[], Heap] | None:
-    """A function that reads the heap; None without a glibc that tells (2.33 or later).
+def find_heap_reader() -> Callable[[], Heap] | None:
+    """Return a function that reads the heap's size, or None where glibc is older than 2.33 or absent.
 
-    It goes through all free blocks, each arena locked meanwhile: a microsecond in a new process, 0.3 to 1 ms in
-    one that has traced a large model.
+    A read visits all free blocks and locks each arena meanwhile: it takes a microsecond in a new process, and 0.3 to
+    1 ms in one that has traced a large model.
     """
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2

@@ -1,4 +1,4 @@
-"""The most that a function's own tensors take while it runs, each freed behind its last reader."""
+"""Peak memory of a function's own tensors while it runs: each is freed after its last reader."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dapple_tf.memory.execution_order import run_order
+from dapple_tf.memory.execution_order import execution_order
 from graph_passes.analysis.op_costs import VIEW_OPS
 from graph_passes.ir.graph import Graph, Node, Value
 
-Size = Callable[[Value], int]
-"""Bytes of a value."""
+BytesOf = Callable[[Value], int]
+"""Returns the bytes of a value."""
 
-# Ops of which TensorFlow's kernels write into an input of the result's size that nobody else reads
+# Ops whose TensorFlow kernels reuse the memory of an input of the output's size that nothing else reads
 # (OpKernelContext::forward_input_or_allocate_output).
 # fmt: off
 _IN_PLACE = frozenset({
@@ -27,104 +27,110 @@ _IN_PLACE = frozenset({
 })
 # fmt: on
 _REDUCTIONS = frozenset({"All", "Any", "Max", "Mean", "Min", "Prod", "Sum"})
-_FREE = frozenset({"Const", "Placeholder", "ReadVariableOp"})  # what is there anyway
+_WITHOUT_ALLOCATION = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 
 
 @dataclass
 class _Buffer:
-    """Memory that one or several values share; ``readers``: how often they are yet to be read.
+    """Memory that one or several values share.
 
-    ``mine``: allocated by this function, so it may be written over.
+    ``pending_reads``: reads that are still to come. ``reusable``: this function allocated it, so an in-place op may
+    overwrite it.
     """
 
     bytes: int
-    readers: int
-    mine: bool
+    pending_reads: int
+    reusable: bool
 
 
-def source_of(node: Node, index: int, size: Size) -> Value | None:
-    """The input in whose memory output ``index`` of ``node`` lies; None where it has its own.
+def aliased_input(node: Node, index: int, bytes_of: BytesOf) -> Value | None:
+    """Return the input whose memory output ``index`` of ``node`` shares; None where it has memory of its own.
 
-    Views; sums over nothing; and the parts of a tensor taken apart along axis 0, any of which holds all of it.
+    Shared are: views; reductions over axes of length 1; parts of a tensor that is unpacked along axis 0 (each part
+    keeps the whole tensor alive).
     """
     if not node.inputs:
         return None
     if node.op in VIEW_OPS:
         return node.inputs[index if node.op == "IdentityN" else 0]
-    if node.op in _REDUCTIONS and size(node.inputs[0]) == size(Value(node.name)):
+    if node.op in _REDUCTIONS and bytes_of(node.inputs[0]) == bytes_of(Value(node.name)):
         return node.inputs[0]
     if node.op == "Unpack" and node.integer("axis") == 0:
         return node.inputs[0]
     return None
 
 
-def root_of(graph: Graph, value: Value, size: Size) -> Value:
-    """The value in whose memory ``value`` lies."""
-    while (source := source_of(graph.node(value.node), value.index, size)) is not None:
+def buffer_value(graph: Graph, value: Value, bytes_of: BytesOf) -> Value:
+    """Return the value that owns the memory of ``value``: ``value`` itself, unless it is a view."""
+    while (source := aliased_input(graph.node(value.node), value.index, bytes_of)) is not None:
         value = source
     return value
 
 
 def allocates(node: Node) -> bool:
-    """Whether a node's outputs, where they are no views, are memory of their own, made each time that it runs."""
-    return node.op[0].isupper() and node.op not in _FREE
+    """Return whether a node allocates memory for its outputs (those that are no views) each time it runs."""
+    return node.op[0].isupper() and node.op not in _WITHOUT_ALLOCATION
 
 
-def peak_bytes(graph: Graph, size: Size, owned: Mapping[str, int] | None = None) -> int:
-    """The most bytes that the values made in ``graph`` take at once, run in the order of ``run_order``.
+def peak_bytes(graph: Graph, bytes_of: BytesOf, owned_inputs: Mapping[str, int] | None = None) -> int:
+    """Return the peak bytes of the values computed in ``graph``, run in the order of ``execution_order``.
 
-    Inputs belong to the caller and count nothing, but for those ``owned`` (bytes by name), which are there from the
-    start and freed behind their last reader. Outputs stay to the end. Views, constants and reads of variables take
-    nothing; element-wise ops write over an input that nobody reads any more, as TensorFlow's do. What an op needs for
-    itself, and what a While or a called function holds inside, is not seen.
+    Inputs belong to the caller and count nothing, except ``owned_inputs`` (bytes by name): they are live from the
+    start and freed after their last reader. Outputs stay live to the end. Views, constants and reads of variables
+    take no memory; element-wise ops reuse an input that nothing else reads, as TensorFlow's kernels do. Scratch memory
+    of kernels, and tensors inside a While or a called function, are not counted.
     """
     reads = Counter(value for node in graph.nodes for value in node.inputs)
-    reads.update(graph.outputs)  # never read by a node, so they stay
-    held = {name: taken for name, taken in (owned or {}).items() if reads[Value(name)]}
-    buffers = {Value(name): _Buffer(taken, reads[Value(name)], True) for name, taken in held.items()}
-    live = peak = sum(held.values())
-    for node in run_order(graph):
-        if node.name in held:
+    reads.update(graph.outputs)  # one read that no node performs: outputs stay live
+    owned = {name: size for name, size in (owned_inputs or {}).items() if reads[Value(name)]}
+    buffers = {Value(name): _Buffer(size, reads[Value(name)], True) for name, size in owned.items()}
+    live = peak = sum(owned.values())
+    for node in execution_order(graph):
+        if node.name in owned:
             continue
         for value in node.values():
-            live += _place(graph, node, value, reads[value], buffers, size)
+            live += _allocate(graph, node, value, reads[value], buffers, bytes_of)
         peak = max(peak, live)
         live -= _release(node.inputs, buffers, 1)
         live -= _release((value for value in node.values() if not reads[value]), buffers, 0)
     return peak
 
 
-def _place(graph: Graph, node: Node, value: Value, readers: int, buffers: dict[Value, _Buffer], size: Size) -> int:
-    """Enter the buffer in which ``value`` lies; the bytes that are new."""
-    inside = source_of(node, value.index, size)
-    if inside is None and node.op in _IN_PLACE:
-        inside = _written_over(graph, node, value, buffers, size)
-    if inside is not None:
-        buffers[value] = buffers[inside]
-        buffers[value].readers += readers
+def _allocate(
+    graph: Graph, node: Node, value: Value, reads: int, buffers: dict[Value, _Buffer], bytes_of: BytesOf
+) -> int:
+    """Assign a buffer to ``value``, which is read ``reads`` times; return the bytes newly allocated."""
+    shared = aliased_input(node, value.index, bytes_of)
+    if shared is None and node.op in _IN_PLACE:
+        shared = _overwritable_input(graph, node, value, buffers, bytes_of)
+    if shared is not None:
+        buffers[value] = buffers[shared]
+        buffers[value].pending_reads += reads
         return 0
-    taken = size(value) if allocates(node) else 0
-    buffers[value] = _Buffer(taken, readers, bool(taken))
-    return taken
+    size = bytes_of(value) if allocates(node) else 0
+    buffers[value] = _Buffer(size, reads, bool(size))
+    return size
 
 
-def _written_over(graph: Graph, node: Node, value: Value, buffers: Mapping[Value, _Buffer], size: Size) -> Value | None:
-    """An input of the type and size of ``value`` whose memory nobody reads after this node."""
-    for source, times in Counter(node.inputs).items():
+def _overwritable_input(
+    graph: Graph, node: Node, value: Value, buffers: Mapping[Value, _Buffer], bytes_of: BytesOf
+) -> Value | None:
+    """Return an input with the dtype and size of ``value`` whose memory nothing reads after this node, or None."""
+    for source, count in Counter(node.inputs).items():
         buffer = buffers[source]
-        alike = graph.type_of(source).dtype == graph.type_of(value).dtype and buffer.bytes == size(value)
-        if alike and buffer.mine and buffer.readers == times:
+        fits = graph.type_of(source).dtype == graph.type_of(value).dtype and buffer.bytes == bytes_of(value)
+        if fits and buffer.reusable and buffer.pending_reads == count:
             return source
     return None
 
 
 def _release(values: Iterable[Value], buffers: Mapping[Value, _Buffer], reads: int) -> int:
-    """Bytes that are free when each of ``values`` has been read ``reads`` times more."""
+    """Count ``reads`` more reads of each of ``values``; return the bytes that this frees."""
     freed = 0
     for value in values:
         buffer = buffers[value]
-        buffer.readers -= reads
-        if not buffer.readers:
+        buffer.pending_reads -= reads
+        if not buffer.pending_reads:
             freed += buffer.bytes
             buffer.bytes = 0
     return freed

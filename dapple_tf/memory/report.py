@@ -1,23 +1,22 @@
-"""What a step needs on every device, in fields and as text: predicted, and measured where a step was recorded."""
+"""Memory report of a step: predicted bytes of every device, and measured bytes where a step was recorded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.drawing.table import align, format_megabytes
-from dapple_tf.memory.in_flight import freeing_kind
-from dapple_tf.memory.meter import Measured
+from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
-from dapple_tf.memory.process_peak import predict_together
+from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.schedule import Schedule, most_in_flight
 
-Measurement = tuple[int | None, Measured]
-"""A device of the plan, and what was measured there; None: all devices of the process together."""
+DeviceMeasurement = tuple[int | None, MeasuredMemory]
+"""A device of the plan and its measured memory; None where all devices of the process are measured together."""
 
 _FIXED = ("weights", "gradients", "slots", "copies")
 _HEAD = (
@@ -34,59 +33,67 @@ _HEAD = (
     "peak",
     "measured",
 )
-_FIGURES = (*_FIXED, "most_held", "stash", "waiting", "transit", "working", "update", "in_step", "peak", "loops")
+# JSON key -> field of StageMemory.
+_JSON_FIELDS = {
+    **{name: name for name in _FIXED},
+    "most_held": "in_flight",
+    **{name: name for name in ("stash", "waiting", "transit", "working", "update", "in_step", "peak", "loops")},
+}
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage: what is ``predicted`` of one device; ``seen``, the most micro-batches that a recorded step held at once.
+    """Memory of one stage.
 
-    ``measured``: of its device that held most, where each is measured by itself.
+    ``predicted``: for one of its devices. ``seen``: the most micro-batches in flight in the recorded step, by time
+    stamps; None before a step was recorded. ``measured``: for the stage's device with the highest peak; None where
+    devices are not measured one by one.
     """
 
     predicted: StageMemory
     seen: int | None = None
-    measured: Measured | None = None
+    measured: MeasuredMemory | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step of ``plan`` needs; ``str`` prints it. Bytes.
+    """Memory of a step of ``plan``, in bytes; ``str`` prints a table.
 
-    ``together``: predicted of all stages, beyond what is always there, at the overlap of the recorded step;
-    ``measured`` the same. Both only where the devices share one allocator, so that no stage is measured by itself.
+    ``predicted``: the peak of all stages together, beyond what they hold between steps, with the actions at the times
+    of the recorded step. ``measured``: the same, measured. Both are None where devices are measured one by one; they
+    are set where the devices share one allocator (logical CPU devices).
     """
 
     plan: Plan
     stages: tuple[StageReport, ...]
-    together: int | None = None
-    measured: Measured | None = None
+    predicted: int | None = None
+    measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
         lines = [_describe_plan(self.plan), *align([_HEAD, *map(_row, self.stages)])]
         looping = [str(stage.predicted.stage) for stage in self.stages if stage.predicted.loops]
         if looping:
-            lines.append(f"not counted: what the While loops of stage {', '.join(looping)} keep of each round")
-        if self.measured is not None and self.together is not None:
-            ratio = self.together / max(1, self.measured.above_start)
+            lines.append(f"not counted: tensors of each iteration of the While loops of stage {', '.join(looping)}")
+        if self.measured is not None and self.predicted is not None:
+            ratio = self.predicted / max(1, self.measured.above_start)
             lines.append(
                 f"all stages in the recorded step: {format_megabytes(self.measured.above_start)} MB measured "
-                f"({self.measured.source}), {format_megabytes(self.together)} MB predicted ({ratio - 1:+.0%})"
+                f"({self.measured.source}), {format_megabytes(self.predicted)} MB predicted ({ratio - 1:+.0%})"
             )
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON holds them."""
+        """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
         return {
             "stages": [
                 {
-                    **{name: _plain(getattr(stage.predicted, name)) for name in _FIGURES},
+                    **{key: _json_value(getattr(stage.predicted, name)) for key, name in _JSON_FIELDS.items()},
                     "seen": stage.seen,
                     "measured": _measured_json(stage.measured),
                 }
                 for stage in self.stages
             ],
-            "together": self.together,
+            "together": self.predicted,
             "measured": _measured_json(self.measured),
         }
 
@@ -96,33 +103,32 @@ def make_report(
     schedule: Schedule,
     predicted: Sequence[StageMemory],
     timeline: Timeline | None = None,
-    measured: Sequence[Measurement] = (),
+    measured: Sequence[DeviceMeasurement] = (),
 ) -> Report:
-    """The report of a plan that runs ``schedule``; ``timeline`` and ``measured`` of a recorded step."""
+    """Return the report of a plan that runs ``schedule``; ``timeline`` and ``measured`` are of a recorded step."""
     stages = []
     for stage, memory in enumerate(predicted):
         own = [found for device, found in measured if device in plan.stages[stage].devices]
-        most = max(own, key=lambda found: found.above_start, default=None)
-        stages.append(StageReport(memory, None if timeline is None else count_seen(timeline, schedule, stage), most))
+        highest = max(own, key=lambda found: found.above_start, default=None)
+        seen = None if timeline is None else observed_in_flight(timeline, schedule, stage)
+        stages.append(StageReport(memory, seen, highest))
     shared = next((found for device, found in measured if device is None), None)
-    together = predict_together(predicted, timeline) if timeline is not None and shared is not None else None
-    return Report(plan, tuple(stages), together, shared)
+    peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
+    return Report(plan, tuple(stages), peak, shared)
 
 
-def count_seen(timeline: Timeline, schedule: Schedule, stage: int) -> int:
-    """The most micro-batches that a replica of ``stage`` held at once, by time stamps.
+def observed_in_flight(timeline: Timeline, schedule: Schedule, stage: int) -> int:
+    """Return the most micro-batches that a replica of ``stage`` had in flight at once, by time stamps.
 
-    That is forwards begun less the actions ended that free what they kept.
+    A micro-batch is in flight from the start of its forward to the end of the action that frees its stash.
     """
-    last, most = freeing_kind(schedule), 0
-    own = [event for event in timeline.events if event.action.stage == stage]
-    for replica in {event.replica for event in own}:
-        begun = [(e.start, 1, 1) for e in own if e.replica == replica and e.action.kind == "F"]
-        ended = [(e.end, 0, -1) for e in own if e.replica == replica and e.action.kind == last]
-        held = 0
-        for _, _, change in sorted(begun + ended):  # at one time what ends comes first
-            held += change
-            most = max(most, held)
+    freeing, most = schedule.freeing_kind, 0
+    events = [event for event in timeline.events if event.action.stage == stage]
+    for replica in {event.replica for event in events}:
+        started = [(e.start, 1, e.action.kind) for e in events if e.replica == replica and e.action.kind == "F"]
+        freed = [(e.end, 0, e.action.kind) for e in events if e.replica == replica and e.action.kind == freeing]
+        in_order = sorted(started + freed)  # at equal times, what is freed comes first
+        most = max(most, most_in_flight((kind for _, _, kind in in_order), freeing))
     return most
 
 
@@ -136,20 +142,20 @@ def _describe_plan(plan: Plan) -> str:
 
 def _row(stage: StageReport) -> list[str]:
     memory = stage.predicted
-    figures = [
+    sizes = [
         *(getattr(memory, name) for name in _FIXED),
-        *(memory.stash, memory.most_held * memory.stash, memory.waiting, memory.transit),
+        *(memory.stash, memory.in_flight * memory.stash, memory.waiting, memory.transit),
         *(max(memory.working.values(), default=0), memory.in_step, memory.peak),
     ]
-    cells = [format_megabytes(figure) for figure in figures]
-    held = [str(memory.most_held), "-" if stage.seen is None else str(stage.seen)]
-    above = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
-    return [str(memory.stage), *cells[:4], *held, *cells[4:], above]
+    cells = [format_megabytes(size) for size in sizes]
+    in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
+    measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
+    return [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: int | Mapping[str, int]) -> Any:
     return value if isinstance(value, int) else dict(value)
 
 
-def _measured_json(measured: Measured | None) -> dict[str, Any] | None:
+def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:
     return None if measured is None else {**dataclasses.asdict(measured), "above_start": measured.above_start}

@@ -1,4 +1,4 @@
-"""What a stage keeps of a micro-batch between its actions, and for how long."""
+"""Tensors of a micro-batch that a stage holds between its actions, and how long it holds them."""
 
 from __future__ import annotations
 
@@ -6,106 +6,115 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dapple_tf.memory.liveness import allocates, root_of
-from dapple_tf.memory.sizes import Sizes
+from dapple_tf.memory.liveness import allocates, buffer_value
+from dapple_tf.memory.sizes import FunctionSizes
 from graph_passes.ir.graph import Port, Value
 
-Birth = Literal["sent forward", "F", "B", "sent back"]
-Key = tuple[str, str]
-"""Role and name under which the functions of a stage know a tensor."""
+Origin = Literal["previous stage", "F", "B", "next stage"]
+"""Where a tensor comes from: a neighbouring stage, or an action of the stage itself."""
 
-_ARRIVES: Mapping[str, Birth] = {"boundary": "sent forward", "gradient": "sent back"}
+_Key = tuple[str, str]
+"""Role and name of the port by which the functions of a stage know a tensor."""
+
+_SENDERS: Mapping[str, Origin] = {"boundary": "previous stage", "gradient": "next stage"}
+"""The neighbour that sends a port's tensor, by the port's role."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor that a stage keeps of each micro-batch.
+class StashedTensor:
+    """A tensor that a stage holds of each micro-batch in flight.
 
-    It is there from when the neighbour has made it ("sent forward", "sent back"), or from the start of the stage's own
-    action ("F", "B"), to the end of the last action that takes it (``until``: "F", "B" or "W"). ``name``: that of the
-    boundary tensor that it is or holds, "" for others.
+    ``origin``: "previous stage" or "next stage" where a neighbour computes it, and it exists from the end of the
+    neighbour's action; "F" or "B" where the stage's own action does, and it exists from that action's start.
+    ``last_use``: the kind of the last action that reads it (F, B or W), at whose end it is freed. ``name``: the
+    boundary tensor that shares its memory, or "".
     """
 
-    birth: Birth
-    until: str
+    origin: Origin
+    last_use: str
     bytes: int
     name: str = ""
 
     @property
-    def forward(self) -> bool:
-        """Whether it is an activation, not a gradient (of the same name)."""
-        return self.birth in ("sent forward", "F")
+    def is_activation(self) -> bool:
+        """Whether it is an activation, and not a gradient (which may have the same name)."""
+        return self.origin in ("previous stage", "F")
 
 
-def find_kept(functions: Mapping[str, Sizes]) -> tuple[Kept, ...]:
-    """What a stage of these functions (by kind of action, in the order in which they run) keeps of a micro-batch.
+def find_stashed_tensors(functions: Mapping[str, FunctionSizes]) -> tuple[StashedTensor, ...]:
+    """Return the tensors that a stage holds of a micro-batch between its actions.
 
-    Each piece of memory counts once, whatever the names under which it is taken. Batch arguments, which are views of
-    the caller's batch, variables and constants count nothing.
+    ``functions``: the stage's functions by kind of action, in the order in which they run. Each block of memory counts
+    once, even where several ports name it. Batch arguments (views of the caller's batch), variables and constants
+    count nothing.
     """
-    kept: dict[tuple[str, Key], Kept] = {}
-    homes: dict[Key, tuple[str, Key] | None] = {}  # by key, the memory in which it lies: made by which action, as what
+    stashed: dict[tuple[str, _Key], StashedTensor] = {}
+    memory: dict[_Key, tuple[str, _Key] | None] = {}  # port -> its block: the origin, and its key there
     for kind, sizes in functions.items():
         graph, inputs = sizes.function.graph, dict(zip(sizes.function.graph.inputs, sizes.function.inputs, strict=True))
         for name, port in inputs.items():
             key = port.role, port.name
-            if port.role in _ARRIVES and key not in homes:
-                birth = _ARRIVES[port.role]
-                homes[key] = (birth, key)
-                kept[birth, key] = Kept(birth, kind, sizes(Value(name)), port.name)
-            home = homes.get(key)
-            if home in kept:
-                kept[home] = replace(kept[home], until=kind)
+            if port.role in _SENDERS and key not in memory:
+                sender = _SENDERS[port.role]
+                memory[key] = (sender, key)
+                stashed[sender, key] = StashedTensor(sender, kind, sizes.bytes_of(Value(name)), port.name)
+            block = memory.get(key)
+            if block in stashed:
+                stashed[block] = replace(stashed[block], last_use=kind)
         for port, value in zip(sizes.function.outputs, graph.outputs, strict=True):
-            if not _stays(port, kind, functions):
+            if not _is_used_later(port, kind, functions):
                 continue
-            root = root_of(graph, value, sizes)
-            source = inputs.get(root.node)
+            buffer = buffer_value(graph, value, sizes.bytes_of)
+            source = inputs.get(buffer.node)
             if source is not None:
-                home = homes.get((source.role, source.name))
+                block = memory.get((source.role, source.name))
             else:
-                home = (kind, ("", str(root))) if allocates(graph.node(root.node)) else None
-            homes[port.role, port.name] = home
-            if home is not None and home not in kept:
-                boundary = _boundary_in(sizes, root, graph.outputs)
-                kept[home] = Kept("F" if kind == "F" else "B", kind, sizes(root), boundary)
-    return tuple(kept.values())
+                block = (kind, ("", str(buffer))) if allocates(graph.node(buffer.node)) else None
+            memory[port.role, port.name] = block
+            if block is not None and block not in stashed:
+                boundary = _boundary_name(sizes, buffer, graph.outputs)
+                stashed[block] = StashedTensor("F" if kind == "F" else "B", kind, sizes.bytes_of(buffer), boundary)
+    return tuple(stashed.values())
 
 
-def find_transit(functions: Mapping[str, Sizes], kept: Sequence[Kept]) -> int:
-    """Bytes of what a rank sends of a micro-batch and does not keep, and of a copy of what it receives.
+def transfer_bytes(functions: Mapping[str, FunctionSizes], stashed: Sequence[StashedTensor]) -> int:
+    """Return the bytes that a rank's messages of a micro-batch take beside ``stashed``.
 
-    A function's results are there until they are sent; what comes is one block, which is copied into tensors.
+    A function's results stay until they are sent, and count unless they are stashed. A received message is one block,
+    which is copied into tensors: the larger of activations and gradients counts once more.
     """
-    stay = {("boundary" if piece.forward else "gradient", piece.name) for piece in kept}
-    coming, going = [0], 0
+    stashed_keys = {("boundary" if tensor.is_activation else "gradient", tensor.name) for tensor in stashed}
+    received, sent = [0], 0
     for sizes in functions.values():
-        taken = [(p, Value(n)) for p, n in zip(sizes.function.inputs, sizes.function.graph.inputs, strict=True)]
-        coming.append(sum(sizes(value) for port, value in taken if port.role == "gradient"))
-        coming.append(sum(sizes(value) for port, value in taken if port.role == "boundary"))
-        given = zip(sizes.function.outputs, sizes.function.graph.outputs, strict=True)
-        going += sum(
-            sizes(value) for port, value in given if port.role in _ARRIVES and (port.role, port.name) not in stay
+        inputs = [(p, Value(n)) for p, n in zip(sizes.function.inputs, sizes.function.graph.inputs, strict=True)]
+        received.append(sum(sizes.bytes_of(value) for port, value in inputs if port.role == "gradient"))
+        received.append(sum(sizes.bytes_of(value) for port, value in inputs if port.role == "boundary"))
+        outputs = zip(sizes.function.outputs, sizes.function.graph.outputs, strict=True)
+        sent += sum(
+            sizes.bytes_of(value)
+            for port, value in outputs
+            if port.role in _SENDERS and (port.role, port.name) not in stashed_keys
         )
-    return max(coming) + going
+    return max(received) + sent
 
 
-def _stays(port: Port, kind: str, functions: Mapping[str, Sizes]) -> bool:
-    """Whether a later function of the stage takes the output ``port`` of the ``kind``'s function.
+def _is_used_later(port: Port, kind: str, functions: Mapping[str, FunctionSizes]) -> bool:
+    """Return whether a later function of the stage takes the output ``port`` of the ``kind``'s function.
 
-    (What goes to a neighbour has a name of its own where the stage keeps it too: a skip is sent back under its name.)
+    A tensor sent to a neighbour that the stage also keeps has a second port (a skip connection's gradient is sent back
+    under the skip's name), so ports to neighbours are not used later.
     """
-    if port.role in _ARRIVES:
+    if port.role in _SENDERS:
         return False
     kinds = list(functions)
     later = kinds[kinds.index(kind) + 1 :]
-    wanted = {(p.role, p.name) for other in later for p in functions[other].function.inputs}
-    return (port.role, port.name) in wanted
+    used = {(p.role, p.name) for other in later for p in functions[other].function.inputs}
+    return (port.role, port.name) in used
 
 
-def _boundary_in(sizes: Sizes, root: Value, outputs: Sequence[Value]) -> str:
-    """The name of the boundary tensor, or gradient of one, that is sent to a neighbour and lies in ``root``; or ""."""
+def _boundary_name(sizes: FunctionSizes, buffer: Value, outputs: Sequence[Value]) -> str:
+    """Return the name of the boundary tensor (or its gradient) sent to a neighbour from ``buffer``'s memory, or ""."""
     for port, value in zip(sizes.function.outputs, outputs, strict=True):
-        if port.role in _ARRIVES and root_of(sizes.function.graph, value, sizes) == root:
+        if port.role in _SENDERS and buffer_value(sizes.function.graph, value, sizes.bytes_of) == buffer:
             return port.name
     return ""

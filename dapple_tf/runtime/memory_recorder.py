@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.distributed.membership import Job
-from dapple_tf.memory.meter import Measured, MemoryMeter
+from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
-from dapple_tf.memory.report import Measurement, Report, make_report
+from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 
@@ -24,7 +24,7 @@ class MemoryRecorder:
     def __init__(self, job: Job | None) -> None:
         self._job = job
         self._steps = 0
-        self._measured: tuple[Measurement, ...] = ()
+        self._measured: tuple[DeviceMeasurement, ...] = ()
         self._predicted: tuple[PlannedModel, tuple[StageMemory, ...]] | None = None
         self.planned: PlannedModel | None = None  # of the last recorded step
 
@@ -54,7 +54,9 @@ class MemoryRecorder:
         return make_report(planned.plan, schedule, self._predicted[1], timeline, measured)
 
 
-def attribute(measured: Sequence[Measured], devices: Sequence[str], job: Job | None) -> tuple[Measurement, ...]:
+def attribute(
+    measured: Sequence[MeasuredMemory], devices: Sequence[str], job: Job | None
+) -> tuple[DeviceMeasurement, ...]:
     """Whose measurements these are; in a job, where every rank must call it, those of all ranks.
 
     ``devices``: names of those that the plan counts.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dapple_tf.memory.execution_order import run_order
-from dapple_tf.memory.liveness import peak_bytes, root_of
+from dapple_tf.memory.execution_order import execution_order
+from dapple_tf.memory.liveness import buffer_value, peak_bytes
 from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 
 VECTOR = tensor("float32", 10)  # 40 bytes
@@ -72,7 +72,7 @@ def test_parts_of_a_tensor_hold_all_of_it() -> None:
     parts = op("p", "Unpack", "a", outputs=2, axis=0)
     found = graph(op("x", "arg"), whole, parts, op("b", "MatMul", "p:1"), gives="b")
     assert peak(found) == 120
-    assert root_of(found, Value("p", 1), lambda value: found.type_of(value).bytes()) == Value("a")
+    assert buffer_value(found, Value("p", 1), lambda value: found.type_of(value).bytes()) == Value("a")
     across = op("p", "Unpack", "a", outputs=2, axis=1)
     assert peak(graph(op("x", "arg"), whole, across, op("b", "MatMul", "p:1"), gives="b")) == 160
 
@@ -102,10 +102,10 @@ def test_ops_run_as_they_become_ready() -> None:
     chain = [op("d2", "MatMul", "x"), op("d1", "MatMul", "d2"), op("d0", "MatMul", "d1")]
     weights = [op("w2", "MatMul", "x"), op("w1", "MatMul", "d2"), op("w0", "MatMul", "d1")]
     found = graph(op("x", "arg"), *chain, *weights, gives="d0 w2 w1 w0")
-    assert [node.name for node in run_order(found)] == ["x", "d2", "w2", "d1", "w1", "d0", "w0"]
+    assert [node.name for node in execution_order(found)] == ["x", "d2", "w2", "d1", "w1", "d0", "w0"]
 
 
 def test_control_edges_are_waited_for() -> None:
     late = op("a", "MatMul", "x").after("b", "for the test")
     found = Graph("f", (op("x", "arg"), op("b", "MatMul", "x"), late), ("x",), (Value("a"),))
-    assert [node.name for node in run_order(found)] == ["x", "b", "a"]
+    assert [node.name for node in execution_order(found)] == ["x", "b", "a"]

@@ -13,7 +13,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, StepError
 from dapple_tf.memory.predict import StageMemory
-from dapple_tf.memory.stash import Kept
+from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.runtime.step import PipelinedStep
 
 ROWS, WIDTH = 6, 8  # samples of a micro-batch, and the width of each layer
@@ -59,10 +59,10 @@ def test_the_stash_is_what_backward_reads() -> None:
     """The first stage keeps the results of its two relus; the second its own, and the tensor that entered it."""
     first, second = predicted()
     assert first.stash == 2 * TENSOR
-    assert [piece for piece in second.kept if piece.birth == "sent forward"] == [
-        Kept("sent forward", "B", TENSOR, second.kept[0].name)
+    assert [piece for piece in second.stashed if piece.origin == "previous stage"] == [
+        StashedTensor("previous stage", "B", TENSOR, second.stashed[0].name)
     ]
-    whole = [piece.bytes for piece in second.kept if piece.bytes >= TENSOR and piece.birth == "F"]
+    whole = [piece.bytes for piece in second.stashed if piece.bytes >= TENSOR and piece.origin == "F"]
     assert whole == [TENSOR, TENSOR]
     assert 0 <= second.stash - 3 * TENSOR < 100  # and a few whole numbers for the mean's gradient
 
@@ -71,7 +71,7 @@ def test_what_is_held_while_a_backward_runs() -> None:
     """K stashes, the gradient that came, the gradients of weights, and the chain of gradients at its widest."""
     first, second = predicted()
     weights = 2 * (KERNEL + BIAS)
-    assert (first.most_held, second.most_held) == (2, 1)
+    assert (first.in_flight, second.in_flight) == (2, 1)
     assert weights < first.working["B"] <= weights + 3 * TENSOR
     assert first.in_step == 2 * first.stash + TENSOR + first.working["B"]
     assert second.waiting == TENSOR
@@ -118,7 +118,7 @@ def test_each_stage_is_predicted_for_its_own_share_of_a_micro_batch() -> None:
     step(batch)
     first, second = [stage.predicted for stage in step.report.stages]
     assert first.stash == WIDTH * 4  # what tanh gave
-    assert [piece.bytes for piece in second.kept if piece.birth == "sent forward"] == [2 * WIDTH * 4]
+    assert [piece.bytes for piece in second.stashed if piece.origin == "previous stage"] == [2 * WIDTH * 4]
 
 
 def test_a_model_that_refuses_its_samples_says_so_itself() -> None:

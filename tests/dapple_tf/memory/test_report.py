@@ -15,11 +15,11 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.drawing.table import format_megabytes
 from dapple_tf.errors import StepError, UsageError
-from dapple_tf.memory.meter import Measured
+from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
-from dapple_tf.memory.process_peak import predict_together
-from dapple_tf.memory.report import count_seen, make_report
-from dapple_tf.memory.stash import Kept
+from dapple_tf.memory.process_peak import predict_process_peak
+from dapple_tf.memory.report import make_report, observed_in_flight
+from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.timeline.timeline import Event, Timeline
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
@@ -28,7 +28,7 @@ from tests.equality.small_models import data, weights
 from tests.paths import ROOT
 
 
-def memory(stage: int, *kept: Kept, working: int = 0, update: int = 0) -> StageMemory:
+def memory(stage: int, *kept: StashedTensor, working: int = 0, update: int = 0) -> StageMemory:
     """Memory of a stage of which only what it holds during a step matters."""
     works = {"F": 0, "B": working}
     return StageMemory(stage, 5_000_000, 5_000_000, 10_000_000, 0, 1, kept, 0, 0, works, update, 7_000_000)
@@ -72,7 +72,7 @@ def test_a_stage_with_loops_is_told() -> None:
         micro_batches=2,
         example_batch=(np.ones((4, 3, 4), np.float32),),
     )
-    assert str(step.report).splitlines()[-1] == "not counted: what the While loops of stage 1 keep of each round"
+    assert str(step.report).splitlines()[-1] == "not counted: tensors of each iteration of the While loops of stage 1"
     assert [stage["loops"] > 0 for stage in step.report.to_json()["stages"]] == [False, True]
 
 
@@ -83,7 +83,7 @@ def test_stages_are_seen_to_hold_k_micro_batches(schedule: str) -> None:
     step.record(X)
     held = [stage.seen for stage in step.report.stages]
     assert held == list(build_schedule(schedule, 3, 4).warm_up)
-    assert held == [stage.predicted.most_held for stage in step.report.stages]
+    assert held == [stage.predicted.in_flight for stage in step.report.stages]
 
 
 def test_a_split_backward_holds_its_stash_until_the_weights_part_is_done() -> None:
@@ -91,8 +91,8 @@ def test_a_split_backward_holds_its_stash_until_the_weights_part_is_done() -> No
     step = step_of(loss, stages=3, micro_batches=4, schedule="zb-h1")
     step.record(X)
     stages = step.report.stages
-    assert [stage.seen for stage in stages] == [stage.predicted.most_held for stage in stages] == [3, 3, 3]
-    assert any(piece.until == "W" for piece in stages[2].predicted.kept)
+    assert [stage.seen for stage in stages] == [stage.predicted.in_flight for stage in stages] == [3, 3, 3]
+    assert any(piece.last_use == "W" for piece in stages[2].predicted.stashed)
     assert set(stages[2].predicted.working) == {"F", "B", "W"}
 
 
@@ -104,8 +104,8 @@ def test_a_recorded_step_is_measured() -> None:
     report = step.report
     assert report.measured is not None
     assert report.measured.device == "CPU"
-    assert report.together is not None
-    assert report.together > 0
+    assert report.predicted is not None
+    assert report.predicted > 0
     assert "all stages in the recorded step: " in str(report)
     found = report.to_json()
     assert found["measured"]["above_start"] == report.measured.above_start
@@ -176,17 +176,19 @@ def test_a_larger_model_is_predicted_within_a_tenth() -> None:
 
 def test_measurements_go_to_the_stages_of_their_devices() -> None:
     plan = make_plan((0, 0, (0, 2)), (1, 1, (1,)), micro_batches=1)
-    found = [(rank, Measured(f"GPU:{rank}", "allocator", 10, 10 + peak)) for rank, peak in ((0, 5), (1, 6), (2, 7))]
+    found = [
+        (rank, MeasuredMemory(f"GPU:{rank}", "allocator", 10, 10 + peak)) for rank, peak in ((0, 5), (1, 6), (2, 7))
+    ]
     report = make_report(plan, build_schedule("gpipe", 2, 1), [memory(0), memory(1)], None, found)
     assert [stage.measured and stage.measured.above_start for stage in report.stages] == [7, 6]
     assert report.measured is None
 
 
 def test_the_table_is_plain() -> None:
-    kept = Kept("F", "B", 3_000_000)
+    kept = StashedTensor("F", "B", 3_000_000)
     plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=1)
     events = timeline(("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 3), ("0B0", 3, 4))
-    shared = [(None, Measured("CPU", "allocator", 10_000_000, 14_000_000))]
+    shared = [(None, MeasuredMemory("CPU", "allocator", 10_000_000, 14_000_000))]
     stages = [memory(0, kept, working=1_000_000), memory(1)]
     lines = str(make_report(plan, build_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
     assert [line.split()[-10:] for line in lines[1:3]] == [
@@ -200,27 +202,27 @@ def test_the_table_is_plain() -> None:
 def test_what_is_seen_is_counted_by_time() -> None:
     schedule = build_schedule("gpipe", 1, 3)
     apart = timeline(("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
-    assert count_seen(apart, schedule, 0) == 1
+    assert observed_in_flight(apart, schedule, 0) == 1
     over = timeline(("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 2, 3), ("0B1", 3, 4), ("0F2", 4, 5), ("0B2", 5, 6))
-    assert count_seen(over, schedule, 0) == 2
+    assert observed_in_flight(over, schedule, 0) == 2
 
 
 def test_stages_together_hold_what_overlaps() -> None:
-    held = Kept("F", "B", 10)
+    held = StashedTensor("F", "B", 10)
     events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
     both = [memory(0, held, working=5), memory(1, held, working=7)]
-    assert predict_together(both, timeline(*events)) == 10 + 10 + 7
-    assert predict_together([memory(0, held, update=50), memory(1, held)], timeline(*events)) == 50
+    assert predict_process_peak(both, timeline(*events)) == 10 + 10 + 7
+    assert predict_process_peak([memory(0, held, update=50), memory(1, held)], timeline(*events)) == 50
 
 
 def test_a_tensor_that_two_stages_hold_counts_once() -> None:
     """On logical CPU devices it is sent by handing it over."""
-    made, taken = Kept("F", "B", 10, "h"), Kept("sent forward", "B", 10, "h")
+    made, taken = StashedTensor("F", "B", 10, "h"), StashedTensor("previous stage", "B", 10, "h")
     events = [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("1B0", 2.0, 3.0), ("0B0", 3.0, 4.0)]
-    assert predict_together([memory(0, made), memory(1, taken)], timeline(*events)) == 10
-    assert predict_together([memory(0), memory(1, taken)], timeline(*events)) == 10
-    other = Kept("sent forward", "B", 10, "another")
-    assert predict_together([memory(0, made), memory(1, other)], timeline(*events)) == 20
+    assert predict_process_peak([memory(0, made), memory(1, taken)], timeline(*events)) == 10
+    assert predict_process_peak([memory(0), memory(1, taken)], timeline(*events)) == 10
+    other = StashedTensor("previous stage", "B", 10, "another")
+    assert predict_process_peak([memory(0, made), memory(1, other)], timeline(*events)) == 20
 
 
 def test_figures_have_as_many_digits_as_say_something() -> None:
