@@ -1,10 +1,16 @@
-# Everything lives in .venv at the project's root; `rm -rf .venv` undoes it all.
+# Everything is installed into .venv at the project's root; `rm -rf .venv` removes it.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-# TensorFlow's notes on the processor it found are not ours to repeat.
+# Which TensorFlow .venv has: cpu, or with `make EXTRA=gpu` one for NVIDIA GPUs. Later calls keep the choice.
+EXTRA ?= $(or $(shell cat .venv/extra 2>/dev/null),cpu)
+ifeq ($(filter cpu gpu,$(EXTRA)),)
+$(error EXTRA is $(EXTRA): it must be cpu or gpu)
+endif
+
+# Hide TensorFlow's log lines about the processor.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: train test test-all lint bench hosts horovod clean
@@ -37,15 +43,27 @@ horovod: .venv/installed-horovod
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# A stamp is older than what it was made from if the needs have changed since; otherwise nothing is installed.
-.venv/installed: setup.py pyproject.toml | $(BIN)/python
+# Each stamp file depends on the files that name the requirements: nothing is installed unless one of them has changed.
+.venv/installed: setup.py pyproject.toml .venv/extra | $(BIN)/python
 	@echo "Installing dapple_tf into .venv (TensorFlow is large: the first time takes a few minutes) ..." >&2
-	@$(PIP) --editable .
+	@$(PIP) --editable ".[$(EXTRA)]"
 	@touch $@
 
+# Both TensorFlows install the same files: when the choice changes, the old one is uninstalled first. The recipe always
+# runs (FORCE), but writes only a changed choice, so that nothing else is made again.
+.venv/extra: FORCE | $(BIN)/python
+	@if [ "$$(cat $@ 2>/dev/null)" != "$(EXTRA)" ]; then \
+	    if $(BIN)/python -m pip show --quiet $(if $(filter gpu,$(EXTRA)),tensorflow-cpu,tensorflow) 2>/dev/null; then \
+	        $(BIN)/python -m pip uninstall --quiet --quiet --yes tensorflow tensorflow-cpu; \
+	    fi; \
+	    echo "$(EXTRA)" >$@; \
+	fi
+
+FORCE:
+
 .venv/installed-test: .venv/installed
-	@echo "Installing what the tests need into .venv ..." >&2
-	@$(PIP) --editable ".[test]"
+	@echo "Installing the requirements of the tests into .venv ..." >&2
+	@$(PIP) --editable ".[$(EXTRA),test]"
 	@touch $@
 
 .venv/installed-horovod: .venv/installed scripts/install_horovod.sh
@@ -54,7 +72,7 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
-	    echo "dapple_tf needs Python 3.10 to 3.13, and $(PYTHON) is not: choose one with make PYTHON=python3.12" >&2; \
+	    echo "dapple_tf needs Python 3.10 to 3.13, and $(PYTHON) is another version: try make PYTHON=python3.12" >&2; \
 	    exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make virtual environments: apt install python3-venv, then try again" >&2; \

@@ -29,12 +29,10 @@ setup(
     packages=find_packages(include=["dapple_tf*", "graph_passes*", "profiler*"]),
     package_data={name: ["py.typed"] for name in ("dapple_tf", "graph_passes", "profiler")},
     install_requires=[
-        # One minor version: the graph rewriting relies on how this one traces and runs functions.
-        # tensorflow-cpu is the same package without CUDA; the extra "gpu" adds it.
-        "tensorflow-cpu==2.21.*",
+        # TensorFlow comes with the extra "cpu" or "gpu"; Keras does not install it either.
         "keras>=3.12,<4",
         "numpy>=2,<3",
-        "protobuf",  # TensorFlow says which versions it can work with
+        "protobuf",  # TensorFlow restricts the versions
         "networkx>=3.2,<4",
         "PyYAML>=6,<7",
         "click>=8.1,<9",
@@ -43,6 +41,9 @@ setup(
         "numba>=0.61,<1",  # the planner tries and simulates thousands of plans a second
     ],
     extras_require={
+        # Both install the module `tensorflow`, so only one of them may be installed. The version is also in
+        # dapple_tf/frontend/tensorflow_version.py, which checks it at `import dapple_tf`.
+        "cpu": ["tensorflow-cpu==2.21.*"],
         "gpu": ["tensorflow[and-cuda]==2.21.*"],
         # pip alone cannot build it against TensorFlow 2.16 or later: `make horovod` (scripts/install_horovod.sh) can.
         "horovod": ["horovod==0.28.1"],
@@ -50,7 +51,12 @@ setup(
             "pytest>=9,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-benchmark>=5,<6",
+            "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",
+            # The tests build a wheel with the setuptools of this environment, so that they need no network. It makes
+            # wheels from 70.1 on; 81 and later lack pkg_resources, which Horovod's build needs in this environment.
+            "build>=1.2,<2",
+            "setuptools>=70.1,<81",
             # Linters are held to a minor version: a newer one may find fault with unchanged code.
             "ruff==0.17.*",
             "mypy==2.4.*",

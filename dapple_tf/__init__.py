@@ -5,13 +5,16 @@
     step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=2, micro_batches=8)
     loss = step(x, y)
 
-Names are loaded when first used, so that the command line answers before TensorFlow has started.
+Names are loaded when first used, so that the command line answers before TensorFlow has started. Importing dapple_tf
+raises ImportError if TensorFlow is missing or has another version than dapple_tf needs.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from dapple_tf.frontend.tensorflow_version import require_tensorflow
 
 if TYPE_CHECKING:
     from dapple_tf import errors
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from dapple_tf.verification import Report, verify
     from profiler.cluster import Cluster
     from profiler.profile import Profile
+
+require_tensorflow()
 
 __all__ = [
     "Checkpoints",

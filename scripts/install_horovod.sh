@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds Horovod against the TensorFlow of a virtual environment; nothing is done where it already works.
+# Builds Horovod against the TensorFlow of a virtual environment; does nothing if Horovod already works there.
 # Usage: scripts/install_horovod.sh [PYTHON]          PYTHON: default .venv/bin/python
 #
-# `pip install horovod` alone does not do: Horovod must be compiled beside the TensorFlow it will serve, and 0.28.1
-# includes XLA headers that TensorFlow 2.16 and later no longer ship. A build for CPUs uses nothing of them, so the
-# empty headers in horovod_shim stand in.
+# `pip install horovod` alone fails: Horovod must be compiled in the environment of the TensorFlow that it will be used
+# with, and 0.28.1 includes XLA headers that TensorFlow 2.16 and later no longer contain. A build for CPUs uses nothing
+# from them, so the empty headers in horovod_shim replace them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${1:-.venv/bin/python}"
@@ -14,7 +14,7 @@ requirement="$(sed -n 's/.*"\(horovod==[0-9.]*\)".*/\1/p' setup.py)"
 say() { echo "$*" >&2; }
 
 horovod_works() {
-    # An own directory, so that nothing of this one is imported by chance.
+    # Run in an empty folder, so that no module of the current one is imported by accident.
     (cd "$scratch" && TF_CPP_MIN_LOG_LEVEL=3 "$python" -c "
 import horovod.tensorflow as hvd
 assert hvd.mpi_built() and hvd.gloo_built()") >"$scratch/import.log" 2>&1
@@ -33,8 +33,8 @@ install_tools() {
     missing="$(missing_tools)"
     [ -n "$missing" ] || return 0
     if ! command -v apt-get >/dev/null; then
-        say "Horovod needs $missing and there is no apt-get here: install CMake, a C++ compiler and Open MPI with its"
-        say "headers by this system's package manager, then try again."
+        say "Horovod needs $missing, and this system has no apt-get: install CMake, a C++ compiler and Open MPI with its"
+        say "headers with the system's package manager, then try again."
         return 1
     fi
     if [ "$(id -u)" != 0 ]; then
@@ -43,11 +43,11 @@ install_tools() {
     fi
     say "Installing ${packages[*]} (for $missing) ..."
     export DEBIAN_FRONTEND=noninteractive
-    # The lists of packages may be missing or old: they are fetched only if the first attempt fails.
+    # The package lists may be missing or old: update them only if the first attempt fails.
     local install=(apt-get install -y --no-install-recommends "${packages[@]}")
     "${install[@]}" >"$scratch/apt.log" 2>&1 || { apt-get update && "${install[@]}"; } >"$scratch/apt.log" 2>&1 || {
         tail -n 15 "$scratch/apt.log" >&2
-        say "apt-get failed (above): install ${packages[*]} by hand, then try again."
+        say "apt-get failed (see above): install ${packages[*]} by hand, then try again."
         return 1
     }
     missing="$(missing_tools)"
@@ -55,7 +55,7 @@ install_tools() {
 }
 
 build() { # build [pip's options]
-    # MAKEFLAGS: Horovod would run eight compilers at once, and a calling make's job server is none of its business.
+    # MAKEFLAGS: one compiler per core, where Horovod would run eight; and not the job server of a make that calls this.
     # CMAKE_POLICY_VERSION_MINIMUM: CMake 4 refuses the old files of Horovod's third-party libraries without it.
     MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 CXXFLAGS="-I$scratch/shim ${CXXFLAGS:-}" \
         HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
@@ -68,42 +68,42 @@ fail() {
     local kept
     kept="$(mktemp "${TMPDIR:-/tmp}/horovod-build-XXXXXX.log")"
     cp "$scratch/build.log" "$kept"
-    # The compiler's own complaint may be far above pip's last words.
+    # The compiler's error message may be far above the last lines of pip's output.
     grep -nE -A 3 'error:|Error [0-9]|CMake Error' "$kept" | head -n 20 >&2 || true
     say "..."
     tail -n 25 "$kept" >&2
-    say "$1 The whole log: $kept"
+    say "$1 The complete log: $kept"
     exit 1
 }
 
-[ -n "$requirement" ] || { say "setup.py names no \"horovod==VERSION\": put it back under extras_require."; exit 1; }
-# Not resolved (-s): a virtual environment's python is a link, and what it links to has none of its packages.
+[ -n "$requirement" ] || { say "setup.py has no requirement \"horovod==VERSION\": add it under extras_require."; exit 1; }
+# Do not follow links (-s): the python of a virtual environment is a link to one that has none of its packages.
 command -v "$python" >/dev/null || { say "There is no $python: run make train or make test first."; exit 1; }
 python="$(realpath -s "$(command -v "$python")")"
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
-# A link, since neither CMake nor g++ takes a path with a space among its flags.
+# A link, because CMake and g++ fail if a path in their flags contains a space.
 ln -s "$PWD/scripts/horovod_shim" "$scratch/shim"
 touch "$scratch/build.log"
 
 horovod_works && exit 0
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tensorflow") is None)' || {
-    say "$python has no TensorFlow, which Horovod is built against: run make train or make test first."
+    say "$python has no TensorFlow, and Horovod is built against it: run make train or make test first."
     exit 1
 }
 install_tools
 
-say "Building $requirement for $python (3 to 6 minutes; seconds if pip has kept an earlier build) ..."
+say "Building $requirement for $python (3 to 6 minutes; seconds if pip has cached an earlier build) ..."
 "$python" -m pip install --quiet --disable-pip-version-check 'setuptools<81' wheel >"$scratch/build.log" 2>&1 ||
-    fail "pip could not install what the build needs (above)."
-advice="Look at its first error; 'Killed' or 'No space left' mean too little memory or disk."
-build || fail "The build failed (above). $advice"
+    fail "pip could not install the requirements of the build (see above)."
+advice="Look at its first error; 'Killed' means too little memory, 'No space left' too little disk."
+build || fail "The build failed (see above). $advice"
 if ! horovod_works; then
-    say "The installed build does not work here (pip may have kept one made for another TensorFlow): building anew ..."
-    build --no-cache-dir --force-reinstall --no-deps || fail "The build failed (above). $advice"
+    say "The installed build does not work here (pip may have cached it for another TensorFlow): building again ..."
+    build --no-cache-dir --force-reinstall --no-deps || fail "The build failed (see above). $advice"
     if ! horovod_works; then
         cat "$scratch/import.log" >>"$scratch/build.log"
-        fail "Horovod was built but cannot be imported (above)."
+        fail "Horovod was built but cannot be imported (see above)."
     fi
 fi
 say "Horovod works ($requirement)."
