@@ -33,8 +33,8 @@ install_tools() {
     missing="$(missing_tools)"
     [ -n "$missing" ] || return 0
     if ! command -v apt-get >/dev/null; then
-        say "Horovod needs $missing, and this system has no apt-get: install CMake, a C++ compiler and Open MPI with its"
-        say "headers with the system's package manager, then try again."
+        say "Horovod needs $missing, and this system has no apt-get: install CMake, a C++ compiler and Open MPI"
+        say "with its headers by the system's package manager, then try again."
         return 1
     fi
     if [ "$(id -u)" != 0 ]; then
@@ -76,7 +76,7 @@ fail() {
     exit 1
 }
 
-[ -n "$requirement" ] || { say "setup.py has no requirement \"horovod==VERSION\": add it under extras_require."; exit 1; }
+[ -n "$requirement" ] || { say "setup.py has no requirement \"horovod==VERSION\": add it to extras_require."; exit 1; }
 # Do not follow links (-s): the python of a virtual environment is a link to one that has none of its packages.
 command -v "$python" >/dev/null || { say "There is no $python: run make train or make test first."; exit 1; }
 python="$(realpath -s "$(command -v "$python")")"
