@@ -51,6 +51,8 @@ class StagedModel:
     ``variables`` (the model's and the optimizer's) and ``constants`` are by name. ``gradients`` names the variables
     that are trained (``trained`` are the objects the optimizer knows), ``ungraded`` those that no gradient reaches.
     ``shared`` names boundary tensors: see ``SplitConcat``. ``stateful``: see ``Captured``. ``runs``: see ``Recompute``.
+    ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
+    in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
     """
 
     graph: Graph
@@ -70,6 +72,7 @@ class StagedModel:
     ungraded: tuple[str, ...]
     shared: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
+    traces: tuple[Any, ...]
 
     def pack(self, outputs: Sequence[Any]) -> Any:
         """Return what the user's function would return: the loss, or (loss, aux)."""
@@ -126,6 +129,7 @@ def stage_model(
     trained = tuple(name for name in captured.trainable if name in reached)
     variables, constants = dict(captured.variables), dict(captured.constants)
     library, updates, clip, objects = dict(joint.library), None, None, ()
+    traces = [captured.func_graph]
     if optimizer is not None:
         traced = trace_update(optimizer, trained, variables)
         use = find_variables(graph)
@@ -133,6 +137,7 @@ def stage_model(
         variables, clip, objects = traced.variables, traced.global_clipnorm, traced.trained
         constants |= traced.constants
         library |= dict(traced.graph.library)
+        traces.append(traced.func_graph)
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
@@ -157,6 +162,7 @@ def stage_model(
             )
             for stage in stages.stages
         ),
+        traces=tuple(traces),
     )
 
 

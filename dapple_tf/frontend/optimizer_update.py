@@ -30,6 +30,7 @@ class TracedUpdate:
     constants: dict[str, tf.Tensor]
     trained: tuple[Any, ...]
     global_clipnorm: float | None
+    func_graph: Any
 
 
 def trace_update(optimizer: Any, names: Sequence[str], variables: dict[str, tf.Variable]) -> TracedUpdate:
@@ -76,7 +77,7 @@ def trace_update(optimizer: Any, names: Sequence[str], variables: dict[str, tf.V
             label = f"optimizer/capture/{len(constants)}"
             constants[label] = outside
             inputs[inside.op.name] = Node(label, "capture")
-    return TracedUpdate(read_graph(graph, inputs, "optimizer"), found, constants, tuple(trained), clip)
+    return TracedUpdate(read_graph(graph, inputs, "optimizer"), found, constants, tuple(trained), clip, graph)
 
 
 @contextlib.contextmanager
