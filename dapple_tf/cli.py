@@ -17,7 +17,7 @@ from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.timeline import timeline
 from dapple_tf.commands.train import plain, train
 from dapple_tf.commands.verify import verify
-from dapple_tf.distributed.exit_reporting import is_told_here, report_failure
+from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.errors import ModelError
 from profiler.detect import job_rank
 
@@ -63,5 +63,5 @@ def main() -> None:
 
 
 def _tell(error: Exception, text: str) -> None:
-    if is_told_here(error):
+    if prints_error_in_full(error):
         click.echo(f"error: {text}", err=True)

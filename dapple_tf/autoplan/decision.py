@@ -120,7 +120,7 @@ class Autoplan:
         decided = self._decided
         if decided is None:
             choose = partial(self._choose, captured, layers, costs, batch)
-            decided = choose() if self._job is None else self._job.decide(choose)
+            decided = choose() if self._job is None else self._job.run_on_rank_0(choose)
         plan = decided.plan
         if plan.stages[-1].last_layer != len(names) - 1:
             raise PlanError(
@@ -149,7 +149,7 @@ class Autoplan:
         slots = count_slots(self._optimizer, [model.variables[name] for name in model.gradients])
         choose = partial(_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
-            choice = choose() if self._job is None else self._job.decide(choose)
+            choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
         except PlanError as error:  # by an estimate, and of memory that devices may share: no reason to give up
             schedule = self._decided.plan.schedule
             warnings.warn(f"{error}. Trying {schedule} all the same", DappleWarning, stacklevel=8)

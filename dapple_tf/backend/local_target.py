@@ -29,7 +29,7 @@ class LocalTarget:
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Do nothing: there are no other processes to tell."""
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns."""
         return work()
 

@@ -64,7 +64,7 @@ class Checkpoints:
                 f"variable {strange[0]!r} ({found.dtype.name}, shape {found.shape}) cannot be saved: a checkpoint "
                 "holds numbers and booleans of fixed shapes; keep it out of the loss"
             )
-        self._begin("to open a folder for checkpoints")
+        self._announce("open a checkpoint folder")
         self._on_rank_0(self._prepare)
 
     def restore(self) -> Position:
@@ -73,7 +73,7 @@ class Checkpoints:
         A damaged file is set aside with a DappleWarning, and the one before it loaded. Raises CheckpointError where
         all are damaged, or the last good one is of another model; nothing has changed then.
         """
-        self._begin("to restore a checkpoint")
+        self._announce("restore a checkpoint")
         good: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._find)
         if good is None:
             return Position(0, 0)
@@ -92,23 +92,23 @@ class Checkpoints:
         In a job rank 0 gets the variables of other stages one after the other, and keeps none. Raises CheckpointError,
         on every rank, where the file cannot be written, or the folder has one of a later step; those before are left.
         """
-        self._begin(f"to save a checkpoint after step {steps}")
+        self._announce(f"save a checkpoint after step {steps}")
         if self._job is not None:
-            self._job.check_history()  # what was trained on batches that differ is not kept
+            self._job.check_call_history()  # what was trained on batches that differ is not kept
         position = Position(steps, steps if batches is None else batches)
         values = stream_values(self._job, list(self._step.variables.values()))
         if self._job is not None and self._job.rank != 0:
             _exhaust(values)
         return str(self._on_rank_0(lambda: self._write(position, values)))
 
-    def _begin(self, what: str) -> None:
+    def _announce(self, what: str) -> None:
         if self._job is not None:
-            self._job.begin(what)
+            self._job.announce_call(what)
 
     # --- on rank 0
 
     def _on_rank_0(self, act: Callable[[], Any]) -> Any:
-        return act() if self._job is None else self._job.decide(act)
+        return act() if self._job is None else self._job.run_on_rank_0(act)
 
     def _prepare(self) -> None:
         try:

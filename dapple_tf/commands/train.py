@@ -71,7 +71,7 @@ def train(
     leads = job is None or job.rank == 0
     tell = say if leads else _say_nothing
     # What is wrong on all ranks is told once, and on all what is wrong on one.
-    everywhere = _call if job is None else job.together
+    everywhere = _call if job is None else job.run_on_all
     if trace:
         everywhere(lambda: check_path(trace) if leads else None)
     if tensorboard:

@@ -1,8 +1,8 @@
-"""Do all ranks begin the same, in the same order?
+"""Check that all ranks make the same calls in the same order.
 
-A rank that is called with another batch, or makes another call than the others, would wait for ever for what they do
-not send, or sum gradients that do not belong together. Ranks do not wait for each other to find that out: each counts
-what it begins, and tells rank 0, which compares.
+A rank that is called with another batch, or makes another call than the others, would wait forever for data that they
+do not send, or sum gradients of different calls. The check does not synchronize the ranks: each rank numbers its calls
+and sends them to rank 0, which compares.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The ``number``-th that a rank begins of what all ranks must begin: ``what``, equal on all.
+class RankCall:
+    """The ``number``-th call that every rank must make, as one rank makes it.
 
-    ``detail`` goes on from ``what`` where ranks differ, and is not compared. Both read on from "rank 0 begins".
+    ``what``: the call, as an imperative ("gather the variables"); it must be equal on all ranks. ``detail`` follows
+    ``what`` in the error message and is not compared.
     """
 
     number: int
@@ -23,30 +24,30 @@ class Beginning:
     detail: str = ""
 
 
-class Beginnings:
-    """What some of a job's ``size`` ranks have begun, and not yet all."""
+class CallOrderCheck:
+    """The calls that some of the ``size`` ranks of a job have announced, and others not yet."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._open: dict[int, dict[int, Beginning]] = {}
+        self._open: dict[int, dict[int, RankCall]] = {}
 
-    def hear(self, rank: int, beginning: Beginning) -> str:
-        """Note what a rank begins; how the ranks that have come so far differ in it, "" where they do not."""
-        known = self._open.setdefault(beginning.number, {})
-        known[rank] = beginning
-        if len({one.what for one in known.values()}) > 1:
-            return _describe(known)
-        if len(known) == self._size:
-            del self._open[beginning.number]
+    def add(self, rank: int, call: RankCall) -> str:
+        """Note a call of ``rank``; return how the ranks heard so far differ in it, or "" where they do not."""
+        calls = self._open.setdefault(call.number, {})
+        calls[rank] = call
+        if len({other.what for other in calls.values()}) > 1:
+            return _describe(calls)
+        if len(calls) == self._size:
+            del self._open[call.number]
         return ""
 
 
-def _describe(known: dict[int, Beginning]) -> str:
+def _describe(calls: dict[int, RankCall]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank in sorted(known):
-        groups.setdefault(known[rank].what, []).append(rank)
-    return ", ".join(f"{_begin(ranks)} {what}{known[ranks[0]].detail}" for what, ranks in groups.items())
+    for rank in sorted(calls):
+        groups.setdefault(calls[rank].what, []).append(rank)
+    return ", ".join(f"{_subject(ranks)} about to {what}{calls[ranks[0]].detail}" for what, ranks in groups.items())
 
 
-def _begin(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} begins" if len(ranks) == 1 else f"ranks {list(ranks)} begin"
+def _subject(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"

@@ -58,9 +58,9 @@ def report_failure(error: BaseException) -> None:
         watch.report(what)
 
 
-def is_told_here(error: BaseException) -> bool:
+def prints_error_in_full(error: BaseException) -> bool:
     """Whether this rank is to tell ``error`` in full; where another is, it says so here in a line."""
-    teller, job = membership.told_by(error), membership.current()
+    teller, job = membership.reporting_rank(error), membership.current()
     if teller is None or job is None or teller == job.rank:
         return True
     reason = f"for the reason that rank {teller} tells ({type(error).__name__})"
@@ -74,7 +74,7 @@ def _report_exceptions(watch: Watch) -> None:
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and current_watch() is watch:
             print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback from every rank helps nobody
-        elif is_told_here(error):
+        elif prints_error_in_full(error):
             before(kind, error, traceback)
         report_failure(error)
 

@@ -29,9 +29,9 @@ def describe_failure(me: int, own: Standing, rank: int, standing: Standing, what
 def describe_difference(me: int, own: Standing, what: str) -> str:
     """Rank ``me`` stops because the ranks differ in what they begin."""
     return (
-        f"{name(me, own)} stops {own.when}, because the ranks differ: {what}. Every rank must be called with the same "
-        f"batches, and make the same calls in the same order. The last exchange it completed: {own.completed}. All "
-        "processes end; restart from the last checkpoint."
+        f"{name(me, own)} stops {own.when}, because the ranks make different calls: {what}. Every rank must be called "
+        f"with the same batches, and make the same calls in the same order. The last exchange it completed: "
+        f"{own.completed}. All processes end; restart from the last checkpoint."
     )
 
 

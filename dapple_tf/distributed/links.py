@@ -91,10 +91,10 @@ def link_ranks(job: Job) -> list[Link]:
             servers.append(opened.enter_context(_listen(job.size)))
             return _Invitation(_addresses(), servers[0].getsockname()[1], secrets.token_hex())
 
-        invitation = job.decide(invite)
+        invitation = job.run_on_rank_0(invite)
         if job.rank == 0:
-            return job.together(lambda: _welcome(servers[0], invitation, job.size))
-        return job.together(lambda: [_connect(job.rank, invitation)])
+            return job.run_on_all(lambda: _welcome(servers[0], invitation, job.size))
+        return job.run_on_all(lambda: [_connect(job.rank, invitation)])
 
 
 def _listen(size: int) -> socket.socket:

@@ -15,7 +15,7 @@ from profiler.detect import job_size
 
 # Horovod looks for work that all ranks have ready once in so many milliseconds (1 by default).
 _CYCLE_MILLISECONDS = "0.2"
-_TELLER = "_dapple_told_by_rank"
+_REPORTING_RANK = "_dapple_told_by_rank"
 _TOLD = 300  # characters of a fact that an error quotes
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Job:
     local_rank: int
     local_size: int
 
-    def begin(self, what: str) -> None:
+    def announce_call(self, what: str) -> None:
         """Tell that this rank begins ``what``, where every rank must begin the same; it does not wait for them."""
         progress().begin(what)
 
@@ -39,7 +39,7 @@ class Job:
         """Rank 0's ``value`` (anything that pickles), on every rank."""
         import horovod.tensorflow as hvd
 
-        self.begin("to hear from rank 0")
+        self.announce_call("receive a value from rank 0")
         with progress().meeting():
             return hvd.broadcast_object(value, root_rank=0)
 
@@ -47,11 +47,11 @@ class Job:
         """Every rank's ``value``, by rank, on every rank."""
         import horovod.tensorflow as hvd
 
-        self.begin("to meet the others")
+        self.announce_call("gather a value from every rank")
         with progress().meeting():
             return list(hvd.allgather_object(value))
 
-    def decide(self, choose: Callable[[], Any]) -> Any:
+    def run_on_rank_0(self, choose: Callable[[], Any]) -> Any:
         """What ``choose`` gives on rank 0, on every rank; an error of ours there is raised everywhere."""
         answer: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
@@ -64,7 +64,7 @@ class Job:
             raise _known_to_all(failure, 0)
         return value
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """What ``work`` gives on this rank, when it has gone well on every rank; every rank must come here.
 
         Raises what ``work`` raised here, or JobError naming the rank where it failed and how. ``work`` may call
@@ -74,7 +74,7 @@ class Job:
         try:
             value = work()
         except Exception as raised:  # whatever it is: the other ranks wait
-            if told_by(raised) is not None:
+            if reporting_rank(raised) is not None:
                 raise
             failure = raised
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -87,7 +87,7 @@ class Job:
         """Raise JobError on every rank where the ranks' ``facts`` (by what they say) differ, naming fact and ranks."""
         self._meet(None, {what: str(fact) for what, fact in facts.items()})
 
-    def check_history(self) -> None:
+    def check_call_history(self) -> None:
         """Raise JobError on every rank where not all have begun the same so far (see ``Progress.begin``).
 
         It is noticed without this, but may be so after the next call.
@@ -132,13 +132,13 @@ class Job:
 
 def _known_to_all(error: E, teller: int) -> E:
     """The error, marked as one that every rank raises, or another in its place; rank ``teller`` tells it in full."""
-    setattr(error, _TELLER, teller)
+    setattr(error, _REPORTING_RANK, teller)
     return error
 
 
-def told_by(error: BaseException) -> int | None:
+def reporting_rank(error: BaseException) -> int | None:
     """The rank that tells an error in full where all ranks know of it; None where this rank alone does."""
-    return getattr(error, _TELLER, None)
+    return getattr(error, _REPORTING_RANK, None)
 
 
 def _that_travels(error: Exception) -> Exception:

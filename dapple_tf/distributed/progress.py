@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapple_tf.distributed.call_order_check import Beginning
+from dapple_tf.distributed.call_order_check import RankCall
 from dapple_tf.distributed.hang_detector import Canary
 
 
@@ -55,7 +55,7 @@ class Progress:
     programs: int = 0
     begun: int = 0
     history: int = 0
-    listener: Callable[[Beginning], None] | None = None
+    listener: Callable[[RankCall], None] | None = None
     canary: Canary = field(default_factory=Canary)
     _running: bool = False
     _names: list[str] = field(default_factory=lambda: [""])
@@ -88,11 +88,11 @@ class Progress:
         return self.meetings > self.met
 
     def begin(self, what: str, detail: str = "") -> None:
-        """Tell that this rank now begins what all ranks must begin; see ``Beginning``."""
+        """Tell that this rank now begins what all ranks must begin; see ``RankCall``."""
         self.begun += 1
         self.history = zlib.crc32(what.encode(), self.history)
         if self.listener is not None:
-            self.listener(Beginning(self.begun, what, detail))
+            self.listener(RankCall(self.begun, what, detail))
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:

@@ -45,9 +45,8 @@ class RankProgram(Program):
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """See ``Program.run``."""
         samples = int(batch[0].shape[0])
-        self.progress.begin(
-            f"step {self.progress.step + 1} with {samples} samples (program {self.number})", f" of {self.batch_types}"
-        )
+        what = f"run step {self.progress.step + 1} with {samples} samples (program {self.number})"
+        self.progress.begin(what, f" of {self.batch_types}")
         settle(self.job, self.needs)
         with self.progress.running():
             try:
@@ -75,9 +74,9 @@ class RankTarget:
         """Tell the other ranks that this rank begins ``what`` for a batch of ``batch_size`` samples; all must do so."""
         progress().begin(what, f" for {batch_size} samples of {_describe_types(signature)}")
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns on this rank, once it has succeeded on every rank; see ``Job.together``."""
-        return self._job.together(work)
+        return self._job.run_on_all(work)
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Raise BatchError where a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
@@ -102,7 +101,7 @@ class RankTarget:
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }
         )
-        graphs = self._job.together(lambda: rank_graphs(model, plan, self._job.size, variant=variant))
+        graphs = self._job.run_on_all(lambda: rank_graphs(model, plan, self._job.size, variant=variant))
         self._job.compare(
             {
                 "graph of the model, or code": digest_graphs(graphs, model.library),

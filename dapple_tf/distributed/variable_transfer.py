@@ -82,7 +82,7 @@ def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[
     """
     for group in _groups(variables.items(), lambda item: item[1]):
         own: list[Any] = []
-        job.decide(partial(_read_into, own, read, [name for name, _ in group]))
+        job.run_on_rank_0(partial(_read_into, own, read, [name for name, _ in group]))
         variables_of_group = [variable for _, variable in group]
         values = _broadcast_values(job, variables_of_group, 0, own if job.rank == 0 else None, keep=True)
         for (_, variable), value in zip(group, values, strict=True):

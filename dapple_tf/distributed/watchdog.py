@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dapple_tf.distributed.call_order_check import Beginning, Beginnings
+from dapple_tf.distributed.call_order_check import CallOrderCheck, RankCall
 from dapple_tf.distributed.failure_messages import (
     describe_difference,
     describe_end,
@@ -99,8 +99,8 @@ class Watch:
         self._broken_off = False
         self._told_difference = False
         self._interrupts = 0
-        self._own_beginnings: queue.SimpleQueue[Beginning] = queue.SimpleQueue()
-        self._beginnings = Beginnings(job.size)  # of all ranks, on rank 0
+        self._own_beginnings: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
+        self._beginnings = CallOrderCheck(job.size)  # of all ranks, on rank 0
         self._orders: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue()
         self._alone = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -122,7 +122,7 @@ class Watch:
 
     # --- what the main thread tells
 
-    def tell_beginning(self, beginning: Beginning) -> None:
+    def tell_beginning(self, beginning: RankCall) -> None:
         """Have rank 0 compare what this rank begins; in some microseconds, without waiting for anything."""
         if self._job.rank == 0:
             self._own_beginnings.put(beginning)  # looked at with those of the others, or at the next beat
@@ -244,7 +244,7 @@ class Watch:
     def _hear(self, link: Link, message: Message) -> None:
         rank, kind = message["rank"], message["kind"]
         if kind == "beginning":
-            self._compare(rank, Beginning(message["number"], message["what"], message["detail"]))
+            self._compare(rank, RankCall(message["number"], message["what"], message["detail"]))
             return
         if kind == "difference":
             self._differ(message["what"])
@@ -293,8 +293,8 @@ class Watch:
             while True:
                 self._compare(self._job.rank, self._own_beginnings.get_nowait())
 
-    def _compare(self, rank: int, beginning: Beginning) -> None:
-        difference = self._beginnings.hear(rank, beginning)
+    def _compare(self, rank: int, beginning: RankCall) -> None:
+        difference = self._beginnings.add(rank, beginning)
         if difference:
             self._send({"kind": "difference", "rank": self._job.rank, "what": difference})
             self._differ(difference)
@@ -415,7 +415,7 @@ def start_watch(job: Job, environment: Mapping[str, str] = os.environ) -> Watch:
     Rank 0's DAPPLE_TIMEOUT_SECONDS (default 30) holds for all: within so many seconds after one has failed or fell
     silent, all have ended. Raises JobError where that is no number from 1, or ranks cannot connect.
     """
-    timeout = job.decide(lambda: _read_timeout(environment))
+    timeout = job.run_on_rank_0(lambda: _read_timeout(environment))
     watch = Watch(job, link_ranks(job), progress(), timeout)
     watch.start()
     return watch

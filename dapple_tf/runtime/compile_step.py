@@ -29,7 +29,7 @@ class Target(Protocol):
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Tell the other ranks what this one begins."""
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, once it has succeeded on every rank."""
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
@@ -84,8 +84,8 @@ def compile_step(
         return model
 
     if key not in known.models:
-        target.announce("to trace the model", size, key[1])
-        known.models[key] = target.together(trace)
+        target.announce("trace the model", size, key[1])
+        known.models[key] = target.run_on_all(trace)
         _warn_of_untrained(known.models[key])
     model = known.models[key]
     plan = fit_plan(autoplan.plan, size)
@@ -93,7 +93,7 @@ def compile_step(
     program_key = (id(model), plan.micro_batches, plan.replicas, variant)
     if program_key not in known.programs:
         extra = "" if variant is StepVariant.PLAIN else f" ({variant.value})"
-        target.announce(f"to build another program{extra}", size, key[1])
+        target.announce(f"build another program{extra}", size, key[1])
         known.programs[program_key] = target.build(model, plan, variant)
     return CompiledStep(PlannedModel(model, plan, size), known.programs[program_key])
 

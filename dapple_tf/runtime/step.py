@@ -143,7 +143,7 @@ class PipelinedStep:
         """
         if self._job is not None:
             self._compiled_last()
-            self._job.begin("to gather the variables")
+            self._job.announce_call("gather the variables")
             with self._lock:
                 gather_variables(self._job, self._compiled.models.values())
 

@@ -12,8 +12,8 @@ from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
 
-EQUAL = "step 11 with 16 samples (program 1) of float64[4], float64[4]"
-OTHER = "step 11 with 8 samples (program 1) of float64[4], float64[4]"
+EQUAL = "run step 11 with 16 samples (program 1) of float64[4], float64[4]"
+OTHER = "run step 11 with 8 samples (program 1) of float64[4], float64[4]"
 
 
 def run_until(how: str, stages: int, replicas: int, *folder: str) -> RanksError:
@@ -38,15 +38,15 @@ def run_until(how: str, stages: int, replicas: int, *folder: str) -> RanksError:
         # Replicas would sum gradients that do not belong together, and not notice.
         pytest.param("samples", 1, OTHER, marks=pytest.mark.slow),
         # One would trace while the other steps, and so on: each waits for what the other does not send.
-        ("dtype", 2, "to trace the model for 16 samples of float32[4], float32[4]"),
+        ("dtype", 2, "trace the model for 16 samples of float32[4], float32[4]"),
         pytest.param(
-            "step", 2, "step 11 with 16 samples (program 2) of float64[4], float64[4]", marks=pytest.mark.slow
+            "step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]", marks=pytest.mark.slow
         ),
-        pytest.param("gather", 2, "to gather the variables", marks=pytest.mark.slow),
+        pytest.param("gather", 2, "gather the variables", marks=pytest.mark.slow),
         pytest.param(
             "checks",
             1,
-            "to build another program (check) for 16 samples of float64[4], float64[4]",
+            "build another program (check) for 16 samples of float64[4], float64[4]",
             marks=pytest.mark.slow,
         ),
     ],
@@ -55,7 +55,8 @@ def test_all_ranks_end_and_say_which_began_what(how: str, stages: int, what: str
     error = run_until(how, stages, 2 // stages)
     assert error.exit_code == 1
     for me, rank in enumerate(error.ranks):
-        assert f"because the ranks differ: rank 0 begins {EQUAL}, rank 1 begins {what}. Every rank must" in rank.stderr
+        told = f"because the ranks make different calls: rank 0 is about to {EQUAL}, rank 1 is about to {what}. Every"
+        assert told in rank.stderr
         assert f"dapple: rank {me} " in rank.stderr
         assert rank.stderr.count("stops ") == 1
 
@@ -66,7 +67,8 @@ def test_nothing_is_saved_of_what_was_trained_on_batches_that_differ(tmp_path: P
     error = run_until("save", 1, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     for rank in error.ranks:
-        assert f"because the ranks differ: rank 0 begins {OTHER}, rank 1 begins {EQUAL}." in rank.stderr
+        told = f"because the ranks make different calls: rank 0 is about to {OTHER}, rank 1 is about to {EQUAL}."
+        assert told in rank.stderr
     first, last = error.ranks
     assert "JobError: the ranks differ in their batches or calls until now: rank 0 has " in first.stderr
     assert "Traceback" not in last.stderr

@@ -192,14 +192,14 @@ def test_ranks_that_begin_something_else_are_told_apart_by_all(
     ranks: Ranks, capfd: pytest.CaptureFixture[str], me: int
 ) -> None:
     """Also by those that do not differ, and raise nothing."""
-    begin(ranks, "step 8", "step 8", "step 8")
-    begin(ranks, "step 9 with 6 samples", "step 9 with 8 samples", "step 9 with 6 samples")
+    begin(ranks, "run step 8", "run step 8", "run step 8")
+    begin(ranks, "run step 9 with 6 samples", "run step 9 with 8 samples", "run step 9 with 6 samples")
     assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
     assert told(capfd, me) == (
-        f"dapple: rank {me} (stage {me}) stops after step 7, because the ranks differ: ranks [0, 2] begin step 9 with "
-        "6 samples of this kind, rank 1 begins step 9 with 8 samples of this kind. Every rank must be called with the "
-        "same batches, and make the same calls in the same order. The last exchange it completed: none. All processes "
-        "end; restart from the last checkpoint."
+        f"dapple: rank {me} (stage {me}) stops after step 7, because the ranks make different calls: ranks [0, 2] are "
+        "about to run step 9 with 6 samples of this kind, rank 1 is about to run step 9 with 8 samples of this kind. "
+        "Every rank must be called with the same batches, and make the same calls in the same order. The last exchange "
+        "it completed: none. All processes end; restart from the last checkpoint."
     )
 
 
@@ -208,28 +208,28 @@ def test_that_ranks_differ_is_told_beside_the_error_that_it_leads_to(
 ) -> None:
     """Rank 1 raises, and ends by itself; the others have heard of that before they notice the difference."""
     ranks.watches[1].report("raised StepError: Incompatible shapes")
-    begin(ranks, "step 8", "to save", "step 8")
+    begin(ranks, "run step 8", "save", "run step 8")
     assert ranks.ended(2) == {0: 1, 2: 1}
     lines = sorted(capfd.readouterr().err.splitlines())
     assert [line[:14] for line in lines] == [f"dapple: rank {rank}" for rank in range(3)]
     for line in lines:
-        assert "stops after step 7, because the ranks differ: rank" in line
+        assert "stops after step 7, because the ranks make different calls: rank" in line
         # Told as soon as two have begun, whichever they are.
-        assert "rank 1 begins to save of this kind" in line
-        assert re.search(r"(ranks \[0, 2\] begin|rank [02] begins) step 8 of this kind", line)
+        assert "rank 1 is about to save of this kind" in line
+        assert re.search(r"(ranks \[0, 2\] are|rank [02] is) about to run step 8 of this kind", line)
 
 
 def test_that_ranks_differ_is_told_though_one_of_them_is_gone_by_then(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    begin(ranks, "step 8", "to save", "step 8")
+    begin(ranks, "run step 8", "save", "run step 8")
     threading.Event().wait(0.1)  # for it to be noticed
     ranks.sockets[1, 0].shutdown(socket.SHUT_WR)
     assert ranks.ended(3).keys() == {0, 1, 2}
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3
     for line in lines:
-        assert "because the ranks differ: ranks [0, 2] begin step 8" in line
+        assert "because the ranks make different calls: ranks [0, 2] are about to run step 8" in line
 
 
 def test_a_signal_is_heeded_only_while_it_is_ours(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def cannot_decide() -> None:
     def choose() -> Any:
         raise UnpicklableError("no plan", "the air")
 
-    job().decide(choose)
+    job().run_on_rank_0(choose)
 
 
 def job() -> Any:
