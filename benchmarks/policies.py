@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.simulator.simulate import Timeline, simulate
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.timeline import Timeline
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
-
-if TYPE_CHECKING:
-    from dapple_tf.timeline.timeline import Timeline as Measured
 
 POLICIES = ("dapple-a", "dapple-b")
 ROWS = 8  # samples of a micro-batch
@@ -73,16 +70,16 @@ class Case:
         problem = self.problem
         return simulate(problem.make_plan(self.stages, ROWS, policy, "policies"), problem.profile, problem.cluster)
 
-    def choose(self) -> Choice:
+    def choose(self) -> ScheduleChoice:
         """What ``schedule="auto"`` takes for these stages, from what is known of them in place of a profile."""
         costs = {self.micro_batches: self.predict(POLICIES[0]).costs}
         return choose_schedule(costs, self.problem.cluster.device_memory, measured=True)
 
-    def make_steps(self) -> dict[str, Callable[[bool], Measured | None]]:
+    def make_steps(self) -> dict[str, Callable[[bool], Timeline | None]]:
         """A step under each policy, which runs once; the timeline where it is to record."""
         return {policy: self._make_step(policy) for policy in POLICIES}
 
-    def _make_step(self, policy: str) -> Callable[[bool], Measured | None]:
+    def _make_step(self, policy: str) -> Callable[[bool], Timeline | None]:
         import dapple_tf as dapple
         from benchmarks.waits import stage_names, waits
 
@@ -105,10 +102,10 @@ class Case:
             schedule=policy,
         )
 
-        def run(record: bool) -> Measured | None:
+        def run(record: bool) -> Timeline | None:
             if record:
                 step.record(*timed.batch)
-                found: Measured = step.timeline
+                found: Timeline = step.timeline
                 return found
             float(step(*timed.batch))
             return None
@@ -116,7 +113,7 @@ class Case:
         return run
 
 
-def beside(timeline: Measured) -> float:
+def beside(timeline: Timeline) -> float:
     """The part of the exchanges' time in which both ends run an action."""
     total = both = 0.0
     for transfer in timeline.transfers:
@@ -129,5 +126,5 @@ def beside(timeline: Measured) -> float:
     return both / total if total else 0.0
 
 
-def _busy(timeline: Measured, stage: int) -> Sequence[tuple[float, float]]:
+def _busy(timeline: Timeline, stage: int) -> Sequence[tuple[float, float]]:
     return [(event.start, event.end) for event in timeline.events if event.action.stage == stage]

@@ -1,7 +1,7 @@
-"""The command line: ``dapple train``, ``dapple verify`` and the others in ``dapple_tf.commands``.
+"""The command line ``dapple``, with one subcommand for each file of ``dapple_tf.commands``.
 
-Progress and logs go to stderr, results to stdout; with ``--json`` the last line is one JSON object. Exit codes:
-0 done, 1 failed, 2 wrong usage.
+Progress and logs go to stderr, results to stdout; with ``--json`` the last line of stdout is one JSON object. Exit
+codes: 0 done, 1 failed, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import sys
 
 import click
 
+from dapple_tf.commands.plain import plain
 from dapple_tf.commands.plan import plan
 from dapple_tf.commands.profile import profile
 from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.timeline import timeline
-from dapple_tf.commands.train import plain, train
+from dapple_tf.commands.train import train
 from dapple_tf.commands.verify import verify
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.errors import ModelError
@@ -33,15 +34,16 @@ for _command in (train, plain, verify, profile, plan, simulate, timeline):
 
 
 def main() -> None:
-    """Run the command line; errors of ours are one line on stderr, not a traceback.
+    """Run the command line, and exit with its code.
 
-    The other ranks of a job are told; what all ranks know one of them tells, and only rank 0 explains the usage.
+    An error of dapple_tf is one line on stderr, not a traceback. In a job the other ranks are told of it; an error that
+    every rank has is printed by one of them, and only rank 0 explains the usage.
     """
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
         if job_rank(os.environ):
-            _tell(error, error.format_message())
+            _print_error(error, error.format_message())
         else:
             error.show()
         report_failure(error)
@@ -53,15 +55,19 @@ def main() -> None:
         report_failure(KeyboardInterrupt())
         sys.exit(1)
     except (ValueError, RuntimeError, OSError) as error:
-        if not type(error).__module__.startswith(("dapple_tf", "graph_passes", "profiler")) and not isinstance(
-            error, OSError | ValueError
-        ):
+        if not _is_known(error):
             raise
-        _tell(error, str(error))
+        _print_error(error, str(error))
         report_failure(error)
         sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage
 
 
-def _tell(error: Exception, text: str) -> None:
+def _is_known(error: Exception) -> bool:
+    """Return whether the message says enough without a traceback."""
+    ours = type(error).__module__.startswith(("dapple_tf", "graph_passes", "profiler"))
+    return ours or isinstance(error, OSError | ValueError)
+
+
+def _print_error(error: Exception, text: str) -> None:
     if prints_error_in_full(error):
         click.echo(f"error: {text}", err=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
 from profiler.fields import Fields, naming_file, read_json, read_text, read_yaml
 from profiler.files import write_atomically
@@ -41,8 +42,12 @@ class Link:
     latency: float
 
 
-# Devices of one process share its memory: a tensor is not copied, and next to any computation that takes no time.
+# Between devices of one process, which share its memory: a tensor is not copied.
 IN_PROCESS = Link(bandwidth=1e12, latency=0.0)
+# Assumed between the GPUs of a server until it is measured: PCI Express 3.0 x16, at the speed it reaches in practice.
+_PCI_EXPRESS = Link(bandwidth=12e9, latency=10e-6)
+# Assumed between processes of a host without GPUs: Horovod's alltoall, measured on a small machine.
+_BETWEEN_PROCESSES = Link(bandwidth=2.5e9, latency=0.5e-3)
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,48 @@ class Cluster:
 
     @staticmethod
     def detect(
-        devices: int | None = None, *, intra_server: Link | None = None, inter_server: Link | None = None
+        devices: int | None = None,
+        *,
+        intra_server: Link | None = None,
+        inter_server: Link | None = None,
+        environment: Mapping[str, str] = os.environ,
     ) -> Cluster:
-        """The cluster this process runs on; see ``profiler.detect.detect``."""
-        from profiler.detect import detect  # it makes Clusters
+        """Return the cluster that this process runs on.
 
-        return detect(devices, os.environ, intra_server=intra_server, inter_server=inter_server)
+        In a job its servers are those that the launcher's ``environment`` names, with one device per process. Without
+        a job it is this machine, with ``devices`` devices if given, else TensorFlow's GPUs, else the logical CPU
+        devices that ``dapple.init`` made. A device's memory is the GPU's, or its share of the host's. Where
+        ``intra_server`` is not given it is shared memory (CPU devices of one process), 2.5 GB/s and 0.5 ms (processes
+        on CPUs), or 12 GB/s and 10 us (GPUs).
+
+        Raises ClusterError where the environment contradicts itself or ``devices``, and for several servers without
+        ``inter_server``.
+        """
+        if devices is not None and devices < 1:
+            raise ClusterError(f"devices={devices}: a cluster needs at least one device")
+        counts = processes_per_server(environment)
+        if sum(counts) > 1:
+            if devices not in (None, sum(counts)):
+                raise ClusterError(
+                    f"devices={devices}, but the launcher started {sum(counts)} processes, a device each"
+                )
+            if len(counts) > 1 and inter_server is None:
+                raise ClusterError(
+                    f"the job runs on {len(counts)} servers, and the link between them is unknown: measure it "
+                    "(profiler.links.probe), or give inter_server"
+                )
+        found, gpu_memory = local_devices(devices)
+        if sum(counts) <= 1:
+            counts, assumed = (found,), IN_PROCESS if gpu_memory is None else _PCI_EXPRESS
+        else:
+            assumed = _BETWEEN_PROCESSES if gpu_memory is None else _PCI_EXPRESS
+        inside = intra_server or assumed
+        return Cluster(
+            servers=tuple(Server(f"server{index}", count) for index, count in enumerate(counts)),
+            device_memory=host_memory() / max(counts) if gpu_memory is None else gpu_memory,
+            intra_server=inside,
+            inter_server=inter_server or inside,
+        )
 
 
 def _check_servers(servers: tuple[Server, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which layers a user wants to be re-computed in backward: all, none, those of some stages, or some by name."""
+"""``recompute=...``: the layers whose activations backward computes again instead of keeping them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from graph_passes.analysis.layers import Layers
 
 @dataclass(frozen=True)
 class StageNumbers:
-    """The stages with these numbers, however many there are."""
+    """The stages to re-compute, by number from 0 (``--recompute stages:0,1``)."""
 
     numbers: tuple[int, ...]
 
 
 Recompute = bool | Sequence[bool] | Sequence[str] | StageNumbers
-"""All layers or none; one truth for each stage; names of layers; numbers of stages."""
+"""All layers (True) or none; one flag for each stage; names of layers; or numbers of stages."""
 
 
 def check_recompute(wanted: object) -> None:
-    """PlanError unless ``wanted`` is a Recompute."""
+    """Raise PlanError unless ``wanted`` is a Recompute."""
     if isinstance(wanted, bool | StageNumbers):
         return
     items = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [None]
@@ -34,9 +34,9 @@ def check_recompute(wanted: object) -> None:
 
 
 def choose_recompute(wanted: Recompute, layers: Layers, stages: Sequence[StagePlan]) -> bool | tuple[int, ...]:
-    """What a plan of these ``stages`` says of it.
+    """Return ``Plan.recompute`` for these ``stages``: True, False, or the numbers of the layers.
 
-    Raises PlanError for stages that there are not, and PartitionError for names that are unknown or ambiguous.
+    Raises PlanError for a stage that does not exist, and PartitionError for an unknown or ambiguous layer name.
     """
     if isinstance(wanted, bool):
         return wanted
@@ -44,17 +44,17 @@ def choose_recompute(wanted: Recompute, layers: Layers, stages: Sequence[StagePl
         for number in wanted.numbers:
             if number >= len(stages):
                 raise PlanError(f"recompute names stage {number}, but the stages are 0 to {len(stages) - 1}")
-        return _of_stages([number in wanted.numbers for number in range(len(stages))], stages)
+        return _layers_of_stages([number in wanted.numbers for number in range(len(stages))], stages)
     names = [item for item in wanted if isinstance(item, str)]
     if names:
         return tuple(sorted({layer for name in names for layer in layers.find_all(name)}))
     flags = [bool(item) for item in wanted]
     if len(flags) != len(stages) and flags:
         raise PlanError(f"recompute={flags} is for {len(flags)} stages, but there are {len(stages)}")
-    return _of_stages(flags, stages)
+    return _layers_of_stages(flags, stages)
 
 
-def _of_stages(flags: Sequence[bool], stages: Sequence[StagePlan]) -> bool | tuple[int, ...]:
+def _layers_of_stages(flags: Sequence[bool], stages: Sequence[StagePlan]) -> bool | tuple[int, ...]:
     if len(set(flags)) < 2:
         return any(flags)
     chosen = [stage for flag, stage in zip(flags, stages, strict=True) if flag]

@@ -1,15 +1,21 @@
-"""The cluster that a planning command names."""
+"""``--cluster``: a cluster file, or the name of a preset."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from profiler.cluster import Cluster
 from profiler.presets import load_preset
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster from its file, or a preset by name where there is no such file."""
+    """Return the cluster in the file ``name``, or the preset (``config-a:8``) if there is no such file."""
     if name.startswith("config-") and not Path(name).exists():
         return load_preset(name)
     return Cluster.load(name)
+
+
+def load_optional_cluster(cluster: str | None, **_: Any) -> Cluster | None:
+    """Return the cluster of the option, None without it; ClusterError where the file holds no cluster."""
+    return load_cluster(cluster) if cluster else None

@@ -15,11 +15,25 @@ from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
 
 
-def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
-    """The workload that MODEL makes from ``options``.
+def load_model(model: str, settings: Sequence[str], batch_size: int | None, seed: int | None, **_: Any) -> Workload:
+    """Return the Workload that a command's MODEL_OPTIONS name.
 
-    Raises ModelError for a file, callable or option that does not exist (naming what does), or a callable
-    that returns something else.
+    Raises ModelError as ``load_workload`` does, and for ``--batch-size`` or ``--seed`` of a model without that option.
+    """
+    chosen = parse_options(settings)
+    for key, value in (("batch_size", batch_size), ("seed", seed)):
+        if value is not None:
+            if not accepts(model, key):
+                raise ModelError(f"{model} has no option {key}, so --{key.replace('_', '-')} cannot be given")
+            chosen[key] = value
+    return load_workload(model, chosen)
+
+
+def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
+    """Call the MODEL ``name`` with ``options``, and return its Workload.
+
+    Raises ModelError for a file, callable or option that does not exist, naming those that do, and for a callable that
+    returns something else.
     """
     function = find_callable(name)
     accepted = inspect.signature(function).parameters
@@ -41,13 +55,13 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether MODEL's callable takes the option."""
+    """Return whether the callable of the MODEL ``name`` takes the option."""
     parameters = inspect.signature(find_callable(name)).parameters
     return option in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def find_callable(name: str) -> Callable[..., Any]:
-    """The callable that ``name`` names; ModelError where there is none."""
+    """Return the callable of the MODEL ``name``; raise ModelError where there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ModelError(f"{name!r} is not a MODEL such as models/gpt.py:gpt or package.module:callable")
@@ -85,7 +99,10 @@ def _load_module(name: str) -> Any:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` pairs; values are python literals, else texts. ModelError for a pair without ``=``."""
+    """Return the options of ``key=value`` pairs: values are Python literals, or else strings.
+
+    Raises ModelError for a pair that is not of that form.
+    """
     options = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -13,7 +13,7 @@ from dapple_tf.distributed.membership import Job
 
 if TYPE_CHECKING:
     from dapple_tf.commands.tensorboard import Scalars
-    from dapple_tf.commands.training_loop import Done
+    from dapple_tf.commands.training_loop import StepResult
     from dapple_tf.runtime.step import PipelinedStep
 
 _SHARE = 0.01  # of a step, that recording may cost when it is left on
@@ -64,7 +64,7 @@ class Observer:
         self._recorded = every or (self._trace and self._number > self._last - _TRACED)
         return (self._step.record if self._recorded else self._step)(*batch)
 
-    def observe(self, done: Done) -> None:
+    def observe(self, done: StepResult) -> None:
         """Write what a step gave; the first few show what recording costs."""
         begin = time.perf_counter()
         if self._scalars is not None:

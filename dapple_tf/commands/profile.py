@@ -1,23 +1,29 @@
-"""``dapple profile``: what each layer of a model costs, measured here or computed for another device."""
+"""``dapple profile``: the cost of each layer of a model, measured here or computed for another device."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from dapple_tf.commands.common import MODEL, add_options, check_output, load_model, say, start
+from dapple_tf.commands.model_loading import load_model
+from dapple_tf.commands.options import MODEL_OPTIONS, add_options
+from dapple_tf.commands.output import check_output, print_result
 from dapple_tf.commands.profile_table import print_table
+from dapple_tf.commands.startup import start_tensorflow
 from profiler.peaks import PEAKS
 from profiler.profile import Profile
 
 
 @click.command()
-@add_options(MODEL)
-@click.option("-o", "--output", required=True, help="Write the profile here (dapple-profile/1).")
-@click.option("--batch-sizes", help="Further sizes to take times at, such as 2,4,16.")
-@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1), help="Rounds; the median counts.")
+@add_options(MODEL_OPTIONS)
+@click.option("-o", "--output", required=True, help="Write the profile to this file (dapple-profile/1).")
+@click.option("--batch-sizes", help="Further batch sizes to measure, such as 2,4,16.")
+@click.option(
+    "--repeats", default=9, show_default=True, type=click.IntRange(1), help="Rounds to measure; the median counts."
+)
 @click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs.")
 @click.option(
     "--device",
@@ -28,53 +34,55 @@ def profile(
     output: str, batch_sizes: str | None, repeats: int, devices: int | None, device: str | None, **options: Any
 ) -> None:
     """Profile MODEL (path.py:callable or package.module:callable) at the size of its first batch."""
-    sizes = _sizes(batch_sizes)
+    sizes = _parse_sizes(batch_sizes)
     if sizes and device:
         raise click.UsageError("--batch-sizes asks for measured times, --device for computed ones: leave one out")
     check_output(output)
-    start(devices)
+    start_tensorflow(devices)
     name = options["model"].rpartition(":")[2]
     if device is None:
-        found, off = _measure(options, name, sizes, repeats)
+        found, disagreement = _measure(options, name, sizes, repeats)
     else:
-        found, off = _compute(options, name, device), None
+        found, disagreement = _compute(options, name, device), None
     print_table(found)
-    say(_summary(found, off))
+    print_result(_describe(found, disagreement))
     found.save(output)
-    say(f"profile: {output}")
+    print_result(f"profile: {output}")
     if options["as_json"]:
-        click.echo(json.dumps({"profile": output, "disagreement": off, **_figures(found)}))
+        print_result(json.dumps({"profile": output, "disagreement": disagreement, **_totals(found)}))
 
 
-def _measure(options: Any, name: str, sizes: list[int], repeats: int) -> tuple[Profile, float | None]:
-    from dapple_tf.commands.training_loop import batches
+def _measure(options: Mapping[str, Any], name: str, sizes: list[int], repeats: int) -> tuple[Profile, float | None]:
+    """Return the measured profile, and how far the sum of its layers is from the whole model."""
+    from dapple_tf.commands.training_loop import repeat_batches
     from dapple_tf.profiling.measured import disagreement
     from dapple_tf.profiling.measured import profile as measure
 
     workload = load_model(**options)
-    batch = next(iter(batches(workload.dataset, 1)))
+    batch = next(repeat_batches(workload.dataset))
     found = measure(workload.loss_fn, batch, batch_sizes=sizes, repeats=repeats, model=name)
     return found, disagreement(found)
 
 
-def _compute(options: Any, name: str, device: str) -> Profile:
-    from dapple_tf.commands.training_loop import batches
+def _compute(options: Mapping[str, Any], name: str, device: str) -> Profile:
+    """Return the profile computed from the data sheet of ``device``."""
+    from dapple_tf.commands.training_loop import repeat_batches
     from dapple_tf.devices import scope
     from dapple_tf.profiling.analytic import analytic_profile
 
-    with scope():  # a model larger than the device here
+    with scope():  # the model may be larger than a device here
         workload = load_model(**options)
-    return analytic_profile(workload.loss_fn, next(iter(batches(workload.dataset, 1))), device, model=name)
+    return analytic_profile(workload.loss_fn, next(repeat_batches(workload.dataset)), device, model=name)
 
 
-def _sizes(text: str | None) -> list[int]:
+def _parse_sizes(text: str | None) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text is not None else []
     if not all(part.isdecimal() and int(part) for part in parts):
         raise click.UsageError(f"--batch-sizes {text}: give numbers of samples, such as 2,4,16")
     return [int(part) for part in parts]
 
 
-def _figures(found: Profile) -> dict[str, Any]:
+def _totals(found: Profile) -> dict[str, Any]:
     return {
         "model": found.model,
         "batch_size": found.batch_size,
@@ -87,15 +95,15 @@ def _figures(found: Profile) -> dict[str, Any]:
     }
 
 
-def _summary(found: Profile, off: float | None) -> str:
-    figures = _figures(found)
-    forward, backward = (figures[f"{way}_seconds"] * 1e3 for way in ("forward", "backward"))
+def _describe(found: Profile, disagreement: float | None) -> str:
+    totals = _totals(found)
+    forward, backward = (totals[f"{direction}_seconds"] * 1e3 for direction in ("forward", "backward"))
     text = (
         f"{found.model} on {found.device}, {found.batch_size} samples: {len(found.layers)} layers, forward "
         f"{forward:.4g} ms, backward {backward:.4g} ms"
     )
-    if found.whole is not None and off is not None and found.error is not None:
+    if found.whole is not None and disagreement is not None and found.error is not None:
         whole = (found.whole.forward_seconds + found.whole.backward_seconds) * 1e3
-        text += f"\nthe whole model takes {whole:.4g} ms, the layers' sum is {off:+.1%} from it"
+        text += f"\nthe whole model takes {whole:.4g} ms, the layers' sum is {disagreement:+.1%} from it"
         text += f"; half of the rounds are within {found.error:.1%} of the median"
     return text

@@ -1,4 +1,4 @@
-"""The schedule that ``--schedule`` names, or the file that holds its text."""
+"""``--schedule``: a schedule by name or by its actions, or a file that holds the actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from dapple_tf.errors import ScheduleError
 from graph_passes.schedules.policies import check_schedule_name
 
-OPTION = click.option(
+SCHEDULE_OPTION = click.option(
     "--schedule",
     default="auto",
     show_default=True,
@@ -20,11 +20,11 @@ OPTION = click.option(
 
 
 def read_schedule(value: str) -> str:
-    """The schedule itself, or what is in the file of that name, where no schedule is called so.
+    """Return ``value``, or the text of the file of that name; a schedule's name comes before a file's.
 
-    Raises BadParameter for a file that cannot be read, and ScheduleError for what is no schedule, naming the file.
+    Raises BadParameter for a file that cannot be read, and ScheduleError, naming the file, where it holds no schedule.
     """
-    if os.path.isfile(value) and not _is_name(value):
+    if os.path.isfile(value) and not _is_schedule(value):
         try:
             text = Path(value).read_text("utf-8").strip()
         except (OSError, UnicodeError) as error:
@@ -39,7 +39,7 @@ def read_schedule(value: str) -> str:
     return value
 
 
-def _is_name(value: str) -> bool:
+def _is_schedule(value: str) -> bool:
     try:
         check_schedule_name(value)
     except ScheduleError:

@@ -7,7 +7,7 @@ import json
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.common import say
+from dapple_tf.commands.output import print_result
 from profiler.importers import read_profile
 
 
@@ -44,9 +44,9 @@ def simulate(
         check_path(output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots)
-    say(describe_plan(planned, costs, timeline))
+    print_result(describe_plan(planned, costs, timeline))
     if output:
         timeline.save(output)
-        say(f"timeline: {output}")
+        print_result(f"timeline: {output}")
     if as_json:
         click.echo(json.dumps(timeline.to_json()))

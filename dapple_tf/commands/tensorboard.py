@@ -1,4 +1,4 @@
-"""Scalars of a training run for TensorBoard, which need TensorBoard only to be looked at."""
+"""Write scalars of a training run for TensorBoard; only viewing them needs TensorBoard installed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from dapple_tf.errors import UsageError
-from dapple_tf.timeline.critical_path import share_out
+from dapple_tf.timeline.critical_path import sum_by_kind
 
 if TYPE_CHECKING:
     from dapple_tf.timeline.timeline import Timeline
 
-# By this TensorBoard knows a tensor as a point of a curve.
+# Marks a tensor as a point of a curve.
 _SCALAR = tf.compat.v1.SummaryMetadata(
     plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
 )
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, made if it was not there; UsageError, before any work, where nothing can be written into it."""
+    """Return the folder, made if it does not exist; raise UsageError where files cannot be written into it."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot hold TensorBoard's events: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot hold TensorBoard's events: it cannot be written")
+        raise UsageError(f"{folder} cannot hold TensorBoard's events: no permission to write there")
     return folder
 
 
 class Scalars:
-    """Writes scalars by step into ``folder``; what is written is there after ``close``, or after two minutes."""
+    """Writes scalars by step into ``folder``; they reach the file at ``close``, or within two minutes."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._writer = tf.summary.create_file_writer(os.fspath(check_folder(folder)))
@@ -51,17 +51,17 @@ class Scalars:
             tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
 
     def close(self) -> None:
-        """Write what has not been written yet."""
+        """Write the points that are not in the file yet, and close it."""
         self._writer.close()
 
 
 def step_scalars(loss: float, samples_per_second: float) -> dict[str, float]:
-    """What every step gives."""
+    """Return the curves that have a point at every step."""
     return {"loss": loss, "samples_per_second": samples_per_second}
 
 
 def recorded_scalars(timeline: Timeline) -> dict[str, float]:
-    """What a recorded step gives besides: fractions of the step, and seconds of its critical path."""
+    """Return the further curves of a recorded step: its bubble, utilisations (fractions), and seconds of its parts."""
     busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}
-    path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in share_out(timeline.critical_path).items()}
+    path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in sum_by_kind(timeline.critical_path).items()}
     return {"bubble": timeline.bubble, "step_seconds": timeline.seconds, **busy, **path}

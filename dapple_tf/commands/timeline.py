@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dapple_tf.commands.common import say
+from dapple_tf.commands.output import print_result
 
 
 @click.command()
@@ -23,13 +23,13 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     if output:
         check_path(output)
     recording = read_recording(trace)
-    say(recording.headline)
-    say(str(recording))
+    print_result(recording.headline)
+    print_result(str(recording))
     slowest = find_slowest(recording.measured) if recording.measured is not None else ()
     if slowest:
-        say(f"slowest for their kind: {', '.join(map(str, slowest))}")
+        print_result(f"slowest for their kind: {', '.join(map(str, slowest))}")
     if output:
         save_recording(recording, output)
-        say(f"timeline: {output}")
+        print_result(f"timeline: {output}")
     if as_json:
         click.echo(json.dumps(recording.to_json()))

@@ -1,4 +1,4 @@
-"""The training loop of ``dapple train``: batches in, progress out, and a comparison with the plain model."""
+"""The training loop of ``dapple train``: batches in, losses and times out, progress on stderr."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dapple_tf.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Done:
-    """A step that is done: its number from 1, loss, seconds and samples."""
+class StepResult:
+    """A finished step: its number from 1, loss, seconds and samples."""
 
     number: int
     loss: float
@@ -29,8 +29,11 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a loop measured; ``seconds`` of each step but the first, which also builds."""
+class RunResult:
+    """What a loop measured: the loss of each step, and the seconds of each but the first, which also builds.
+
+    ``samples``: of a batch.
+    """
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -38,51 +41,45 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of the median step (which a busy machine disturbs least); None where only the first was run."""
+        """Seconds of the median step, which a busy machine disturbs least; None where there was only one step."""
         ordered = sorted(self.seconds)
         return ordered[len(ordered) // 2] if ordered else None
 
     @property
     def samples_per_second(self) -> float:
-        """Samples a second by the median step."""
+        """Samples per second of the median step; 0 where there was only one step."""
         return self.samples / self.step_seconds if self.step_seconds else 0.0
 
 
-def batches(dataset: Iterable[Any], count: int | None = None) -> Iterator[tuple[Any, ...]]:
-    """``count`` batches as tuples (None: without end), from the beginning again where the data set ends.
+def repeat_batches(dataset: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield the data set's batches as tuples without end, starting again where the data set ends.
 
     Raises ModelError for an empty data set.
     """
-    endless = itertools.chain.from_iterable(_rounds(dataset))
-    for batch in itertools.islice(endless, count):
-        yield batch if isinstance(batch, tuple) else (batch,)
-
-
-def _rounds(dataset: Iterable[Any]) -> Iterator[Iterable[Any]]:
     while True:
         empty = True
         for batch in dataset:
             empty = False
-            yield [batch]
+            yield batch if isinstance(batch, tuple) else (batch,)
         if empty:
             raise ModelError("the workload's dataset has no batches")
 
 
 def run_steps(
     step: Callable[..., Any],
-    stream: Iterable[tuple[Any, ...]],
+    batches: Iterable[tuple[Any, ...]],
     steps: int,
     label: str,
     *,
     done: int = 0,
     after: Callable[[int], None] | None = None,
-    observe: Callable[[Done], None] | None = None,
+    observe: Callable[[StepResult], None] | None = None,
     shown: bool = True,
-) -> Run:
-    """Train for ``steps`` batches of ``stream``, the first of which is step ``done + 1``.
+) -> RunResult:
+    """Train ``steps`` steps, one batch each; the first has the number ``done + 1``.
 
-    Progress (loss, samples/s, time left) goes to stderr if ``shown``; ``after`` is called with the number of each step
-    that is done, then ``observe`` with what is known of it.
+    After each step ``after`` is called with its number, then ``observe`` with its result. Progress (``label``, loss,
+    samples/s, time left) goes to stderr if ``shown``.
     """
     losses, seconds, samples = [], [], 0
     console = Console(file=sys.stderr, quiet=not shown)
@@ -95,7 +92,7 @@ def run_steps(
     ]
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(label, total=steps, status="tracing and building")
-        for number, batch in enumerate(itertools.islice(stream, steps), 1):
+        for number, batch in enumerate(itertools.islice(batches, steps), 1):
             begin = time.perf_counter()
             result = step(*batch)
             loss = float(result[0] if isinstance(result, tuple) else result)
@@ -107,22 +104,22 @@ def run_steps(
             if after is not None:
                 after(done + number)
             if observe is not None:
-                observe(Done(done + number, loss, took, samples))
+                observe(StepResult(done + number, loss, took, samples))
             status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):
                 console.print(f"{label} {done + number}: {status}", highlight=False)
-    return Run(tuple(losses), tuple(seconds), samples)
+    return RunResult(tuple(losses), tuple(seconds), samples)
 
 
 def plain_step(workload: Workload) -> Callable[..., Any]:
-    """The ordinary training step of a workload: one tf.function, no pipeline."""
+    """Return the ordinary training step of a workload: one tf.function without a pipeline."""
 
     def step(*batch: Any) -> Any:
         with tf.GradientTape() as tape:
             result = workload.loss_fn(*batch)
             loss = result[0] if isinstance(result, tuple) else result
-        watched = list(tape.watched_variables())  # frozen Keras layers' too
+        watched = list(tape.watched_variables())  # including those of frozen Keras layers
         variables = [v for v, known in zip(watched, internals.keras_variables(watched), strict=True) if known.trainable]
         workload.optimizer.apply(tape.gradient(loss, variables), variables)
         return loss

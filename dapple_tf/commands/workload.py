@@ -1,4 +1,4 @@
-"""What a MODEL on the command line returns."""
+"""``dapple.Workload``: what the callable of a MODEL on the command line returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """A training job: a loss of a batch, a keras optimizer, and an iterable of batches (tuples of arrays)."""
+    """A model to train.
+
+    ``loss_fn``: a tf.function or callable of a batch's arrays, as for ``dapple.pipeline``. ``optimizer``: a Keras
+    optimizer. ``dataset``: an iterable of batches (tuples of arrays), started again where it ends.
+    """
 
     loss_fn: Callable[..., Any]
     optimizer: Any

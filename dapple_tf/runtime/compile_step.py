@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
-from dapple_tf.autoplan.decision import Autoplan, fit_plan
+from dapple_tf.autoplan.autoplan import Autoplan
+from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, UsageError

@@ -10,9 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.autoplan.decision import Autoplan, fit_plan
+from dapple_tf.autoplan.autoplan import Autoplan
+from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.request import Request
-from dapple_tf.autoplan.schedule_choice import Choice
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.compiler import StagedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
@@ -79,7 +80,7 @@ class PipelinedStep:
         return self._autoplan.plan
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> ScheduleChoice | None:
         """Why the plan has its schedule and M, where they were left "auto" and the simulator chose them."""
         return self._autoplan.choice
 
@@ -162,7 +163,7 @@ class PipelinedStep:
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
-        self._recorder.take(compiled.program.graph, stamps, plan, simulated)
+        self._recorder.keep(compiled.program.graph, stamps, plan, simulated)
         return compiled.planned.model.pack(outputs)
 
     @property

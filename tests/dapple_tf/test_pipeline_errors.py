@@ -80,12 +80,12 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"cluster": config("a", 2), "schedule": "gpipe"},
             PlanError,
-            "a cluster is for planning, and nothing is left to plan: leave it out",
+            "a cluster is used for planning, but everything is given: leave the cluster out",
         ),
         (
             {"cluster": config("a", 9), "stages": "auto"},
             PlanError,
-            "the cluster has 9 devices, but here are 8: make as many or use fewer",
+            "the cluster has 9 devices, but this process has 8: make as many with dapple.init\\(devices=n\\), or plan for",
         ),
         (
             {"plan": make_plan((0, 4, (0,))), "stages": 2},
@@ -95,7 +95,7 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"plan": make_plan((0, 4, (0,))), "stages": "auto", "recompute": True},
             PlanError,
-            "give a plan, or recompute, not both: a plan says itself what is re-computed",
+            "give a plan, or recompute, not both: a plan's field recompute says",
         ),
         ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
         (
@@ -337,7 +337,7 @@ def test_a_refusal_does_not_spoil_the_step(loss: Loss) -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda step: step.plan, "nothing is decided before the first batch: call the step, or give example_batch"),
+        (lambda step: step.plan, "there is no plan before the first batch: call the step, or give example_batch"),
         (lambda step: step.text, "nothing has been built: call the step with a batch first"),
         (lambda step: step.graph_def, "nothing has been built: call the step with a batch first"),
         (lambda step: step.timeline, r"no step was recorded: call step.record\(batch\) first"),

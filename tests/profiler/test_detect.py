@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiler.cluster import Cluster, Link
-from profiler.detect import detect, host_memory
+from profiler.detect import host_memory
 from profiler.errors import ClusterError
 
 LINK = Link(1.25e9, 1e-4)
@@ -26,14 +26,14 @@ def machine_memory() -> int:
 
 
 def test_a_process_alone_has_tensorflows_devices() -> None:
-    cluster = detect(None, {})
+    cluster = Cluster.detect(environment={})
     assert counts(cluster) == [8]
     assert cluster.intra_server.bandwidth == 1e12
     assert cluster.device_memory <= machine_memory() / 8
 
 
 def test_the_number_of_devices_can_be_said() -> None:
-    assert counts(detect(3, {})) == [3]
+    assert counts(Cluster.detect(3, environment={})) == [3]
 
 
 def test_the_clusters_own_method_reads_this_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +60,16 @@ def test_the_clusters_own_method_reads_this_process_environment(monkeypatch: pyt
     ],
 )
 def test_a_job_is_as_its_launcher_says(environment: dict[str, str], expected: list[int]) -> None:
-    assert counts(detect(None, environment, inter_server=LINK)) == expected
+    assert counts(Cluster.detect(environment=environment, inter_server=LINK)) == expected
 
 
 def test_processes_do_not_share_memory_but_the_hosts() -> None:
-    cluster = detect(None, MPI, inter_server=LINK)
+    cluster = Cluster.detect(environment=MPI, inter_server=LINK)
     assert cluster.intra_server.bandwidth < 1e10
     assert cluster.device_memory == host_memory() / 2
-    assert detect(None, MPI, intra_server=Link(7e9, 0.0), inter_server=LINK).intra_server == Link(7e9, 0.0)
+    assert Cluster.detect(environment=MPI, intra_server=Link(7e9, 0.0), inter_server=LINK).intra_server == Link(
+        7e9, 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,13 @@ def test_processes_do_not_share_memory_but_the_hosts() -> None:
         (MPI, None, r"the job runs on 3 servers, .*profiler.links.probe.* or give inter_server"),
         ({**MPI, "OMPI_COMM_WORLD_SIZE": "5"}, None, "SIZE=5 is no multiple of OMPI_COMM_WORLD_LOCAL_SIZE=2"),
         ({"HOROVOD_SIZE": "2"}, None, "HOROVOD_LOCAL_SIZE is not set, though"),
-        ({**MPI, "OMPI_COMM_WORLD_SIZE": "six"}, None, "OMPI_COMM_WORLD_SIZE='six' is not a whole number from 1"),
-        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, None, "LOCAL_SIZE='0' is not a whole number from 1"),
-        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "-2"}, None, "LOCAL_SIZE='-2' is not a whole number from 1"),
+        (
+            {**MPI, "OMPI_COMM_WORLD_SIZE": "six"},
+            None,
+            "OMPI_COMM_WORLD_SIZE='six' is not a whole number of at least 1",
+        ),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, None, "LOCAL_SIZE='0' is not a whole number of at least 1"),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "-2"}, None, "LOCAL_SIZE='-2' is not a whole number of at least 1"),
         ({SLURM: "2(x"}, None, r"SLURM_STEP_TASKS_PER_NODE='2\(x' is not of the form 2\(x3\),1"),
         ({SLURM: ""}, None, "SLURM_STEP_TASKS_PER_NODE='' is not of the form"),
         ({SLURM: "0(x2),2"}, None, r"SLURM_STEP_TASKS_PER_NODE='0\(x2\),2' is not of the form"),
@@ -88,7 +94,7 @@ def test_processes_do_not_share_memory_but_the_hosts() -> None:
 )
 def test_an_environment_that_cannot_be(environment: dict[str, str], devices: int | None, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
-        detect(devices, environment)
+        Cluster.detect(devices, environment=environment)
 
 
 def test_memory_is_the_machines_or_the_containers(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.measure import LEAST_ROUNDS, Clock, choose_even_starts, measure_interleaved, relative_spread, split_by_weight
+from profiler.measure import (
+    LEAST_ROUNDS,
+    Clock,
+    choose_even_starts,
+    measure_interleaved,
+    relative_spread,
+    split_by_weight,
+)
 
 
 class Machine:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.autoplan.estimate import Costs
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.recompute_option import StageNumbers
-from dapple_tf.autoplan.request import Request, check_batch, plan_request
+from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers, find_layers
@@ -28,8 +30,8 @@ FOUR = model((None, 2), (None, 2), (None, 2), ())
 
 def plan(layers: Layers = FOUR, costs: Any = None, batch: int = 16, devices: int = 8, **request: Any) -> Plan:
     count = len(layers.layers)
-    costs = costs or Costs([1.0] * count, [0.0] * (count - 1))
-    return plan_request(Request(**request), layers, costs, batch, devices)
+    costs = costs or EstimatedCosts([1.0] * count, [0.0] * (count - 1))
+    return plan_requested_stages(Request(**request), layers, costs, batch, devices)
 
 
 def stages(found: Plan) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -38,11 +40,11 @@ def stages(found: Plan) -> list[tuple[int, int, tuple[int, ...]]]:
 
 def test_a_count_is_balanced_by_cost() -> None:
     assert stages(plan(stages=2)) == [(0, 1, (0,)), (2, 3, (1,))]
-    assert stages(plan(stages=2, costs=Costs([9.0, 1, 1, 1], [0.0] * 3))) == [(0, 0, (0,)), (1, 3, (1,))]
+    assert stages(plan(stages=2, costs=EstimatedCosts([9.0, 1, 1, 1], [0.0] * 3))) == [(0, 0, (0,)), (1, 3, (1,))]
 
 
 def test_an_expensive_crossing_is_avoided() -> None:
-    assert stages(plan(stages=2, costs=Costs([1.0] * 4, [0.0, 9.0, 9.0])))[1][0] == 1
+    assert stages(plan(stages=2, costs=EstimatedCosts([1.0] * 4, [0.0, 9.0, 9.0])))[1][0] == 1
 
 
 def test_names_start_stages_and_the_first_may_be_named_too() -> None:
@@ -60,7 +62,7 @@ def test_replicas_take_devices_in_order() -> None:
 
 def test_unequal_replicas_meet_only_where_the_batch_can_be_split() -> None:
     layers = model((None, 2), (2, 2), (None, 2), ())
-    cheap = Costs([9.0, 9.0, 9.0, 9.0], [0.0, 0.0, 0.0])
+    cheap = EstimatedCosts([9.0, 9.0, 9.0, 9.0], [0.0, 0.0, 0.0])
     assert stages(plan(layers, cheap, stages=2, replicas=[1, 1]))[1][0] == 2
     assert stages(plan(layers, cheap, stages=2, replicas=[2, 1]))[1][0] in (1, 3)
 
@@ -69,7 +71,8 @@ def test_too_few_cuts_that_can_be_split() -> None:
     layers = model((None, 2), (2, 2), (2, 2), ())
     assert len(plan(layers, stages=3, replicas=[1, 1, 1]).stages) == 3
     with pytest.raises(
-        PlanError, match=r"3 stages of differing replicas \[2, 1, 1\] .* but only 1 cuts cross nothing but"
+        PlanError,
+        match=r"3 stages with different replicas \[2, 1, 1\] .* has a batch axis, and .* only 1 such cut:",
     ):
         plan(layers, stages=3, replicas=[2, 1, 1])
 
@@ -195,4 +198,4 @@ def test_an_unknown_layer() -> None:
 
 @pytest.mark.parametrize(("size", "micro_batches", "replicas"), [(8, 8, (1, 1)), (8, 4, (2, 1)), (7, 3, (2, 2))])
 def test_batches_that_fit(size: int, micro_batches: int, replicas: tuple[int, ...]) -> None:
-    check_batch(size, micro_batches, replicas)
+    check_batch_size(size, micro_batches, replicas)

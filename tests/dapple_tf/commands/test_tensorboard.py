@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.commands.observation import Observer, choose_interval
 from dapple_tf.commands.tensorboard import Scalars, check_folder, recorded_scalars, step_scalars
-from dapple_tf.commands.training_loop import Done
+from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.errors import UsageError
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.timeline.test_recording import MEASURED
@@ -72,7 +72,7 @@ def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float,
     told: list[str] = []
     observer = Observer(step, 1, 8, trace=True, curves=True, scalars=scalars, job=None, tell=told.append)
     for number in range(1, 9):
-        observer.observe(Done(number, float(observer.run(X)), seconds, 8))
+        observer.observe(StepResult(number, float(observer.run(X)), seconds, 8))
     scalars.close()
     curves = read_curves(tmp_path)
     assert [number for number, _ in curves["loss"]] == list(range(1, 9))
@@ -104,5 +104,5 @@ def test_a_file_in_the_folders_place(tmp_path: Path, place: str) -> None:
 
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
-    with pytest.raises(UsageError, match="cannot hold TensorBoard's events: it cannot be written"):
+    with pytest.raises(UsageError, match="cannot hold TensorBoard's events: no permission to write there"):
         check_folder(tmp_path)

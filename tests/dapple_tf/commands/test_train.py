@@ -379,16 +379,16 @@ def test_help_and_version(command: Callable[..., Any], words: tuple[str, ...]) -
         (("train", MODEL, "--stagez", 2), "No such option"),
         (("train", MODEL, "--micro-batches", "many"), "--micro-batches many: give a whole number, or auto"),
         (("train", MODEL, "--micro-batches", "--8"), "--micro-batches --8: give a whole number, or auto"),
-        (("train", MODEL, "--replicas", "\u00b2"), "--replicas \u00b2: give one whole number a stage"),
+        (("train", MODEL, "--replicas", "\u00b2"), "--replicas \u00b2: give one whole number for each stage"),
         (("train", MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
-        (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that takes"),
-        (("train", MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number a stage, such as 2,1"),
+        (("train", MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that records"),
+        (("train", MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number for each stage, such as 2,1"),
         (
             ("train", MODEL, "--recompute", "stages:a"),
             "--recompute stages:a: give numbers of stages, such as stages:0,1",
         ),
-        (("verify", MODEL, "--replicas", "two"), "--replicas two: give one whole number a stage"),
+        (("verify", MODEL, "--replicas", "two"), "--replicas two: give one whole number for each stage"),
     ],
 )
 def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[object, ...], message: str) -> None:
@@ -406,8 +406,8 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         (("gpt",), "'gpt' is not a MODEL such as", 2),
         ((MODEL, "--set", "width"), "--set 'width' is not of the form key=value", 2),
         ((MODEL, "--set", "widht=3"), "has no option 'widht'; it has width", 2),
-        (("fixed", "--batch-size", 3), "takes no batch_size, so --batch-size cannot be given", 2),
-        (("fixed", "--seed", 3), "takes no seed, so --seed cannot be given", 2),
+        (("fixed", "--batch-size", 3), "has no option batch_size, so --batch-size cannot be given", 2),
+        (("fixed", "--seed", 3), "has no option seed, so --seed cannot be given", 2),
         (("broken",), "the user's own mistake", 1),
         ((MODEL, "--set", "empty=True"), "the workload's dataset has no batches", 2),
         ((MODEL, "--stages", 99), "99 stages are wanted, but the model can be cut in", 1),
@@ -419,7 +419,7 @@ def test_wrong_usage_exits_with_2(command: Callable[..., Any], words: tuple[obje
         ((MODEL, "--micro-batches", 9), "micro_batches=9 is more than the 8 samples of the batch", 1),
         ((MODEL, "--schedule", "zigzag"), "no schedule is called 'zigzag'; there are gpipe, dapple-a", 1),
         ((MODEL, "--cluster", "absent.yaml"), "absent.yaml: ", 1),
-        ((MODEL, "--stages", 2, "--schedule", "gpipe", "--cluster", "config-a:2"), "nothing is left to plan", 1),
+        ((MODEL, "--stages", 2, "--schedule", "gpipe", "--cluster", "config-a:2"), "but everything is given", 1),
         ((MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 1),
         ((MODEL, "--devices", 0), "devices=0: at least one is needed", 1),
         ((MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
@@ -467,7 +467,7 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error("not ours")
 
-    monkeypatch.setattr("dapple_tf.commands.training_loop.run_steps", fail)
+    monkeypatch.setattr("dapple_tf.commands.training_run.run_steps", fail)
     with pytest.raises(error, match="not ours"):
         command("train", MODEL, "--stages", 2, "--micro-batches", 2)
 
@@ -476,7 +476,7 @@ def test_stopping_is_no_crash(command: Callable[..., Any], monkeypatch: pytest.M
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dapple_tf.commands.training_loop.run_steps", interrupt)
+    monkeypatch.setattr("dapple_tf.commands.training_run.run_steps", interrupt)
     code, _, err = command("train", MODEL, "--stages", 2, "--micro-batches", 2)
     assert code == 1
     assert err.strip().endswith("stopped")

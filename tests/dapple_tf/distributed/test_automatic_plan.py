@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dapple_tf.autoplan.profiled import plan_automatically
+from dapple_tf.autoplan.measured_problem import PlanningInputs
 from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.stages_auto import choose_stages
 from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.plan import Plan
-from dapple_tf.timeline.prediction import BY_PROFILE
+from dapple_tf.timeline.recording import BY_PROFILE
 from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from tests.dapple_tf.builders import step_of
@@ -76,16 +77,17 @@ def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bo
     """As rank 0 of so many would plan."""
     batch = data(samples)
     request = Request(micro_batches=2)
-    return plan_automatically(
+    inputs = PlanningInputs(
         chain(weights(layers)),
         batch,
         request,
-        slots=0,
+        optimizer_slots=0,
         devices=ranks,
         cluster=cluster,
         replicable=replicable,
         ranks=True,
-    ).plan
+    )
+    return choose_stages(inputs).plan
 
 
 @pytest.mark.usefixtures("busy_machines_are_no_failure")
@@ -93,7 +95,7 @@ def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
     """Over a link that takes seconds one device is fastest."""
     link = Link(bandwidth=1e6, latency=1.0)
     slow = Cluster((Server("one", 3),), 1e9, link, link)
-    with pytest.warns(DappleWarning, match=r"1 of the job's 3 ranks would be faster, at .* s a step, than all of them"):
+    with pytest.warns(DappleWarning, match=r"1 of the job's 3 ranks would be faster, at .* s per step, than all"):
         found = plan(slow, ranks=3)
     assert sorted(device for stage in found.stages for device in stage.devices) == [0, 1, 2]
 
@@ -101,7 +103,7 @@ def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
 @pytest.mark.usefixtures("busy_machines_are_no_failure")
 def test_ranks_that_nothing_can_use_are_an_error() -> None:
     with pytest.raises(
-        PlanError, match=r"no plan that fits uses all 8 ranks of the job: what the model computes depen"
+        PlanError, match=r"no plan that fits uses all 8 ranks of the job: the model's result depends on"
     ):
         plan(config("a", 8), ranks=8, layers=1, replicable=False)
     with pytest.raises(PlanError, match=r"all 8 ranks of the job: a micro-batch has 1 samples, and \d blocks of"):
@@ -110,7 +112,7 @@ def test_ranks_that_nothing_can_use_are_an_error() -> None:
 
 def test_a_cluster_of_another_size_than_the_job_is_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"the cluster has 2 devices, but the job has 3 ranks, a device each: start as m"
+        PlanError, match=r"the cluster has 2 devices, but the job has 3 ranks, a device each: start one process per"
     ):
         plan(config("a", 2), ranks=3)
 

@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.autoplan.profiled import count_slots, usable_devices
+from dapple_tf.autoplan.measured_problem import count_slots, usable_devices
 from dapple_tf.errors import DappleWarning, PlanError
-from dapple_tf.timeline.prediction import BY_PROFILE, BY_TIMES
+from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
 from profiler.cluster import Link
 from profiler.presets import config
 from tests.equality.small_models import chain, data, sgd, values, weights

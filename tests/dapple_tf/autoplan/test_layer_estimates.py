@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.autoplan.estimate import crossing_costs, layer_costs, node_seconds
+from dapple_tf.autoplan.layer_estimates import estimate_cut_seconds, estimate_layer_seconds, estimate_node_seconds
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes
 from graph_passes.analysis.layers import find_layers
@@ -68,7 +68,7 @@ def test_a_node_takes_the_longer_of_arithmetic_and_memory() -> None:
         attrs = attributes({"transpose_a": False})
         node = Node("m", op, (Value("a"),), (tensor("float32", None, 4),), attrs)
         graph = Graph("g", (Node("a", "arg", outputs=(tensor("float32"),)), node))
-        return node_seconds(graph, node, {"m": (Shape((8, 4)),), "a": (Shape((8, width)),)})
+        return estimate_node_seconds(graph, node, {"m": (Shape((8, 4)),), "a": (Shape((8, width)),)})
 
     assert seconds("Exp", 1) > 0
     assert seconds("MatMul", 1) == seconds("Exp", 1), "bound by memory"
@@ -86,7 +86,7 @@ def test_a_wider_layer_costs_more_and_sends_more() -> None:
     layers, shapes = find_layers(captured.graph), infer_shapes(captured, 8)
     names = [layers.graph.node(layer.nodes[0]).op for layer in layers.layers]
     assert names == ["MatMul", "Tanh", "MatMul", "Tanh", "Mean"]
-    costs, crossing = layer_costs(layers, shapes), crossing_costs(layers, shapes)
+    costs, crossing = estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes)
     assert max(costs) == costs[0]
     assert crossing[0] == crossing[1] == pytest.approx(64 * crossing[2])  # 512 columns against 8
 
@@ -95,8 +95,8 @@ def test_costs_are_one_a_layer_and_one_a_cut() -> None:
     _, loss = chain(3)
     layers = layers_of(loss)
     shapes = infer_shapes(capture(loss, (X,)), 4)
-    costs = layer_costs(layers, shapes)
-    assert len(costs) == len(layers.layers) == len(crossing_costs(layers, shapes)) + 1
+    costs = estimate_layer_seconds(layers, shapes)
+    assert len(costs) == len(layers.layers) == len(estimate_cut_seconds(layers, shapes)) + 1
     assert costs[0] == costs[1] == costs[2] > 0
 
 

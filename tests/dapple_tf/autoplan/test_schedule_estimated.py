@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.autoplan.estimate import Costs
-from dapple_tf.autoplan.estimated import choose_for_stages, cluster_at_hand
-from dapple_tf.autoplan.schedule_choice import Choice
+from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice
+from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.compiler import PlannedModel, stage_model
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
@@ -28,7 +28,7 @@ TENSOR, LAYER = ROWS * WIDTH * 4, (WIDTH * WIDTH + WIDTH) * 4
 QUICK = Link(bandwidth=1e15, latency=0.0)
 
 
-def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> Choice:
+def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> ScheduleChoice:
     """For three stages of two dense layers, a second of forward each, on devices of so many bytes."""
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(LAYERS)]
     model = keras.Sequential([keras.Input((WIDTH,)), *stack])
@@ -45,15 +45,15 @@ def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> Choice:
     plan = make_plan(*stages, schedule="dapple-a", **size)
     seconds = [float(position in bounds) for position in range(len(layers.layers))]
     cluster = dataclasses.replace(config("c", 3), device_memory=memory, inter_server=link)
-    return choose_for_stages(
-        PlannedModel(staged, plan, ROWS * MICRO_BATCHES), Costs(seconds, []), shapes, 0, cluster, ranks=ranks
+    return choose_estimated_schedule(
+        PlannedModel(staged, plan, ROWS * MICRO_BATCHES), EstimatedCosts(seconds, []), shapes, 0, cluster, ranks=ranks
     )
 
 
 def test_quick_links_and_much_memory_want_the_policy_that_holds_least() -> None:
     choice = choose(1e12)
     assert (choice.schedule, choice.micro_batches, choice.measured) == ("dapple-a", MICRO_BATCHES, False)
-    assert choice.held == (MICRO_BATCHES,) * 3
+    assert choice.max_in_flight == (MICRO_BATCHES,) * 3
 
 
 def test_a_transfer_as_long_as_a_tenth_of_the_work_wants_more_in_flight() -> None:
@@ -66,7 +66,7 @@ def test_a_transfer_as_long_as_a_tenth_of_the_work_wants_more_in_flight() -> Non
 def test_d_is_what_memory_holds() -> None:
     """Of 14 tensors 4 are weights with their gradients, and 4 to 6 are worked on. A micro-batch keeps two or three."""
     choice = choose(14 * TENSOR, Link(bandwidth=TENSOR / 0.15, latency=0.0))
-    assert choice.held == (2, 1, 1)
+    assert choice.max_in_flight == (2, 1, 1)
     assert choice.schedule == "dapple-a:D=1"
     assert "gpipe" not in choice.seconds
     assert "D = 1: a device's 229 kB hold no more micro-batches of stage 1" in str(choice)
@@ -89,7 +89,7 @@ def test_a_pipeline_of_given_stages_says_why() -> None:
     assert step.choice is not None
     assert step.plan.schedule == step.choice.schedule == "dapple-a"
     assert "(estimated)" in str(step.choice)
-    assert cluster_at_hand(step.plan, ranks=False).devices == 1
+    assert detect_cluster(step.plan, ranks=False).devices == 1
 
 
 def test_ranks_take_the_policy_that_hides_exchanges_where_both_take_as_long() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.autoplan.schedule_choice import Choice, choose_schedule
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule
 from dapple_tf.errors import PlanError, ScheduleError
 from tests.dapple_tf.simulator.builders import cost
 from tests.graph_passes.builders import refused
 
 
-def choose(*stages: object, memory: float = 1e9, micro_batches: int = 8, **options: object) -> Choice:
+def choose(*stages: object, memory: float = 1e9, micro_batches: int = 8, **options: object) -> ScheduleChoice:
     return choose_schedule({micro_batches: list(stages)}, memory, measured=True, **options)  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def test_memory_says_d() -> None:
     stages = [cost(1, 2, send=1, fixed_bytes=80, working_bytes=20, stash_bytes=10), cost(1, 2, send=1), cost(1, 2)]
     choice = choose(*stages, memory=149.0)
     assert choice.schedule == "dapple-b:D=4"
-    assert choice.held == (4, 8, 8)
+    assert choice.max_in_flight == (4, 8, 8)
     assert "gpipe" not in choice.seconds
     assert str(choice).endswith("; D = 4: a device's 149 B hold no more micro-batches of stage 0")
 
@@ -83,19 +83,19 @@ def test_explicit_warm_ups_that_cannot_be(schedule: str, said: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "K=3,1"])
 def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
-    said = f"schedule {schedule} holds more micro-batches of stage 0, 40 B each with M = 8, than a device's 100 B have"
-    with refused(PlanError, said, "use schedule 'auto'"):
+    message = f"schedule {schedule} keeps more micro-batches of stage 0 in flight, 40 B each with M = 8, than fit"
+    with refused(PlanError, message, "into a device's 100 B", "use schedule 'auto'"):
         choose(cost(1, 2, stash_bytes=40), cost(1, 2), memory=100.0, policies=(schedule,))
 
 
 @pytest.mark.parametrize(
     ("fixed", "remedy"),
     [
-        (50.0, "Use more micro-batches, or more stages: recompute=True saves nothing of one micro-batch"),
+        (50.0, "Use more micro-batches, or more stages: recompute=True saves nothing with one micro-batch"),
         (500.0, "Its weights alone do not fit"),
     ],
 )
 def test_nothing_fits(fixed: float, remedy: str) -> None:
-    message = f"no schedule fits: with M = 8 and one micro-batch in flight stage 1 needs .* and lacks .* {remedy}"
+    message = f"no schedule fits: with M = 8 and one micro-batch in flight, stage 1 needs .* and lacks .* {remedy}"
     with pytest.raises(PlanError, match=message):
         choose(cost(1, 2), cost(1, 2, fixed_bytes=fixed, stash_bytes=60), memory=100.0)

@@ -1,0 +1,205 @@
+"""Decide the plan of a pipelined step once: by the plan given, the user's request, a profile or an estimate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.decision import PlanDecision
+from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
+from dapple_tf.autoplan.measured_problem import PlanningInputs, count_slots
+from dapple_tf.autoplan.micro_batches_auto import choose_micro_batches
+from dapple_tf.autoplan.recompute_option import choose_recompute
+from dapple_tf.autoplan.request import Request, check_conflicts
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice
+from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
+from dapple_tf.autoplan.stages_auto import choose_stages
+from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.devices import list_devices
+from dapple_tf.distributed.membership import Job
+from dapple_tf.errors import ClusterError, DappleWarning, PlanError, UsageError
+from dapple_tf.frontend.batch import batch_size
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.plan import Plan
+from dapple_tf.timeline.timeline import Timeline
+from graph_passes.analysis.layers import Layers
+from graph_passes.ir.graph import Shape
+from profiler.cluster import Cluster
+
+# A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
+_DOMINANT_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class StageCuts:
+    """Layer numbers of one trace: those that start a stage (but the first stage), and those to re-compute."""
+
+    starts: tuple[int, ...]
+    recomputed: tuple[int, ...]
+
+
+class Autoplan:
+    """The plan of a step: the one given, or one made from the ``request`` at the first trace.
+
+    In a ``job`` rank 0 decides for all ranks, and every rank must make the same calls. Raises PlanError for arguments
+    that contradict each other.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        request: Request,
+        plan: Plan | None,
+        devices: Sequence[str | int] | None,
+        cluster: Cluster | None,
+        job: Job | None,
+    ) -> None:
+        check_conflicts(request, plan, cluster)
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._request = request
+        self._devices = devices
+        self._cluster = cluster
+        self._job = job
+        self._plan_given = plan
+        self._decision = None if plan is None else PlanDecision(plan)
+        self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
+        self.layer_names: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; UsageError before there is one."""
+        if self._decision is None:
+            raise UsageError("there is no plan before the first batch: call the step, or give example_batch")
+        return self._decision.plan
+
+    @property
+    def choice(self) -> ScheduleChoice | None:
+        """Why the plan has its schedule and M, where they were "auto" and the simulator chose them."""
+        return None if self._decision is None else self._decision.choice
+
+    @property
+    def simulated(self) -> Timeline | None:
+        """The simulated step of the plan, where the plan was made from a profile."""
+        return None if self._decision is None else self._decision.simulated
+
+    def micro_batch_size(self, samples: int) -> int:
+        """Return the samples of a micro-batch, at least 2, as far as the request tells before there is a plan."""
+        return max(2, samples // max(1, self._request.count_micro_batches(samples)))
+
+    def decide(
+        self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
+    ) -> StageCuts:
+        """Make the plan at the first trace, or check the one given, and return where it cuts this trace.
+
+        A later trace is cut at the layers of the same names: for other dtypes it may hold other casts, so numbers may
+        differ. ``shapes``: of all values, for one micro-batch. Raises PlanError where the plan does not fit this model
+        or batch, and the errors of the files that make it.
+        """
+        if not self.layer_names:
+            self._decide_first(captured, layers, shapes, batch)
+        plan, names = self.plan, self.layer_names
+        recomputed = {names[i] for i in plan.recomputed}
+        return StageCuts(
+            tuple(layers.find(names[start]) for start in plan.starts),
+            tuple(i for i, layer in enumerate(layers.layers) if plan.recompute is True or layer.name in recomputed),
+        )
+
+    def choose_schedule(self, model: StagedModel, samples: int) -> None:
+        """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
+        if self._estimates is None or self._decision is None:
+            return
+        (costs, shapes), self._estimates = self._estimates, None
+        planned = PlannedModel(model, self._decision.plan, samples)
+        slots = count_slots(self._optimizer, [model.variables[name] for name in model.gradients])
+        choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
+        try:
+            choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
+        except PlanError as error:  # no reason to give up: it is an estimate, and devices may share their memory
+            schedule = self._decision.plan.schedule
+            warnings.warn(f"{error}. Trying {schedule} all the same", DappleWarning, stacklevel=8)
+            return
+        if choice is not None:
+            self._decision = self._decision.with_schedule(choice)
+
+    def _decide_first(
+        self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
+    ) -> None:
+        samples = batch_size(batch)
+        names = tuple(layer.name for layer in layers.layers)
+        costs = estimate_costs(layers, shapes)
+        if self._job is not None:
+            options = {"number of samples": samples, "call of dapple.pipeline": self._request, "plan": self._plan_given}
+            self._job.compare({**options, "layers of the model": names})
+        decision = self._decision
+        if decision is None:
+            make = partial(self._make_decision, captured, layers, costs, batch)
+            decision = make() if self._job is None else self._job.run_on_rank_0(make)
+        _check_plan_fits(decision.plan, layers, samples)
+        if len(decision.plan.stages) > 1:
+            _warn_of_dominant_layer(names, costs)
+        self._decision, self.layer_names = decision, names
+        if self._plan_given is None and decision.choice is None and self._request.schedule_is_auto:
+            self._estimates = costs, shapes
+
+    def _make_decision(
+        self, captured: Captured, layers: Layers, costs: EstimatedCosts, batch: Sequence[Any]
+    ) -> PlanDecision:
+        """Return the plan for the request."""
+        inputs = PlanningInputs(
+            self._loss_fn,
+            batch,
+            self._request,
+            optimizer_slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
+            devices=len(list_devices(self._devices)) if self._job is None else self._job.size,
+            cluster=self._cluster,
+            replicable=not captured.stateful,
+            ranks=self._job is not None,
+        )
+        if self._request.stages_are_auto:
+            decision = choose_stages(inputs)
+            recompute = choose_recompute(self._request.recompute, layers, decision.plan.stages)
+            return decision.with_recompute(recompute)
+        plan = plan_requested_stages(self._request, layers, costs, inputs.samples, inputs.devices)
+        if self._cluster is None and not self._request.micro_batches_are_auto:
+            return PlanDecision(plan)
+        return choose_micro_batches(inputs, plan)
+
+
+def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
+    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
+    planned = plan.stages[-1].last_layer + 1
+    if planned != len(layers.layers):
+        raise PlanError(
+            f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
+            "another model"
+        )
+    check_batch_size(samples, plan.micro_batches, plan.replicas)
+
+
+def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:
+    largest = max(range(len(names)), key=lambda i: costs.layers[i])
+    if costs.layers[largest] > _DOMINANT_SHARE * sum(costs.layers):
+        warnings.warn(
+            f"layer {names[largest]!r} seems to hold most of the work and cannot be cut: where it is a call of "
+            "another tf.function, call that one's python_function",
+            DappleWarning,
+            stacklevel=10,
+        )
+
+
+def _choose_by_estimate(
+    planned: PlannedModel, costs: EstimatedCosts, shapes: Mapping[str, Sequence[Shape]], slots: int, *, ranks: bool
+) -> ScheduleChoice | None:
+    """Return ``choose_estimated_schedule`` on the cluster at hand; None where the job's cluster is unknown."""
+    try:
+        cluster = detect_cluster(planned.plan, ranks=ranks)
+    except ClusterError:
+        return None
+    return choose_estimated_schedule(planned, costs, shapes, slots, cluster, ranks=ranks)

@@ -1,0 +1,43 @@
+"""Fit micro-batches and replicas to the number of samples in a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import Plan, StagePlan
+from graph_passes.schedules.policies import truncate_schedule
+
+
+def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+    """Raise PlanError unless every replica gets at least one sample of every micro-batch.
+
+    ``replicas``: of each stage.
+    """
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: it must be at least 1")
+    if micro_batches > samples:
+        raise PlanError(
+            f"micro_batches={micro_batches} is more than the {samples} samples of the batch: use at most {samples}"
+        )
+    if samples // micro_batches < max(replicas):
+        raise PlanError(
+            f"a batch of {samples} samples in {micro_batches} micro-batches gives some only "
+            f"{samples // micro_batches} samples, too few for {max(replicas)} replicas: use fewer micro-batches or a "
+            "larger batch"
+        )
+
+
+def fit_plan(plan: Plan, samples: int) -> Plan:
+    """Return ``plan`` for a batch of ``samples``: with fewer micro-batches, then fewer replicas, where it is too small.
+
+    Every replica of every stage then gets at least one sample of every micro-batch.
+    """
+    replicas = min(max(plan.replicas), samples)
+    micro_batches = max(1, min(plan.micro_batches, samples // replicas))
+    if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
+        return plan
+    stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
+    schedule = truncate_schedule(plan.schedule, micro_batches)
+    return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)

@@ -1,0 +1,57 @@
+"""Estimate the cost of every layer from shapes alone, to balance stages before a profile has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.op_costs import flops
+from graph_passes.ir.graph import Graph, Node, Shape
+from profiler.peaks import CPU_CORE
+
+
+@dataclass(frozen=True)
+class EstimatedCosts:
+    """Estimated seconds on one CPU core, of which only ratios count.
+
+    ``layers``: forward seconds of each layer. ``cuts``: seconds to send the tensors that cross each cut; entry p - 1
+    is the cut before layer p.
+    """
+
+    layers: Sequence[float]
+    cuts: Sequence[float]
+
+
+def estimate_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> EstimatedCosts:
+    """Return the costs of all layers and cuts. ``shapes``: of every node's outputs, at one batch size."""
+    return EstimatedCosts(estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes))
+
+
+def estimate_layer_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
+    """Return the forward seconds of each layer."""
+    return [
+        sum(estimate_node_seconds(layers.graph, layers.graph.node(name), shapes) for name in layer.nodes)
+        for layer in layers.layers
+    ]
+
+
+def estimate_cut_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
+    """Return the seconds that copying the tensors of each cut takes."""
+    return [
+        sum(
+            layers.graph.type_of(value).dtype.size * shapes[value.node][value.index].elements()
+            for value in cut.crossing
+            if value.node in shapes
+        )
+        / CPU_CORE.bytes_per_second
+        for cut in layers.cuts
+    ]
+
+
+def estimate_node_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+    """Return the seconds of one op by the roofline: the longer of its arithmetic and of writing its outputs."""
+    written = sum(
+        kind.dtype.size * shape.elements() for kind, shape in zip(node.outputs, shapes.get(node.name, ()), strict=False)
+    )
+    return CPU_CORE.seconds(flops(graph, node, shapes), written)

@@ -1,0 +1,118 @@
+"""State the planning problem for the devices at hand, with a profile of the model measured now."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.request import Request
+from dapple_tf.errors import ClusterError, PlanError
+from dapple_tf.frontend.batch import batch_size
+from dapple_tf.planner.api import check_schedule, make_problem
+from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.profiling.measured import profile
+from profiler.cluster import Cluster
+
+# Where M is "auto", times are measured at the micro-batch sizes of these M.
+_MEASURED_MICRO_BATCHES = (2, 8, 32)
+
+
+@dataclass(frozen=True)
+class PlanningInputs:
+    """The model to plan, and what it runs on.
+
+    ``batch``: an example, which is profiled. ``optimizer_slots``: values that the optimizer keeps per weight.
+    ``devices``: of this process, or the ranks of the job. ``cluster``: given by the user, else None. ``replicable``:
+    False where the result depends on how samples are divided (random numbers, batch norm), so that stages get one
+    device each. ``ranks``: whether the devices are the processes of a job, all of which the plan must use.
+    """
+
+    loss_fn: Callable[..., Any]
+    batch: Sequence[Any]
+    request: Request
+    optimizer_slots: int
+    devices: int
+    cluster: Cluster | None = None
+    replicable: bool = True
+    ranks: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch."""
+        return batch_size(self.batch)
+
+
+def check_cluster(inputs: PlanningInputs, cluster: Cluster) -> None:
+    """Raise PlanError unless ``cluster`` has as many devices as the job has ranks, or at most those of this process."""
+    if inputs.ranks and cluster.devices != inputs.devices:
+        raise PlanError(
+            f"the cluster has {cluster.devices} devices, but the job has {inputs.devices} ranks, a device each: start "
+            "one process per device of the cluster, or describe the servers that the job runs on"
+        )
+    if cluster.devices > inputs.devices:
+        raise PlanError(
+            f"the cluster has {cluster.devices} devices, but this process has {inputs.devices}: make as many with "
+            "dapple.init(devices=n), or plan for a smaller cluster"
+        )
+
+
+def detect_job_cluster() -> Cluster:
+    """Return the cluster of the job's ranks; raise PlanError where the links between its servers are unknown."""
+    try:
+        return Cluster.detect()
+    except ClusterError as error:
+        raise PlanError(
+            f'stages="auto" must know the links between the ranks: {error}. Give dapple.pipeline(cluster=...), or a '
+            "plan made for the cluster (dapple plan)"
+        ) from error
+
+
+def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence[int]) -> PlanningProblem:
+    """Profile the model, and return the planning problem of the request on ``cluster``.
+
+    Times are measured at the size of a micro-batch and of a replica's share of one, for each of ``replicas``. Raises
+    PlanError for a batch that is too small for the micro-batches, or a schedule that cannot run; both before profiling.
+    """
+    request, samples = inputs.request, inputs.samples
+    micro_batches = request.count_micro_batches(samples)
+    check_batch_size(samples, micro_batches, (1,))
+    size = samples // micro_batches
+    any_size = request.micro_batches_are_auto
+    if not request.schedule_is_auto:
+        sizes = list_micro_batch_sizes(samples, None) if any_size else (size,)
+        check_schedule(request.schedule, cluster.devices, [samples // each for each in sizes])
+    measured = {max(1, samples // m) for m in _MEASURED_MICRO_BATCHES} if any_size else {size}
+    shares = {max(1, each // r) for each in measured for r in replicas}
+    rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
+    return make_problem(
+        profile(inputs.loss_fn, rows, batch_sizes=sorted((measured | shares) - {size})),
+        cluster,
+        global_batch_size=samples if any_size else micro_batches * size,
+        micro_batch_size=None if any_size else size,
+        schedule=request.schedule,
+        recompute=request.recompute is True,
+        optimizer_slots=inputs.optimizer_slots,
+    )
+
+
+def usable_devices(devices: int) -> int:
+    """Return how many devices can run at the same time: all GPUs; of logical CPU devices as many as there are cores."""
+    if tf.config.list_logical_devices("GPU"):
+        return devices
+    return max(1, min(devices, len(os.sched_getaffinity(0))))
+
+
+def count_slots(optimizer: Any, trained: Sequence[tf.Variable]) -> int:
+    """Return how many values the optimizer keeps per ``trained`` weight; before it is built 2, as Adam does."""
+    weights = sum(math.prod(variable.shape) for variable in trained)
+    if not weights or not getattr(optimizer, "built", False):
+        return 2
+    slots = sum(math.prod(variable.shape) for variable in optimizer.variables)  # and a few scalars, such as the rate
+    return round(float(slots) / float(weights))

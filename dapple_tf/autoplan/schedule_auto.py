@@ -1,0 +1,150 @@
+"""``schedule="auto"``: choose the schedule of given stages by simulating each policy (DAPPLE, sections V.C and VI.D).
+
+D, the number of micro-batches that memory holds, and M are chosen with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import StagePlan
+from dapple_tf.plan_check import check_plan
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arrays
+from dapple_tf.simulator.communication_ratio import activation_communication_ratio
+from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.simulator.memory import usable_bytes
+from graph_passes.schedules.policies import (
+    abbreviate_schedule,
+    build_schedule,
+    count_micro_batches,
+    count_stages,
+    read_policy,
+)
+from profiler.units import format_bytes
+
+# A policy that holds more micro-batches must be faster by more than this share of the step, or it wastes memory.
+_MIN_GAIN = 1e-3
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule, and why it was chosen.
+
+    ``micro_batches``: M. ``acr``: see ``activation_communication_ratio``. ``seconds``: of the step under each policy
+    that fits the memory, by the policy's name. ``measured``: whether costs come from a profile, and not from an
+    estimate. ``memory``: bytes of a device. ``max_in_flight``: for each stage, how many micro-batches its memory holds.
+    """
+
+    schedule: str
+    micro_batches: int
+    acr: float
+    seconds: Mapping[str, float]
+    measured: bool
+    memory: float
+    max_in_flight: tuple[int, ...]
+
+    def __str__(self) -> str:
+        base = "" if self.measured else " (estimated)"
+        text = f"schedule {abbreviate_schedule(self.schedule)}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
+        chosen = self.seconds[self.schedule]
+        others = [
+            f"{name} {_compare(seconds, chosen)}" for name, seconds in self.seconds.items() if name != self.schedule
+        ]
+        if others:
+            text += f"; {', '.join(others)}"
+        limit = None if count_stages(self.schedule) else read_policy(self.schedule)[1]
+        if limit is not None:
+            stage = min(range(len(self.max_in_flight)), key=lambda s: self.max_in_flight[s])
+            text += f"; D = {limit}: a device's {format_bytes(self.memory)} hold no more micro-batches of stage {stage}"
+        return text
+
+
+def choose_schedule(
+    costs: Mapping[int, Sequence[StageCosts]], memory: float, *, policies: Sequence[str] = POLICIES, measured: bool
+) -> ScheduleChoice:
+    """Return the fastest of ``policies`` over all numbers of micro-batches M; of equally fast ones the first.
+
+    ``costs``: of each stage, by M. ``memory``: bytes of a device. D is what the memory holds (DAPPLE, V.C). Raises
+    PlanError where no M fits the memory, naming the stage, the missing bytes and the remedies; and ScheduleError for
+    explicit K_i, or explicit actions, that cannot run.
+    """
+    for policy in policies:
+        if count_stages(policy):
+            largest = max(costs)
+            build_schedule(policy, len(costs[largest]), count_micro_batches(policy, costs) or largest)
+    best: ScheduleChoice | None = None
+    for m, stages in sorted(costs.items()):
+        rows = stage_cost_arrays(stages)
+        found = [fastest_schedule(rows, m, usable_bytes(memory), policy) for policy in policies]
+        seconds = {entry.schedule: entry.seconds for entry in found if entry.seconds < float("inf")}
+        if not seconds:
+            continue
+        least = min(seconds.values())
+        name = next(name for name, value in seconds.items() if value <= least * (1 + _MIN_GAIN))
+        if best is None or seconds[name] < best.seconds[best.schedule] * (1 - _MIN_GAIN):
+            max_in_flight = tuple(_count_in_flight(stage, memory, m) for stage in stages)
+            acr = activation_communication_ratio(stages)
+            best = ScheduleChoice(name, m, acr, seconds, measured, memory, max_in_flight)
+    if best is None:
+        raise PlanError(_explain_shortage(costs, memory, policies))
+    return best
+
+
+def choose_profiled_schedule(
+    problem: PlanningProblem, stages: tuple[StagePlan, ...], micro_batch_sizes: Sequence[int]
+) -> ScheduleChoice:
+    """Return ``choose_schedule`` of the problem's profile, for these stages, over all ``micro_batch_sizes`` (samples).
+
+    Raises PlanError where the stages do not fit the profile or the cluster.
+    """
+    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+    costs = {}
+    for size in micro_batch_sizes:
+        plan = problem.make_plan(stages, size, schedule, "requested")
+        check_plan(plan, problem.profile, problem.cluster)
+        costs[plan.micro_batches] = stage_costs(
+            plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots
+        )
+    policies = POLICIES if problem.schedule == "auto" else (problem.schedule,)
+    return choose_schedule(costs, problem.cluster.device_memory, policies=policies, measured=True)
+
+
+def _count_in_flight(stage: StageCosts, memory: float, micro_batches: int) -> int:
+    """Return how many micro-batches' stashes fit beside the stage's weights and working set, at most M."""
+    room = usable_bytes(memory) - stage.fixed_bytes - stage.working_bytes
+    return micro_batches if room >= micro_batches * stage.stash_bytes else max(0, int(room / stage.stash_bytes))
+
+
+def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, policies: Sequence[str]) -> str:
+    """Return which stage lacks most memory, with the largest M and one micro-batch in flight, and the remedies."""
+    m = max(costs)
+    needs = [stage.fixed_bytes + stage.working_bytes + stage.stash_bytes for stage in costs[m]]
+    worst = max(range(len(needs)), key=lambda s: needs[s])
+    stage, missing = costs[m][worst], needs[worst] - memory
+    if needs[worst] <= usable_bytes(memory):
+        return (
+            f"schedule {' or '.join(policies)} keeps more micro-batches of stage {worst} in flight, "
+            f"{format_bytes(stage.stash_bytes)} each with M = {m}, than fit into a device's {format_bytes(memory)}: "
+            "use schedule 'auto'"
+        )
+    text = (
+        f"no schedule fits: with M = {m} and one micro-batch in flight, stage {worst} needs "
+        f"{format_bytes(needs[worst])} (weights, gradients and optimizer slots {format_bytes(stage.fixed_bytes)}, "
+        f"stash {format_bytes(stage.stash_bytes)}, working set {format_bytes(stage.working_bytes)}) and lacks "
+        f"{format_bytes(missing)} of a device's {format_bytes(memory)}"
+    )
+    if stage.fixed_bytes > memory:
+        return f"{text}. Its weights alone do not fit: use more stages, or an optimizer with fewer slots"
+    return (
+        f"{text}. Use more micro-batches, or more stages: recompute=True saves nothing with one micro-batch in flight"
+    )
+
+
+def _compare(seconds: float, chosen: float) -> str:
+    if not chosen or abs(seconds / chosen - 1) < _MIN_GAIN / 2:
+        return "takes as long"
+    return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, but holds more'}"

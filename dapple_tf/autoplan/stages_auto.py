@@ -1,0 +1,106 @@
+"""``stages="auto"``: profile the model on the device at hand, and let planner "best" choose stages and replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+from dapple_tf.autoplan.decision import PlanDecision, decide_on
+from dapple_tf.autoplan.measured_problem import (
+    PlanningInputs,
+    check_cluster,
+    detect_job_cluster,
+    measure_problem,
+    usable_devices,
+)
+from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
+from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.planner.api import run_planner
+from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
+from dapple_tf.planner.fit_cuts import fit_cuts
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from profiler.cluster import Cluster
+
+
+def choose_stages(inputs: PlanningInputs) -> PlanDecision:
+    """Return the fastest plan that planner "best" finds for the model; in a job, the fastest that uses every rank.
+
+    Without a cluster the plan uses the devices of this process that can run at the same time. Raises PlanError where
+    the cluster has more devices than this process, or not as many as there are ranks, where the links between servers
+    are unknown, and where no plan fits the memory or uses all ranks.
+    """
+    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else _detect_usable(inputs.devices))
+    check_cluster(inputs, cluster)
+    problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
+    candidates = _plan_with_replicas(problem) if inputs.replicable else _plan_without_replicas(problem)
+    chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
+    if not inputs.request.schedule_is_auto:
+        return decide_on(problem, chosen, "best", inputs.samples, None)
+    choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,))
+    return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
+
+
+def _detect_usable(devices: int) -> Cluster:
+    return Cluster.detect(usable_devices(devices))
+
+
+def _plan_with_replicas(problem: PlanningProblem) -> list[Candidate]:
+    """Return the plans that planner "best" finds, the best first."""
+    result = run_planner(problem, "best")
+    return [result.chosen, *result.runners_up]
+
+
+def _plan_without_replicas(problem: PlanningProblem) -> list[Candidate]:
+    """Return pipelines of one device per stage."""
+    size = problem.micro_batch_sizes[0]
+    found = []
+    for stages in range(1, problem.cluster.devices + 1):
+        cuts = fit_cuts(problem, [(device,) for device in range(stages)], size)
+        candidate = cuts and problem.evaluate(cuts, size, "straight")
+        if candidate:
+            found.append(candidate)
+    return found or [run_planner(problem, "gpipe").chosen]
+
+
+def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candidate], replicable: bool) -> Candidate:
+    """Return the fastest plan that uses all devices; warn where a plan with fewer devices is faster.
+
+    The user started that many processes, so none may be left out. Raises PlanError where no plan uses all.
+    """
+    devices = problem.cluster.devices
+    known = list(candidates)
+    if replicable:
+        known += [*baseline_candidates(problem), *fitted_baseline_candidates(problem)]
+    on_all = [candidate for candidate in known if _count_devices(candidate) == devices]
+    fastest = _fastest(candidates)
+    fewer = _count_devices(fastest)
+    if not on_all:
+        reason = (
+            f"a micro-batch has {problem.micro_batch_sizes[0]} samples"
+            if replicable
+            else "the model's result depends on how samples are divided (random numbers, batch norm), so stages are "
+            "not replicated"
+        )
+        raise PlanError(
+            f"no plan that fits uses all {devices} ranks of the job: {reason}, and "
+            f"{len(problem.chain.parameter_bytes)} blocks of {problem.profile.model!r} can be stages; start {fewer} "
+            f"process{'es' * (fewer > 1)}, or give stages and replicas"
+        )
+    chosen = _fastest(on_all)
+    if chosen.seconds > fastest.seconds:
+        warnings.warn(
+            f"{fewer} of the job's {devices} ranks would be faster, at {fastest.seconds:.3g} s per step, than all of "
+            f"them, at {chosen.seconds:.3g} s: start fewer processes, or make batches larger",
+            DappleWarning,
+            stacklevel=3,
+        )
+    return chosen
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _count_devices(candidate: Candidate) -> int:
+    return sum(stage.replicas for stage in candidate.stages)

@@ -1,0 +1,100 @@
+"""``stages=2`` or ``stages=["block_2"]``: the plan for stages that the user gives by number or by layer names."""
+
+from __future__ import annotations
+
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.recompute_option import choose_recompute
+from dapple_tf.autoplan.request import Request
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import Plan, StagePlan
+from graph_passes.analysis.layers import Layers
+from graph_passes.passes.partition import balance
+from graph_passes.schedules.policies import build_schedule, count_micro_batches, count_stages
+
+
+def plan_requested_stages(
+    request: Request, layers: Layers, costs: EstimatedCosts, global_batch_size: int, devices: int
+) -> Plan:
+    """Return the plan that ``request`` describes, for a batch of ``global_batch_size`` samples on ``devices`` devices.
+
+    A number of stages is cut so that they balance in estimated ``costs``. Stage by stage, devices are taken in order.
+    The schedule is dapple-a, and M what ``count_micro_batches`` returns, where they are "auto": the caller chooses them
+    later. Raises PlanError (counts that do not fit), PartitionError (cuts that cannot be made) or ScheduleError (a
+    schedule for another number of stages or micro-batches).
+    """
+    starts = _find_starts(request, layers, costs)
+    count = len(starts) + 1
+    replicas = tuple(request.replicas) if request.replicas is not None else (1,) * count
+    if len(replicas) != count:
+        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} stages, but there are {count}")
+    if min(replicas) < 1:
+        raise PlanError(f"replicas={list(replicas)}: every stage needs at least one device")
+    if sum(replicas) > devices:
+        raise PlanError(
+            f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are {devices}: "
+            "ask for fewer, or make more with dapple.init(devices=n)"
+        )
+    micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
+    check_batch_size(global_batch_size, micro_batches, replicas)
+    _check_schedule(request, count, micro_batches, global_batch_size // max(replicas))
+    bounds = [0, *starts, len(layers.layers)]
+    stages, used = [], 0
+    for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
+        stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
+        used += r
+    return Plan(
+        model=layers.graph.name,
+        planner="requested",
+        global_batch_size=global_batch_size,
+        micro_batch_size=-(-global_batch_size // micro_batches),
+        micro_batches=micro_batches,
+        schedule="dapple-a" if request.schedule_is_auto else request.schedule,
+        recompute=choose_recompute(request.recompute, layers, stages),
+        stages=tuple(stages),
+    )
+
+
+def _check_schedule(request: Request, stages: int, micro_batches: int, largest: int) -> None:
+    """Raise ScheduleError where the given schedule cannot run on ``stages`` stages with ``micro_batches``.
+
+    Where M is "auto", try the M that the schedule is written for, or else the ``largest`` possible.
+    """
+    name = request.schedule
+    if request.schedule_is_auto:
+        return
+    if not request.micro_batches_are_auto:
+        build_schedule(name, stages, micro_batches)
+    elif count_stages(name):
+        build_schedule(name, stages, count_micro_batches(name, range(1, largest + 1)) or largest)
+
+
+def _find_starts(request: Request, layers: Layers, costs: EstimatedCosts) -> list[int]:
+    """Return the first layer of every stage but the first."""
+    wanted = request.stages
+    if wanted == "auto":
+        wanted = len(request.replicas or (1,))
+    if isinstance(wanted, int):
+        return _balance(wanted, request, layers, costs)
+    starts = [layers.find(name) for name in wanted]
+    for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):
+        if after <= before:
+            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
+    return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
+
+
+def _balance(count: int, request: Request, layers: Layers, costs: EstimatedCosts) -> list[int]:
+    """Return the starts of ``count`` stages of balanced work; of unequal replicas only at cuts that can be split."""
+    if count < 1:
+        raise PlanError(f"stages={count}: there must be at least one")
+    positions = list(layers.positions())
+    if request.replicas is not None and len(set(request.replicas)) > 1:
+        positions = [p for p in positions if layers.cut(p).splittable]
+        if len(positions) < count - 1 <= len(layers.positions()):
+            raise PlanError(
+                f"{count} stages with different replicas {list(request.replicas)} are wanted. Such stages can meet "
+                "only where every tensor that crosses has a batch axis, and the model has only "
+                f"{len(positions)} such cut{'s' * (len(positions) != 1)}: give all stages equal replicas, or name the "
+                "layers that start them"
+            )
+    return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], count)

@@ -1,0 +1,99 @@
+"""Options that several commands share, and their parsing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
+from dapple_tf.autoplan.request import Request
+from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.plan import Plan
+
+MODEL_OPTIONS = [
+    click.argument("model"),
+    click.option("--batch-size", type=click.IntRange(1), help="Samples of a batch (the model's option batch_size)."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
+    click.option("--seed", default=None, type=int, help="Seed of the weights and the data (the model's option seed)."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout."),
+]
+"""Which model to run, for commands that run one."""
+
+PLAN_OPTIONS = [
+    click.option(
+        "--stages", default="auto", help="Number of stages, names of the layers that start one (a,b,c), or auto."
+    ),
+    click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
+    click.option("--micro-batches", default="8", show_default=True, help="M, the micro-batches of a step, or auto."),
+    SCHEDULE_OPTION,
+    click.option(
+        "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
+    ),
+    click.option(
+        "--recompute",
+        default="none",
+        show_default=True,
+        help="Layers that backward computes again: all, none, stages:0,1 or layer names (a,b,c).",
+    ),
+    click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
+    click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
+]
+"""How to pipeline the model."""
+
+
+def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a decorator that gives a command the options and arguments of ``lists``, in that order."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed([option for options in lists for option in options]):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def parse_request(
+    stages: str, replicas: str | None, micro_batches: str, schedule: str, recompute: str, **_: Any
+) -> Request:
+    """Return the Request that PLAN_OPTIONS state; UsageError where a number is not one."""
+    wanted_stages: int | list[str] | str = stages
+    if stages.isdecimal():
+        wanted_stages = int(stages)
+    elif stages != "auto":
+        wanted_stages = stages.split(",")
+    wanted_replicas = None
+    if replicas is not None:
+        problem = f"--replicas {replicas}: give one whole number for each stage, such as 2,1"
+        wanted_replicas = parse_numbers(replicas, problem)
+    if micro_batches != "auto" and not micro_batches.removeprefix("-").isdecimal():
+        raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
+    count = "auto" if micro_batches == "auto" else int(micro_batches)
+    return Request(wanted_stages, wanted_replicas, count, schedule, parse_recompute(recompute))
+
+
+def parse_recompute(text: str) -> Recompute:
+    """Return what ``--recompute`` states, as ``dapple.pipeline`` takes it.
+
+    Raises UsageError for stages that are no numbers.
+    """
+    if text in ("all", "none"):
+        return text == "all"
+    kind, colon, numbers = text.partition(":")
+    if colon and kind == "stages":
+        problem = f"--recompute {text}: give numbers of stages, such as stages:0,1"
+        return StageNumbers(parse_numbers(numbers, problem))
+    return tuple(text.split(","))
+
+
+def parse_numbers(text: str, problem: str) -> tuple[int, ...]:
+    """Return the whole numbers between commas; raise UsageError with the message ``problem`` for other text."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise click.UsageError(problem)
+    return tuple(int(part) for part in text.split(","))
+
+
+def load_plan(plan_path: str | None, **_: Any) -> Plan | None:
+    """Return the plan in the file of ``--plan``, None without the option; PlanError where the file holds no plan."""
+    return Plan.load(plan_path) if plan_path else None

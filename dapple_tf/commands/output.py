@@ -1,0 +1,42 @@
+"""Results on stdout: checks of output files, and a plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from dapple_tf.errors import UsageError
+from dapple_tf.plan import Plan
+from graph_passes.schedules.policies import abbreviate_schedule
+from profiler.files import find_write_problem
+
+
+def print_result(text: str) -> None:
+    """Print a result on stdout (progress and logs go to stderr)."""
+    click.echo(text)
+
+
+def check_output(path: str | None) -> None:
+    """Raise UsageError where ``path`` cannot be written; called before any work is done."""
+    if path is not None and (problem := find_write_problem(Path(path))):
+        raise UsageError(problem)
+
+
+def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:
+    """Return the plan as text: a line for the whole, and one for each stage with its devices and layers."""
+    lines = [
+        f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches of {plan.micro_batch_size} samples, "
+        f"schedule {abbreviate_schedule(plan.schedule)}{_describe_recompute(plan, len(layer_names))}"
+    ]
+    for i, stage in enumerate(plan.stages):
+        devices = ", ".join(map(str, stage.devices))
+        first, last = layer_names[stage.first_layer], layer_names[stage.last_layer]
+        lines.append(f"  stage {i}, device {devices}: {first} .. {last}")
+    return "\n".join(lines)
+
+
+def _describe_recompute(plan: Plan, layers: int) -> str:
+    count = len(plan.recomputed)
+    return f", recompute of {'all' if count == layers else f'{count} of {layers}'} layers" if count else ""

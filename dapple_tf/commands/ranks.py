@@ -1,0 +1,42 @@
+"""Rank 0 of a job prints and writes files; an error on one rank fails the others too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dapple_tf.commands.output import print_result
+from dapple_tf.distributed.membership import Job
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of ``job``, or this process alone without a job."""
+
+    job: Job | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes files: rank 0, or the only process."""
+        return self.job is None or self.job.rank == 0
+
+    def print_result(self, text: str) -> None:
+        """Print a result on stdout, on rank 0 only."""
+        if self.is_first:
+            print_result(text)
+
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns here, once it has succeeded on every rank; see ``Job.run_on_all``."""
+        return work() if self.job is None else self.job.run_on_all(work)
+
+    def run_on_first(self, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
+        return self.run_on_all(lambda: work() if self.is_first else None)
+
+    def wait_for_all(self) -> None:
+        """Return once every rank has come here: Horovod ends for all ranks when the first one exits."""
+        if self.job is not None:
+            self.job.gather(None)

@@ -1,0 +1,40 @@
+"""Start TensorFlow without the messages of its libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+
+def start_tensorflow(devices: int | None) -> None:
+    """Import TensorFlow and make the devices; see ``dapple.init``."""
+    with hide_startup_messages():
+        from dapple_tf.devices import home_device, init
+
+        init(devices)
+        home_device()
+
+
+@contextlib.contextmanager
+def hide_startup_messages() -> Iterator[None]:
+    """Keep what is written to stderr inside the block, and show it only if the block fails.
+
+    While they start, TensorFlow's libraries print notes about the processor, past Python's ``sys.stderr``.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as hidden:
+        os.dup2(hidden.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(stderr, 2)
+            hidden.seek(0)
+            os.write(2, hidden.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)

@@ -1,0 +1,32 @@
+"""The options of ``dapple train`` that are not about the model or its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train, and what to write.
+
+    ``steps``: the number of the last step. ``trace``: file for the timeline of the last step. ``tensorboard``: folder
+    for curves. ``checkpoint_every``: steps between checkpoints. ``compare``: steps of the un-pipelined model to time.
+    """
+
+    steps: int
+    trace: str | None = None
+    tensorboard: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    check_numerics: bool = False
+    compare: int = 0
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints: by default a tenth of all."""
+        return self.checkpoint_every or max(1, self.steps // 10)
+
+    @property
+    def records_curves(self) -> bool:
+        """Whether steps are recorded for TensorBoard: a step that checks its numbers cannot record its times."""
+        return self.tensorboard is not None and not self.check_numerics

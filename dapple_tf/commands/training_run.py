@@ -1,0 +1,178 @@
+"""A run of ``dapple train``, step by step: plan, build, resume, train, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from dapple_tf.autoplan.request import Request
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.commands.cluster_option import load_optional_cluster
+from dapple_tf.commands.model_loading import load_model
+from dapple_tf.commands.observation import Observer
+from dapple_tf.commands.options import load_plan, parse_request
+from dapple_tf.commands.output import describe_plan
+from dapple_tf.commands.plain import time_plain_model
+from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.tensorboard import Scalars, check_folder
+from dapple_tf.commands.train_report import TrainReport, report_run
+from dapple_tf.commands.train_settings import TrainSettings
+from dapple_tf.commands.training_loop import RunResult, repeat_batches, run_steps
+from dapple_tf.distributed import membership
+from dapple_tf.drawing.save import check_path
+from dapple_tf.plan import Plan
+from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.timeline.picture import save_recording
+from graph_passes.schedules.policies import abbreviate_schedule
+
+Batches = Iterator[tuple[Any, ...]]
+
+
+def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
+    """Train as ``settings`` and the ``options`` of the model and the plan state, and print the results.
+
+    In a job every rank calls it, and rank 0 prints and writes.
+    """
+    ranks = Ranks(membership.current())
+    _check_output_paths(settings, ranks)
+    plan, request = ranks.run_on_all(lambda: (load_plan(**options), parse_request(**options)))
+    plain_speed = time_plain_model(settings.compare, **options) if settings.compare else None
+    step, first, batches = ranks.run_on_all(lambda: _make_step(plan, request, options))
+    _build(step, first, settings, ranks)
+    checkpoints, done, batches = _resume(step, batches, settings, ranks)
+    run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings))
+    ranks.wait_for_all()
+    report = _report(report_run(run, step.plan, plain_speed), step, settings, options["model"], ranks)
+    ranks.print_result(str(report))
+    if options["as_json"]:
+        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+
+
+def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
+    """Raise, before the model is made, for a trace or a folder that rank 0 cannot write."""
+    trace, tensorboard = settings.trace, settings.tensorboard
+    if trace:
+        ranks.run_on_first(lambda: check_path(trace))
+    if tensorboard:
+        ranks.run_on_first(lambda: check_folder(tensorboard))
+
+
+def _make_step(
+    plan: Plan | None, request: Request, options: Mapping[str, Any]
+) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:
+    """Return the step of the model that ``options`` name, its first batch, and all its batches without end."""
+    workload = load_model(**options)
+    cluster = load_optional_cluster(**options)
+    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan, cluster=cluster)
+    batches = repeat_batches(workload.dataset)
+    first = next(batches)
+    return step, first, itertools.chain([first], batches)
+
+
+def _build(step: PipelinedStep, first: tuple[Any, ...], settings: TrainSettings, ranks: Ranks) -> None:
+    """Plan and compile the step for the first batch; print the plan, the reasons for it, and the predicted memory."""
+    step.check_numerics = settings.check_numerics
+    step.build(*first, record=settings.records_curves)
+    ranks.print_result(describe_plan(step.plan, step.layer_names))
+    if step.choice is not None:
+        ranks.print_result(str(step.choice))
+    ranks.print_result(str(step.report))
+
+
+def _resume(
+    step: PipelinedStep, batches: Batches, settings: TrainSettings, ranks: Ranks
+) -> tuple[Checkpoints | None, int, Batches]:
+    """Restore the last checkpoint; return the checkpoints, the steps already done, and the batches that follow.
+
+    Raises ClickException where all steps are done.
+    """
+    folder = settings.checkpoint_dir
+    if not folder:
+        return None, 0, batches
+    checkpoints = Checkpoints(folder, step)
+    position = checkpoints.restore()
+    ranks.run_on_all(lambda: _check_unfinished(folder, position.steps, settings.steps))
+    if not position.steps:
+        return checkpoints, 0, batches
+    ranks.print_result(f"resumed after step {position.steps} from {folder}")
+    return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
+
+
+def _check_unfinished(folder: str, done: int, steps: int) -> None:
+    if done >= steps:
+        raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")
+
+
+def _save_after(checkpoints: Checkpoints | None, settings: TrainSettings) -> Callable[[int], None] | None:
+    """Return a function that saves a checkpoint after a step with this number, where one is due."""
+    if checkpoints is None:
+        return None
+
+    def save(number: int) -> None:
+        if number % settings.checkpoint_interval == 0 or number == settings.steps:
+            checkpoints.save(number)
+
+    return save
+
+
+def _train(
+    step: PipelinedStep,
+    batches: Batches,
+    settings: TrainSettings,
+    ranks: Ranks,
+    done: int,
+    save_after: Callable[[int], None] | None,
+) -> RunResult:
+    """Train until the last step, recording steps for the trace and the curves."""
+    tensorboard = settings.tensorboard
+    scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
+    observer = Observer(
+        step,
+        done + 1,
+        settings.steps,
+        trace=settings.trace is not None,
+        curves=settings.records_curves,
+        scalars=scalars,
+        job=ranks.job,
+        tell=ranks.print_result,
+    )
+    try:
+        return run_steps(
+            observer.run,
+            batches,
+            settings.steps - done,
+            "training",
+            done=done,
+            after=save_after,
+            observe=observer.observe,
+            shown=ranks.is_first,
+        )
+    finally:
+        if scalars is not None:
+            scalars.close()
+
+
+def _report(report: TrainReport, step: PipelinedStep, settings: TrainSettings, model: str, ranks: Ranks) -> TrainReport:
+    """Return the report with the memory, the trace and the curves; rank 0 saves the trace."""
+    memory = step.report
+    report = report.extended(memory=memory.to_json())
+    if settings.trace and ranks.is_first:
+        plan = step.plan
+        title = f"{model.rpartition(':')[2]}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+        recording = dataclasses.replace(step.recording, title=title)
+        save_recording(recording, settings.trace)
+        report = report.extended(
+            str(recording),
+            f"timeline of one step: {settings.trace}",
+            str(memory),
+            trace=settings.trace,
+            timeline=recording.to_json(),
+        )
+    if settings.tensorboard:
+        report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
+    return report
