@@ -1,1 +1,1 @@
-"""Measured facts: what each layer of a model costs, and what the cluster it runs on can do."""
+"""Profiles (the cost of each layer of a model) and clusters (servers, devices and links), without TensorFlow."""

@@ -1,4 +1,4 @@
-"""The machines at hand: servers, devices, and the links between them.
+"""A cluster: servers, devices, and the links between them.
 
 File format ``dapple-cluster/1`` (YAML or JSON).
 """
@@ -28,7 +28,7 @@ FORMAT = "dapple-cluster/1"
 
 @dataclass(frozen=True)
 class Server:
-    """A machine with ``devices`` devices."""
+    """A machine and its number of devices."""
 
     name: str
     devices: int
@@ -36,7 +36,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Link:
-    """``bandwidth`` in bytes a second, ``latency`` in seconds."""
+    """A link: ``bandwidth`` in bytes per second, ``latency`` in seconds."""
 
     bandwidth: float
     latency: float
@@ -52,11 +52,12 @@ _BETWEEN_PROCESSES = Link(bandwidth=2.5e9, latency=0.5e-3)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Servers whose devices are numbered through from 0; each device has ``device_memory`` bytes.
+    """Servers and their links. Devices are numbered from 0, server by server.
 
-    ``intra_server`` joins the devices of a server, ``inter_server`` is each server's network interface. ``links``
-    are the exceptions: pairs of server names (in either order; a pair of the same name twice is that server's
-    inside) that have a link of their own. Raises ClusterError naming the field that cannot be.
+    ``device_memory``: bytes of each device. ``intra_server``: the link between devices of one server.
+    ``inter_server``: the network interface of each server. ``links``: pairs of server names that have a link of their
+    own, in either order; a pair of one name twice is the link inside that server. Raises ClusterError naming the field
+    that is wrong.
     """
 
     servers: tuple[Server, ...]
@@ -81,24 +82,27 @@ class Cluster:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """The server (index) of every device."""
+        """The index of each device's server."""
         return tuple(
             itertools.chain.from_iterable([index] * server.devices for index, server in enumerate(self.servers))
         )
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.homes)
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two servers (by index), or inside one."""
+        """Return the link between two servers (by index), or inside one."""
         names = self.servers[a].name, self.servers[b].name
         own = self.links.get(names) or self.links.get(names[::-1])
         return own or (self.intra_server if a == b else self.inter_server)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster to ``path``, all or nothing: JSON where it ends in .json, else YAML."""
+        """Write the cluster to ``path``, as JSON if it ends in .json, else as YAML; a failure leaves the old file.
+
+        Raises ClusterError where the file cannot be written.
+        """
         data = _to_data(self)
         as_json = Path(path).suffix.lower() == ".json"
         text = json.dumps(data, indent=2) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False)
@@ -110,9 +114,9 @@ class Cluster:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster; ClusterError names the file and the field that is wrong.
+        """Read a cluster from a JSON or YAML file; ClusterError names the file and the field that is wrong.
 
-        Where there is one server ``inter_server`` may be missing; where each has one device, ``intra_server``.
+        ``inter_server`` may be missing if there is one server, and ``intra_server`` if every server has one device.
         """
         with naming_file(path, ClusterError):
             return _from_data(_read(path))
@@ -187,7 +191,7 @@ def _check_above_zero(where: str, value: float) -> None:
 def _check_link(where: str, link: Link) -> None:
     _check_above_zero(f"{where}.bandwidth", link.bandwidth)
     if not (math.isfinite(link.latency) and link.latency >= 0):
-        raise ClusterError(f"{where}.latency is {link.latency}, not a finite number from 0")
+        raise ClusterError(f"{where}.latency is {link.latency}, not a finite number of at least 0")
 
 
 def _to_data(cluster: Cluster) -> dict[str, Any]:
@@ -211,7 +215,7 @@ def _link_to_data(link: Link) -> dict[str, str]:
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
-    """The file's data: JSON or YAML by its suffix, and by its first character where the suffix is neither's."""
+    """Return the file's data: as JSON or YAML by its suffix, or by its first character if the suffix is another."""
     suffix = Path(path).suffix.lower()
     text = "" if suffix in (".json", ".yaml", ".yml") else read_text(path, ClusterError)
     if suffix == ".json" or text.lstrip().startswith("{"):

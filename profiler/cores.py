@@ -1,4 +1,4 @@
-"""Hold this process to a few cores, as a device that shares the machine with others has only a few."""
+"""Limit this process to a few cores, since a device that shares the machine with others has only a few."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _THREADS = Path("/proc/self/task")
 
 @contextlib.contextmanager
 def limit_to_cores(count: int) -> Iterator[None]:
-    """While open, all threads of this process run on ``count`` of its cores; nothing happens off Linux.
+    """Run all threads of this process on ``count`` of its cores inside the block (on Linux; elsewhere do nothing).
 
-    The affinity of each thread comes back afterwards; threads started meanwhile get this thread's.
+    The affinity of each thread is restored afterwards; threads started inside the block get this thread's.
     """
     if not _THREADS.is_dir():
         yield
@@ -23,7 +23,7 @@ def limit_to_cores(count: int) -> Iterator[None]:
     few = set(sorted(own)[:count])
     before: dict[int, set[int]] = {}
     for thread in _threads():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             before[thread] = os.sched_getaffinity(thread)
             os.sched_setaffinity(thread, few)
     try:

@@ -1,4 +1,4 @@
-"""What the profiler's files and measurements raise; each message names file, line or field, and what to do."""
+"""Errors of the profiler's files and measurements. Each message names the file, line or field, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checked fields of parsed JSON or YAML: what is missing or wrong is named by its path, ``layers[3].name``."""
+"""Read and check the fields of parsed JSON or YAML; errors name a field by its path, such as ``layers[3].name``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import yaml
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of one object. ``where`` is its path in the file, ``error`` what is raised; all methods raise it."""
+    """The fields of one object of a file.
+
+    ``where``: the object's path in the file. ``error``: the type that all methods raise for a missing or wrong field.
+    """
 
     data: Mapping[str, Any]
     error: type[ValueError]
@@ -28,7 +31,10 @@ class Fields:
     def of(
         value: Any, error: type[ValueError], *, known: Sequence[str], where: str = "", file_format: str | None = None
     ) -> Fields:
-        """The fields of ``value``, all of them ``known``; ``file_format`` is what its field ``format`` must say."""
+        """Return the fields of ``value``; unknown fields are errors.
+
+        ``file_format``: the required value of the field ``format``, at the top of a file.
+        """
         if file_format is not None:
             found = value.get("format") if isinstance(value, dict) else type(value).__name__
             if not isinstance(value, dict) or found != file_format:
@@ -41,77 +47,82 @@ class Fields:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-                raise error(f"{prefix}{key} is no field of this file; {hint}")
+                raise error(f"{prefix}{key} is not a field of this file; {hint}")
         return Fields(value, error, prefix)
 
     def has(self, key: str) -> bool:
-        """Whether an optional field is there; null is not."""
+        """Return whether an optional field is present and not null."""
         return self.data.get(key) is not None
 
     def text(self, key: str) -> str:
+        """Return a string."""
         value = self._get(key)
         if not isinstance(value, str):
-            raise self.error(f"{self.where}{key} is {value!r}, not a text")
+            raise self.error(f"{self.where}{key} is {value!r}, not a string")
         return value
 
     def integer(self, key: str) -> int:
-        """A whole number from 0."""
+        """Return a whole number of at least 0."""
         return self._integer(self._get(key), key)
 
     def number(self, key: str) -> float:
-        """A finite number from 0."""
+        """Return a finite number of at least 0."""
         return self._number(self._get(key), key)
 
     def scalar(self, key: str) -> str | float:
-        """A text, or a finite number from 0: a quantity with or without its unit."""
+        """Return a string, or a finite number of at least 0: a quantity with or without its unit."""
         value = self._get(key)
         return value if isinstance(value, str) else self._number(value, key)
 
     def flag(self, key: str) -> bool:
+        """Return true or false."""
         value = self._get(key)
         if not isinstance(value, bool):
             raise self.error(f"{self.where}{key} is {value!r}, not true or false")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object whose fields are anyone's."""
+        """Return an object with any fields."""
         value = self._get(key)
         if not isinstance(value, dict):
             raise self.error(f"{self.where}{key} is {value!r}, not an object")
         return value
 
     def inner(self, key: str, known: Sequence[str]) -> Fields:
-        """An object."""
+        """Return the fields of an object."""
         return Fields.of(self._get(key), self.error, known=known, where=self.where + key)
 
     def each(self, key: str, known: Sequence[str]) -> tuple[Fields, ...]:
-        """A list of objects."""
+        """Return the fields of every object of a list."""
         return tuple(
             Fields.of(item, self.error, known=known, where=f"{self.where}{key}[{index}]")
             for index, item in enumerate(self.items(key))
         )
 
     def items(self, key: str) -> list[Any]:
-        """A list of anything."""
+        """Return a list of any values."""
         value = self._get(key)
         if not isinstance(value, list):
             raise self.error(f"{self.where}{key} is {value!r}, not a list")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings."""
         for index, item in enumerate(self.items(key)):
             if not isinstance(item, str):
-                raise self.error(f"{self.where}{key}[{index}] is {item!r}, not a text")
+                raise self.error(f"{self.where}{key}[{index}] is {item!r}, not a string")
         return tuple(self.items(key))
 
     def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of whole numbers of at least 0."""
         return tuple(self._integer(item, f"{key}[{index}]") for index, item in enumerate(self.items(key)))
 
     def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers of at least 0."""
         return tuple(self._number(item, f"{key}[{index}]") for index, item in enumerate(self.items(key)))
 
     def pairs(self, key: str) -> tuple[tuple[int, int], ...]:
-        """A list of pairs of whole numbers."""
+        """Return a list of pairs of whole numbers of at least 0."""
         pairs = []
         for index, item in enumerate(self.items(key)):
             if not isinstance(item, list) or len(item) != 2:
@@ -127,20 +138,20 @@ class Fields:
 
     def _integer(self, value: Any, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{self.where}{key} is {value!r}, not a whole number")
+            raise self.error(f"{self.where}{key} is {value!r}, not a whole number of at least 0")
         return value
 
     def _number(self, value: Any, key: str) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # a whole number beyond all floats
+            with contextlib.suppress(OverflowError):  # a whole number larger than any float
                 if math.isfinite(value) and value >= 0:
                     return float(value)
-        raise self.error(f"{self.where}{key} is {value!r}, not a finite number from 0")
+        raise self.error(f"{self.where}{key} is {value!r}, not a finite number of at least 0")
 
 
 @contextlib.contextmanager
 def naming_file(path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
-    """Errors raised inside say which file they are about."""
+    """Prefix errors of type ``error`` raised inside the block with ``path``."""
     try:
         yield
     except error as found:
@@ -148,7 +159,7 @@ def naming_file(path: str | os.PathLike[str], error: type[ValueError]) -> Iterat
 
 
 def read_text(path: str | os.PathLike[str], error: type[ValueError], kind: str = "text") -> str:
-    """A file of ``kind``, in UTF-8. Raises ``error`` for one that is not there or not text."""
+    """Return the text of a file of ``kind``, in UTF-8. Raises ``error`` if it does not exist or is not text."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as found:
@@ -158,7 +169,7 @@ def read_text(path: str | os.PathLike[str], error: type[ValueError], kind: str =
 
 
 def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
-    """What a JSON file holds. Raises ``error`` for one that is none; NaN, Infinity and repeated fields are none."""
+    """Return the data of a JSON file. Raises ``error`` for other files, for NaN, Infinity and repeated fields."""
     text = read_text(path, error, "JSON")
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats)
@@ -167,7 +178,7 @@ def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
 
 
 def read_yaml(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
-    """What a YAML (or JSON) file holds, plain data only: nothing in it is run. Raises ``error`` for other files."""
+    """Return the data of a YAML (or JSON) file; nothing in it is executed. Raises ``error`` for other files."""
     text = read_text(path, error, "YAML")
     try:
         return yaml.load(text, _PlainLoader)
@@ -176,7 +187,7 @@ def read_yaml(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a figure")
+    raise ValueError(f"{name} is not a number")
 
 
 def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,7 +199,7 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """yaml.SafeLoader, but a field given twice is an error, as in JSON."""
+    """yaml.SafeLoader that rejects a repeated field, as the JSON reader does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

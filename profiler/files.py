@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Write files so that a crash never leaves a part of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
-    """A place to write the file in; it becomes ``path`` when all went well, else ``path`` stays as it was."""
+    """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -21,13 +21,16 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) so that a crash leaves the old file or the new one, never a part."""
+    """Write a text file (UTF-8) so that a crash leaves either the old file or the new one."""
     with atomic_replacement(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def find_write_problem(path: Path) -> str:
-    """Make the folder of ``path``; why a file cannot be written there ("" if it can), to know before any work."""
+    """Make the folder of ``path``, and return why a file cannot be written there; "" if it can.
+
+    Called before any work whose result would be lost.
+    """
     if path.is_dir():
         return f"{path} is a folder"
     if path.exists() and not os.access(path, os.W_OK):

@@ -1,4 +1,4 @@
-"""Profiles that other systems wrote: the graph.txt of PipeDream and DAPPLE."""
+"""Read profiles that other systems wrote: the graph.txt of PipeDream and DAPPLE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from profiler.topology import check_runnable
 _BATCH = re.compile(r"-pbs-(\d+)")
 _EDGE = re.compile(r"(node\d+)\s+--\s+(node\d+)")
 _HEAD = re.compile(r"(node\d+)\s+--\s+(.*)")
-# A name may hold " -- ", commas, "=" and parentheses: the figures start at the last " -- forward_compute_time=".
+# A name may contain " -- ", commas, "=" and parentheses: the figures start at the last " -- forward_compute_time=".
 _NODE = re.compile(r"(.*)\s--\s+(forward_compute_time\s*=.*)")
 _FIGURE = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$|--)")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -29,16 +29,16 @@ _INPUT = "Input"
 
 @dataclass(frozen=True)
 class _Node:
-    """A node line: its number in the file, and its name and figures in seconds and bytes."""
+    """A node's line: its number in the file, and the node's name and costs in seconds and bytes."""
 
     line: int
     cost: LayerCost
 
 
 def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, size_scale: float = 1.0) -> Profile:
-    """The profile in a dapple-profile (JSON) or graph.txt file, told apart by content.
+    """Return the profile in a dapple-profile (JSON) or graph.txt file; its content says which it is.
 
-    ``batch_size`` and ``size_scale`` are for graph.txt; see ``read_graph_file``. Raises ProfileError.
+    ``batch_size`` and ``size_scale``: only for graph.txt, see ``read_graph_file``. Raises ProfileError.
     """
     with naming_file(path, ProfileError):
         text = read_text(path, ProfileError)
@@ -46,26 +46,27 @@ def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, si
     if graph and not text.lstrip().startswith(("{", "[")):
         return read_graph_file(path, batch_size, size_scale)
     if batch_size is not None or size_scale != 1:
-        raise ProfileError(f"{path}: batch_size and size_scale are for graph.txt files; this profile says its own")
+        raise ProfileError(f"{path}: batch_size and size_scale are for graph.txt files; a dapple-profile holds its own")
     return Profile.load(path)
 
 
 def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None, size_scale: float = 1.0) -> Profile:
-    """The profile in a graph.txt of PipeDream or DAPPLE.
+    """Return the profile in a graph.txt of PipeDream or DAPPLE.
 
-    Times are milliseconds and sizes bytes, of a batch of ``batch_size`` samples (absent: the N of ``-pbs-N`` in the
-    file's name); ``size_scale`` multiplies all sizes (1.048576 for a file that counts MiB as 1e6 bytes). Nodes whose
-    name starts with "Input" cost nothing. The file does not say what backward keeps: a layer's output is assumed,
-    and nothing where neither direction takes time. Layers come in the file's order where they can run in it, but
-    what reads nothing (or only such as costs nothing) comes right before its first reader, so that its output
-    crosses no more cuts than it must. Repeated names get their node's. Raises ProfileError naming file and line.
+    Times are in milliseconds and sizes in bytes, for a batch of ``batch_size`` samples (by default the N of ``-pbs-N``
+    in the file's name). ``size_scale`` multiplies all sizes (1.048576 for a file that counts MiB as 1e6 bytes). Nodes
+    whose name starts with "Input" cost nothing. The file does not say what backward keeps: a layer's output is assumed,
+    or nothing if neither direction takes time. Layers keep the file's order where they can run in it, except those
+    that read nothing, or only from such layers without cost: these come right before their first reader, so that
+    their output crosses as few cuts as possible. A repeated name is prefixed with its node's. Raises ProfileError
+    naming file and line.
     """
     with naming_file(path, ProfileError):
         name = Path(path).stem
         if batch_size is None:
             found = _BATCH.search(name)
             if not found:
-                raise ProfileError("the file's name has no '-pbs-N', so say the batch_size it was measured with")
+                raise ProfileError("the file's name has no '-pbs-N', so give the batch_size that it was measured with")
             batch_size = int(found[1])
         if not (math.isfinite(size_scale) and size_scale > 0):
             raise ProfileError(f"size_scale is {size_scale}, not a finite number above 0")
@@ -73,7 +74,7 @@ def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None,
 
 
 def _parse(text: str, size_scale: float) -> tuple[dict[str, _Node], dict[tuple[str, str], int]]:
-    """The nodes in the file's order, and the edges with their (first) line."""
+    """Return the nodes in the file's order, and the first line of each edge."""
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -93,26 +94,26 @@ def _parse(text: str, size_scale: float) -> tuple[dict[str, _Node], dict[tuple[s
     for (source, target), number in edges.items():
         for node in (source, target):
             if node not in nodes:
-                raise ProfileError(f"line {number}: {source} -- {target} names {node}, which no line describes")
+                raise ProfileError(f"line {number}: {source} -- {target} names {node}, but no line describes it")
         if source == target:
-            raise ProfileError(f"line {number}: {source} -- {target} joins a node to itself")
+            raise ProfileError(f"line {number}: {source} -- {target} is an edge from a node to itself")
     return nodes, edges
 
 
 def _parse_node(text: str, line: int, size_scale: float) -> _Node:
-    """A node line without its ``nodeN -- ``."""
+    """Parse a node's line without its ``nodeN -- ``."""
     match = _NODE.fullmatch(text)
     if not match:
-        raise ProfileError(f"line {line}: {text!r} lacks forward_compute_time; is the file cut short?")
+        raise ProfileError(f"line {line}: {text!r} lacks forward_compute_time; is the file truncated?")
     name, tail = match[1].strip(), match[2]
     given = dict(_FIGURE.findall(tail))
     odd = _FIGURE.sub("", tail).strip()
     if odd:
-        raise ProfileError(f"line {line}: cannot read {odd!r} among the figures of {name!r}; is the file cut short?")
+        raise ProfileError(f"line {line}: cannot read {odd!r} among the figures of {name!r}; is the file truncated?")
     values = []
     for figure in _FIGURES:
         if figure not in given:
-            raise ProfileError(f"line {line}: {name!r} lacks {figure}; is the file cut short?")
+            raise ProfileError(f"line {line}: {name!r} lacks {figure}; is the file truncated?")
         values.append(_parse_figure(given[figure], figure, line))
     forward, backward, activation, parameters = values
     if name.startswith(_INPUT):
@@ -123,13 +124,13 @@ def _parse_node(text: str, line: int, size_scale: float) -> _Node:
 
 
 def _parse_figure(text: str, figure: str, line: int) -> float:
-    """A number, or the sum of a list of outputs ``[a; b]``."""
+    """Return a number, or the sum of a list of outputs ``[a; b]``."""
     parts = text[1:-1].split(";") if text.startswith("[") and figure == "activation_size" else [text]
     total = 0.0
     for part in map(str.strip, parts):
         value = float(part) if _NUMBER.fullmatch(part) else math.nan
         if not math.isfinite(value) or value < 0:
-            raise ProfileError(f"line {line}: {figure} is {text!r}, not a finite number from 0")
+            raise ProfileError(f"line {line}: {figure} is {text!r}, not a finite number of at least 0")
         total += value
     return total
 
@@ -153,18 +154,18 @@ def _build(model: str, batch_size: int, nodes: Mapping[str, _Node], edges: Mappi
 
 
 def _order(graph: nx.DiGraph[int], costs: list[LayerCost]) -> list[int]:
-    """The nodes as they can run, in the file's order where possible; see ``read_graph_file`` for the exception."""
+    """Return the nodes in an order in which they can run; see ``read_graph_file``."""
     order = list(nx.lexicographical_topological_sort(graph, key=lambda node: node))
     place = {node: position for position, node in enumerate(order)}
-    loose: set[int] = set()  # nodes that can come late at no cost: their inputs are nothing, or free and loose
+    movable: set[int] = set()  # nodes that can come later at no cost: without inputs, or with free movable inputs only
     for node in order:
-        if all(source in loose and _is_free(costs[source]) for source in graph.predecessors(node)):
-            loose.add(node)
-    slot: dict[int, int] = {}  # where a node goes: before the first reader that has its own place
+        if all(source in movable and _is_free(costs[source]) for source in graph.predecessors(node)):
+            movable.add(node)
+    slot: dict[int, int] = {}  # the place of a node: that of its first reader that is not movable
     for node in reversed(order):
-        readers = [slot[reader] for reader in graph.successors(node)] if node in loose else []
+        readers = [slot[reader] for reader in graph.successors(node)] if node in movable else []
         slot[node] = min(readers, default=place[node])
-    # A reader that is not loose has its slot to itself and is last in it, since it is last in `order`, too.
+    # In each slot the one node that is not movable comes last, since it comes last in `order`, too.
     return sorted(order, key=lambda node: (slot[node], place[node]))
 
 

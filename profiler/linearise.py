@@ -1,4 +1,4 @@
-"""A profile as a chain of blocks: what lies between the cuts that planners choose from."""
+"""A profile as a chain of blocks: the layers between the cuts that planners choose from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from profiler.profile import Floats, Profile
 class Chain:
     """Blocks of layers; block k holds layers ``positions[k]`` to ``positions[k + 1] - 1``.
 
-    One figure a block: ``parameter_bytes``; ``stash_bytes`` (kept for backward) and ``working_bytes`` (the largest
-    of a layer) for the profile's batch. One entry an inner position (before blocks 1, 2 ...): ``crossing_bytes``
-    for the profile's batch, and ``splittable``, whether stages of unequal replicas can meet there.
+    Per block: ``parameter_bytes``, and for the profile's batch ``stash_bytes`` (kept for backward) and
+    ``working_bytes`` (of the largest layer). Per inner position (before blocks 1, 2 ...): ``crossing_bytes`` for the
+    profile's batch, and ``splittable``: whether stages with different replicas can meet there.
     """
 
     profile: Profile
@@ -34,7 +34,7 @@ class Chain:
         return self.profile.batch_size
 
     def block_seconds(self, samples: float) -> tuple[Floats, Floats]:
-        """Seconds of each block's forward and backward of ``samples`` samples."""
+        """Return the forward and backward seconds of each block for ``samples`` samples."""
         starts = self.positions[:-1]
         return (
             np.add.reduceat(self.profile.forward_seconds(samples), starts),
@@ -42,22 +42,23 @@ class Chain:
         )
 
     def weights_seconds(self, samples: float) -> Floats:
-        """Seconds of each block's gradients of weights, a part of its backward, of ``samples`` samples."""
+        """Return the seconds of each block's weight gradients, a part of its backward, for ``samples`` samples."""
         return np.add.reduceat(self.profile.weights_seconds(samples), self.positions[:-1])
 
 
 def linearise(profile: Profile) -> Chain:
-    """The chain of a profile; a DAG's outputs that skip over a cut are carried across it (``crossing_bytes``).
+    """Return the chain of a profile; outputs that skip over a cut count in its ``crossing_bytes``.
 
-    Cuts that only free layers lie between (no seconds, parameters or stash: views, inputs) divide the work alike,
-    so of each such run only the first with the least bytes stays, and the first splittable one where that one is
-    not. A cut with only free layers before or after it would make a stage without work and goes, too.
+    Free layers (views, inputs) have no seconds, parameters or stash. Cuts with only free layers between them divide
+    the work equally, so of each such group only the first with the least bytes is kept, and also the first splittable
+    one if that one is not. Cuts with only free layers before or after them would make a stage without work, and are
+    dropped.
     """
     return cut_chain(profile, _kept_positions(profile))
 
 
 def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
-    """The chain of a profile cut at these positions, ascending."""
+    """Return the chain of a profile that is cut at the positions ``inner``, ascending."""
     crossing = profile.crossing_bytes()
     positions = (0, *inner, len(profile.layers))
     starts = positions[:-1]
@@ -73,9 +74,9 @@ def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
 
 
 def _kept_positions(profile: Profile) -> tuple[int, ...]:
-    """The positions worth cutting at; see ``linearise``."""
+    """Return the positions to cut at; see ``linearise``."""
     crossing, unsplittable = profile.crossing_bytes(), set(profile.unsplittable)
-    work = np.cumsum([0, *(not free for free in profile.free_layers)])  # layers with work before each position
+    work = np.cumsum([0, *(not free for free in profile.free_layers)])  # number of layers with work before a position
     runs: dict[int, list[int]] = {}
     for position in profile.positions():
         if 0 < work[position] < work[-1]:

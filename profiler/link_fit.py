@@ -1,4 +1,4 @@
-"""From measured times to links, and from links to a cluster: the part of the probe that needs no other process."""
+"""Fit links to measured times, and describe a cluster by its links; this part of the probe needs no other process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import numpy as np
 from profiler.cluster import Cluster, Link, Server
 from profiler.errors import ClusterError
 
-TOLERANCE = 0.25  # a pair of servers whose link is within this share of the median has none of its own
+TOLERANCE = 0.25  # a pair of servers gets a link of its own if it differs from the median by more than this share
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link that moves ``sizes`` (bytes) in about ``seconds``: time = latency + bytes / bandwidth.
+    """Return the link that moves ``sizes`` (bytes) in about ``seconds``: time = latency + bytes / bandwidth.
 
-    The line is the one with the least sum of errors, each divided by the root of its time: absolute errors would
-    leave the latency to chance, and relative ones the bandwidth to the middle sizes, where bursts are. Unlike the
-    line of least squares it is not bent by one disturbed size. It passes through two of the points, or through one
-    and the origin: all are tried. Its latency is never negative and its bandwidth is positive and finite: where time
-    does not grow with size, the bandwidth is taken to be 100 times what the largest size would need if it were all
-    that costs, since more cannot be told.
+    The line minimises the sum of absolute errors, each divided by the root of its time. (Unweighted errors would leave
+    the latency to chance; relative ones would let the middle sizes, where bursts are, decide the bandwidth. Least
+    squares would follow a single disturbed size.) Such a line passes through two of the points, or through one and
+    the origin, so all of these are tried. The latency is never negative, and the bandwidth positive and finite: where
+    time does not grow with size, it is taken to be 100 times the largest size over its time, an upper bound.
 
     Raises:
-        ClusterError: Fewer than two distinct sizes, or figures that are not positive and finite.
+        ClusterError: There are fewer than two distinct sizes, or numbers that are not positive and finite.
     """
     bytes_, times = np.asarray(sizes, float), np.asarray(seconds, float)
     if bytes_.shape != times.shape or len(np.unique(bytes_)) < 2:
-        raise ClusterError(f"a link is fitted to one time for each of two or more sizes, not to {times} for {bytes_}")
+        raise ClusterError(
+            f"fitting a link needs one time for each of two or more sizes, not times {times} for sizes {bytes_}"
+        )
     if not (np.isfinite([bytes_, times]).all() and (bytes_ > 0).all() and (times > 0).all()):
         raise ClusterError(f"a link's sizes and times must be positive and finite: {bytes_} bytes in {times} s")
     flattest = times / bytes_.max() / 100
@@ -46,11 +47,12 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
 def describe_cluster(
     servers: Sequence[Server], device_memory: float, measured: Mapping[tuple[str, str], Link]
 ) -> Cluster:
-    """The cluster of these servers, from the links ``measured`` between pairs of their names (or inside one: twice it).
+    """Return the cluster of these servers with the links ``measured`` between pairs of them, or inside one.
 
-    ``intra_server`` and ``inter_server`` are the medians; a pair has a link of its own where bandwidth or latency
-    differs from the median by more than a quarter. Figures are rounded to three digits. Without a pair of one kind,
-    the other kind's median stands in: no two devices use it. ``device_memory`` is in bytes.
+    Pairs are of server names; a link inside a server has its name twice. ``intra_server`` and ``inter_server`` are the
+    medians; a pair gets a link of its own where bandwidth or latency differs from the median by more than a quarter.
+    Numbers are rounded to three digits. Where no pair of one kind was measured, the median of the other kind is used
+    for it, since no two devices are joined so. ``device_memory`` is in bytes.
 
     Raises:
         ClusterError: Nothing was measured.

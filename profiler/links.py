@@ -1,6 +1,6 @@
-"""The probe: latency and bandwidth of the links between the processes of a Horovod job, measured by its own alltoall.
+"""Measure latency and bandwidth of the links between the processes of a Horovod job, with Horovod's alltoall.
 
-Start it as the training will be started, one process per device; rank 0 writes the description of the cluster:
+Start it as the training will be started, with one process per device; rank 0 writes the cluster file:
 ``mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml``.
 """
 
@@ -22,8 +22,8 @@ from profiler.cluster import Cluster, Server
 from profiler.errors import ClusterError
 from profiler.link_fit import describe_cluster, fit_link
 
-# Bytes, from where latency is all to where bandwidth is. Most are large: a link with a burst allowance (a switch's
-# buffer, a shaped interface) passes the first half megabyte at a speed that does not last.
+# Bytes: from sizes whose time is mostly latency to sizes whose time is mostly bandwidth. Most are large: a link with a
+# burst allowance (a switch's buffer, a shaped interface) passes the first half megabyte at a speed that does not last.
 SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20)
 REPEATS = 8
 
@@ -32,7 +32,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Host:
-    """A server and the ranks that run on it."""
+    """A server, and the ranks that run on it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -45,21 +45,21 @@ def probe(
     server: str | None = None,
     device_memory: float | None = None,
 ) -> Cluster:
-    """Measure the links between the servers of this job, and inside them; every rank calls it, and gets the same.
+    """Measure the links between and inside the servers of this job; every rank calls it and gets the same cluster.
 
-    One pair of ranks is measured inside each server and one between every two servers, disjoint pairs at a time: S
-    servers take S rounds or so, in each of which a pair moves 280 MB (3 s at 1 Gbps). A pair's time for one of
-    ``sizes`` (bytes) is the median over ``repeats``; half of them go each way. Latency is what training will see:
-    Horovod's negotiation included (HOROVOD_CYCLE_TIME, 1 ms by default).
+    One pair of ranks is measured inside each server, and one between every two servers; disjoint pairs run at the same
+    time. So S servers take about S rounds, in each of which a pair moves 280 MB (3 s at 1 Gbps). The time of one of
+    ``sizes`` is the median over ``repeats``, half of them in each direction. The latency is what training will see: it
+    includes Horovod's negotiation (HOROVOD_CYCLE_TIME, 1 ms by default).
 
     Args:
         sizes: Bytes to send, two or more sizes.
-        repeats: How often each size is sent by a pair; one more is sent before that and not counted.
+        repeats: How often a pair sends each size, after one transfer that is not counted.
         server: The name of this rank's server; its host name by default.
         device_memory: Bytes of one device; by default what ``Cluster.detect`` finds, the least over the servers.
 
     Raises:
-        ClusterError: Horovod is not installed, there is one rank only, or the ranks of a server are not consecutive.
+        ClusterError: Horovod is not installed, there is only one rank, or the ranks of a server are not consecutive.
     """
     hvd, tf = _import_horovod()
     hvd.init()
@@ -71,25 +71,25 @@ def probe(
     for pairs in find_rounds(hosts):
         for size in sizes:
             for repeat in range(repeats + 1):
-                ways = pairs if repeat % 2 else tuple((b, a) for a, b in pairs)
-                seconds = _exchange(hvd, tf, ways, size)
-                if seconds is not None and repeat:  # the first makes connections and buffers
+                directions = pairs if repeat % 2 else tuple((b, a) for a, b in pairs)
+                seconds = _exchange(hvd, tf, directions, size)
+                if seconds is not None and repeat:  # the first transfer makes connections and buffers
                     pair = next(pair for pair in pairs if hvd.rank() in pair)
                     timed.setdefault(pair, {}).setdefault(size, []).append(seconds)
-    cluster = _conclude(hosts, memory, sizes, _gather(hvd, timed))
-    # Every rank has concluded by itself, so that all raise the same error or none; rank 0's figures are the ones used.
+    cluster = _fit_cluster(hosts, memory, sizes, _gather(hvd, timed))
+    # Every rank fits the links itself, so that all raise the same error or none; rank 0's numbers are used.
     return hvd.broadcast_object(cluster, root_rank=0)  # type: ignore[no-any-return]  # Horovod is untyped
 
 
 def find_hosts(names: Sequence[str]) -> tuple[Host, ...]:
-    """The servers of a job, in the order of their ranks; ``names`` has each rank's.
+    """Return the servers of a job, in the order of their ranks. ``names``: the server of each rank.
 
     Raises:
-        ClusterError: There is one rank only, or the ranks of a server are not consecutive.
+        ClusterError: There is only one rank, or the ranks of a server are not consecutive.
     """
     if len(names) < 2:
         raise ClusterError(
-            "there is one rank only, so no link to measure: start under mpirun with a process for every device, "
+            "there is only one rank, so no link to measure: start under mpirun with a process for every device, "
             "such as mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml"
         )
     hosts = tuple(
@@ -105,16 +105,16 @@ def find_hosts(names: Sequence[str]) -> tuple[Host, ...]:
 
 
 def find_rounds(hosts: Sequence[Host]) -> Iterator[tuple[Pair, ...]]:
-    """Pairs of ranks, no rank twice in a round: first inside every server that has two, then every two servers once.
+    """Yield rounds of disjoint pairs of ranks: first one inside every server with two, then every two servers once.
 
-    The servers meet as in a round-robin tournament: one keeps its place, the others go round.
+    The pairs of servers are those of a round-robin tournament (circle method: one stays, the others rotate).
     """
     inside = tuple((host.ranks[0], host.ranks[1]) for host in hosts if len(host.ranks) > 1)
     if inside:
         yield inside
     seats: list[int | None] = [host.ranks[0] for host in hosts]
     if len(seats) % 2:
-        seats.append(None)  # whoever meets it rests
+        seats.append(None)  # its partner pauses in that round
     for _ in range(len(seats) - 1):
         matches = [(a, b) for a, b in zip(seats, reversed(seats), strict=True)][: len(seats) // 2]
         pairs = tuple((min(a, b), max(a, b)) for a, b in matches if a is not None and b is not None)
@@ -123,29 +123,29 @@ def find_rounds(hosts: Sequence[Host]) -> Iterator[tuple[Pair, ...]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def _exchange(hvd: Any, tf: Any, ways: Sequence[Pair], size: int) -> float | None:
-    """Send ``size`` bytes from the first to the second rank of each pair; the receiver learns how many seconds it took.
+def _exchange(hvd: Any, tf: Any, directions: Sequence[Pair], size: int) -> float | None:
+    """Send ``size`` bytes from the first to the second rank of each pair; return seconds on receivers, else None.
 
-    Only the receiver's clock says when the bytes have arrived: the sender may be done once they are in a buffer.
+    Only the receiver can tell when the bytes have arrived: the sender may return once they are in a buffer.
     """
     splits = np.zeros(hvd.size(), np.int32)
-    for sender, receiver in ways:
+    for sender, receiver in directions:
         if sender == hvd.rank():
             splits[receiver] = size
     with tf.device("CPU"):  # Horovod is built for the host's memory
         payload = tf.zeros([int(splits.sum())], tf.uint8)
         _wait_for_all(hvd, tf)
         start = time.perf_counter()
-        _, received = hvd.alltoall(payload, splits)
-        arrived = int(received.numpy().sum())  # waits for the exchange
+        _, received_splits = hvd.alltoall(payload, splits)
+        arrived = int(received_splits.numpy().sum())  # waits for the exchange
         seconds = time.perf_counter() - start
     return seconds if arrived else None
 
 
-def _conclude(
+def _fit_cluster(
     hosts: Sequence[Host], memory: float, sizes: Sequence[int], timed: Sequence[dict[Pair, dict[int, list[float]]]]
 ) -> Cluster:
-    """The cluster, from what every rank has timed."""
+    """Return the cluster that fits the times of all ranks."""
     home = {rank: host.name for host in hosts for rank in host.ranks}
     measured = {}
     for a, b in sorted({pair for times in timed for pair in times}):
@@ -156,12 +156,12 @@ def _conclude(
 
 
 def _gather(hvd: Any, mine: Any) -> list[Any]:
-    """Every rank's value, in the order of the ranks; of one rank, Horovod would return it without the list."""
+    """Return every rank's value, in rank order; with one rank, Horovod would not return a list."""
     return hvd.allgather_object(mine) if hvd.size() > 1 else [mine]
 
 
 def _wait_for_all(hvd: Any, tf: Any) -> None:
-    """Return once every rank has called it: Horovod's TensorFlow side has no barrier."""
+    """Return once every rank has called this: Horovod for TensorFlow has no barrier."""
     with tf.device("CPU"):
         hvd.allreduce(tf.zeros([1]), name="profiler.links.barrier")
 
@@ -178,9 +178,12 @@ def _import_horovod() -> tuple[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m profiler.links -o FILE``: rank 0 writes the description, or says in one line why not; exit 0 or 1."""
+    """Run ``python -m profiler.links -o FILE``: rank 0 writes the cluster file.
+
+    Returns the exit code: 0, or 1 after an error of one line.
+    """
     parser = argparse.ArgumentParser(prog="python -m profiler.links", description="Measure the links of a Horovod job.")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the cluster's description (.yaml or .json)")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="write the cluster here (.yaml or .json)")
     output: Path = parser.parse_args(arguments).output
     try:
         cluster = probe()
@@ -201,7 +204,7 @@ def _write(cluster: Cluster, output: Path) -> ClusterError | None:
 
 
 def _fail(error: ClusterError) -> int:
-    # Of the ranks of a server only the first speaks; what is wrong may be wrong on one server only.
+    # The first rank of each server prints: an error may be on one server only.
     if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0"))) == 0:
         print(f"error: {error}", file=sys.stderr)
     return 1

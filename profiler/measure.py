@@ -1,4 +1,4 @@
-"""Measuring on a noisy machine: repeats in turn, medians, a stated spread. Knows nothing of what is measured."""
+"""Measure times on a noisy machine: interleaved rounds, medians, and their spread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 LEAST_ROUNDS = 3
-"""Rounds that are taken however long they last: fewer have no median that noise cannot move."""
+"""The least number of rounds, however long they last: with fewer, one disturbed round moves the median."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds now, by the wall and of this process's work; to be replaced in tests."""
+    """The wall clock and this process's CPU time, both in seconds; replaced in tests."""
 
     wall: Callable[[], float] = time.perf_counter
     work: Callable[[], float] = time.process_time
@@ -32,13 +32,13 @@ def measure_interleaved(
     full_share: float | None = None,
     clock: Clock = Clock(),
 ) -> tuple[Floats, ...]:
-    """Run all probes once a round, so that all see the same noise: the seconds that each gives, [rounds, figures].
+    """Run every probe once per round, so that all see the same noise; return each one's seconds, [rounds, figures].
 
-    A first round warms up and is dropped. There are ``repeats`` rounds, or as many as the seconds of the budget allow,
-    but at least ``LEAST_ROUNDS`` (or ``repeats``, where that is fewer). What others took of the processor is taken
-    off: where this process worked only a part of the time that it works undisturbed, its seconds are shortened by as
-    much. ``full_share``: that undisturbed share (seconds of work a second: 1 on one core; 0 takes nothing off),
-    or None, for that of each probe's best round.
+    A first round warms up and is dropped. There are ``repeats`` rounds, or as many as fit into ``budget_seconds``, but
+    at least ``LEAST_ROUNDS`` (or ``repeats``, if that is fewer). Time that other processes took is subtracted: where
+    this process had a smaller share of the processor than undisturbed, its seconds are scaled by the ratio of the two.
+    ``full_share``: the undisturbed share (CPU seconds per second: 1 on one core; 0 turns the correction off), or
+    None for the share in each probe's best round.
     """
     for probe in probes:
         probe()
@@ -58,16 +58,16 @@ def measure_interleaved(
 
 
 def _with_share(probe: Callable[[], Floats], clock: Clock) -> tuple[Floats, float]:
-    """What a probe gives, and the seconds that this process worked meanwhile, a second."""
+    """Return the seconds that a probe returns, and this process's CPU seconds per second while it ran."""
     wall, work = clock.wall(), clock.work()
     seconds = probe()
     return seconds, (clock.work() - work) / max(clock.wall() - wall, 1e-9)
 
 
 def relative_spread(rounds: Floats) -> float:
-    """How far the rounds' sums lie from their median: their median absolute deviation over the median.
+    """Return the median absolute deviation of the rounds' sums over their median; 0 where the median is 0.
 
-    Half of the rounds lie closer than that. 0 where the median is 0.
+    Half of the rounds are closer to the median than that.
     """
     totals = rounds.sum(axis=1)
     middle = float(np.median(totals))
@@ -75,23 +75,23 @@ def relative_spread(rounds: Floats) -> float:
 
 
 def split_by_weight(seconds: Floats, bounds: Sequence[int], weights: Floats) -> Floats:
-    """The seconds of each layer from those of runs of layers, shared in proportion to ``weights``.
+    """Split the seconds of runs of layers among their layers, in proportion to ``weights``.
 
-    Run k holds the layers ``bounds[k]`` to ``bounds[k + 1] - 1``. Where all weights of a run are 0, its layers
-    share alike.
+    Run k holds the layers ``bounds[k]`` to ``bounds[k + 1] - 1``. Where all weights of a run are 0, its layers get
+    equal parts.
     """
-    shared = np.zeros(len(weights))
+    split = np.zeros(len(weights))
     for k, (first, end) in enumerate(itertools.pairwise(bounds)):
         within = weights[first:end]
         total = within.sum()
-        shared[first:end] = seconds[k] * (within / total if total > 0 else 1 / (end - first))
-    return shared
+        split[first:end] = seconds[k] * (within / total if total > 0 else 1 / (end - first))
+    return split
 
 
 def choose_even_starts(weights: Floats, positions: Sequence[int], count: int) -> list[int]:
-    """Starts (ascending, without 0) that cut the layers into at most ``count`` runs of about equal weight.
+    """Return starts (ascending, without 0) that cut the layers into at most ``count`` runs of about equal weight.
 
-    A start is the one of ``positions`` whose layers before it weigh nearest to its share of the whole.
+    Start k is the one of ``positions`` with the weight before it nearest to k / ``count`` of the whole.
     """
     before = np.concatenate([[0.0], np.cumsum(weights)])
     if not len(positions):

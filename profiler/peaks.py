@@ -1,4 +1,4 @@
-"""What devices can do at most, from their makers' data sheets: the ground of analytic profiles."""
+"""Peak figures of devices, from their makers' data sheets, for analytic profiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from profiler.errors import ProfileError
 
 @dataclass(frozen=True)
 class Peak:
-    """A device's limits: FLOP a second of float32 training, bytes a second of its memory, and bytes of memory.
+    """A device's limits: FLOP per second of float32 training, bytes per second of its memory, and bytes of memory.
 
-    ``attainable``: the fraction of both that large kernels reach in practice; an assumption, not a maker's figure.
+    ``attainable``: the fraction of both rates that large kernels reach in practice; an assumption, not a maker's
+    figure.
     """
 
     name: str
@@ -21,7 +22,7 @@ class Peak:
     attainable: float
 
     def seconds(self, flops: float, moved: float) -> float:
-        """The roofline: the longer of arithmetic (FLOP) and memory traffic (bytes)."""
+        """Return the seconds of a kernel by the roofline: the longer of its ``flops`` and its ``moved`` bytes."""
         arithmetic, memory = flops / self.flops_per_second, moved / self.bytes_per_second
         return max(arithmetic, memory) / self.attainable
 
@@ -36,15 +37,15 @@ PEAKS = (
     Peak("H100", 494.5e12, 3350e9, 80e9, 0.5),
 )
 
-# The proportions of one core of a server CPU, where only ratios between ops or layers matter.
+# One core of a server CPU, for estimates of which only the ratio between ops or layers matters.
 CPU_CORE = Peak("one core", 5e10, 5e9, 0.0, 1.0)
 
 
 def find_peak(name: str) -> Peak:
-    """The device called ``name``, in any case; ProfileError naming those that are known."""
+    """Return the device called ``name``, in upper or lower case; ProfileError names the known ones."""
     for peak in PEAKS:
         if peak.name.lower() == name.lower():
             return peak
     raise ProfileError(
-        f"device {name!r} has no peak figures here: there are {', '.join(peak.name for peak in PEAKS)} (or give a Peak)"
+        f"no peak figures are known for device {name!r}: use {', '.join(peak.name for peak in PEAKS)}, or give a Peak"
     )

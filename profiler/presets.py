@@ -16,10 +16,10 @@ _NAME = re.compile(r"config-([a-z]+)(?::(\d+))?")
 
 
 def config(letter: str, devices: int = 16) -> Cluster:
-    """Config ``letter`` of DAPPLE (Table III) with ``devices`` V100s of 16 GB.
+    """Return config ``letter`` of DAPPLE (Table III) with ``devices`` V100s of 16 GB.
 
-    A: servers of 8 (the last one smaller where need be) with NVLink at 130 GB/s inside and Ethernet at 25 Gbps
-    between; B: servers of 1 and 25 Gbps; C: servers of 1 and 10 Gbps. Raises ClusterError for others.
+    A: servers of 8 devices (the last one may have fewer) with NVLink at 130 GB/s inside and Ethernet at 25 Gbps
+    between. B: servers of 1 device and 25 Gbps. C: servers of 1 device and 10 Gbps. Raises ClusterError for others.
     """
     if devices < 1:
         raise ClusterError(f"devices={devices}: a cluster needs at least one device")
@@ -38,9 +38,9 @@ def config(letter: str, devices: int = 16) -> Cluster:
 
 
 def load_preset(text: str) -> Cluster:
-    """The cluster called ``config-a``, or ``config-a:32`` (devices). Raises ClusterError for a name that is none."""
+    """Return the preset ``config-a``, or ``config-a:32`` (devices). Raises ClusterError for any other name."""
     match = _NAME.fullmatch(text.lower())
     if not match:
-        raise ClusterError(f"{text!r} is no cluster's name; there are config-a, config-b, config-c (and :devices)")
+        raise ClusterError(f"no cluster is called {text!r}; there are config-a, config-b, config-c, and config-a:32")
     letter, devices = match.groups()
     return config(letter) if devices is None else config(letter, int(devices))

@@ -1,4 +1,4 @@
-"""What each layer of a model costs: seconds of forward and backward, bytes sent, kept and trained.
+"""A profile: the cost of each layer of a model, in seconds of forward and backward and in bytes.
 
 File format ``dapple-profile/1`` (JSON).
 """
@@ -32,9 +32,9 @@ Floats = npt.NDArray[np.float64]
 class LayerCost:
     """Costs of one layer for the profile's batch.
 
-    ``activation_bytes``: its outputs that later layers read, each counted once. ``stash_bytes``: what its
-    backward keeps of its forward. ``parameter_bytes``: its weights, which do not grow with the batch.
-    ``weights_seconds``: the part of its backward that gives gradients of its weights, where that was measured.
+    ``activation_bytes``: outputs that later layers read, each counted once. ``stash_bytes``: tensors that are kept from
+    forward for backward. ``parameter_bytes``: weights; these do not grow with the batch. ``weights_seconds``: the part
+    of backward that computes gradients of weights, where it was measured.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The whole model's measured seconds at the profile's batch size, which the layers' sum should agree with."""
+    """The whole model's measured seconds for the profile's batch; the sum of the layers should be close to it."""
 
     forward_seconds: float
     backward_seconds: float
@@ -67,10 +67,10 @@ class WholeModel:
 class Profile:
     """Costs of the layers of ``model``, in an order in which they can run, measured on ``device``.
 
-    ``edges`` (from, to; by index) say who reads whose output; None is a chain. ``timings``: further batch sizes,
-    ascending. ``uncuttable``: positions (a cut at p is before layer p) where no stage may start;
-    ``unsplittable``: positions where stages of unequal replicas cannot meet. ``error``: the relative spread of the
-    measured times. Raises ProfileError for figures that cannot be.
+    ``edges``: pairs (from, to) of layers, by index, where the second reads an output of the first; None is a chain.
+    ``timings``: further batch sizes, ascending. ``uncuttable``: positions where no stage may start (position p is
+    before layer p). ``unsplittable``: positions where stages with different replicas cannot meet. ``error``: the
+    relative spread of the measured times. Raises ProfileError for values that are impossible.
     """
 
     model: str
@@ -103,70 +103,73 @@ class Profile:
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """``edges``, a chain's too."""
+        """The edges, also where ``edges`` is None (a chain)."""
         return tuple(itertools.pairwise(range(len(self.layers)))) if self.edges is None else self.edges
 
     def forward_seconds(self, samples: float) -> Floats:
-        """Seconds of every layer's forward of ``samples`` samples.
+        """Return the forward seconds of every layer for ``samples`` samples.
 
-        With one measured batch size time is proportional to the samples. With several it is the measured time at
-        each of them (the largest so far, where noise made a larger batch faster) and linear between; above them the
-        line through the two largest; below, the line through the two smallest, or, where that would be negative at
-        no samples, the line through nothing at no samples. So it never falls as samples grow. Raises ProfileError
-        for negative or non-finite samples.
+        With one measured batch size, time is proportional to the samples. With several, it is the measured time at each
+        of them (or the largest so far, where noise made a larger batch faster) and linear between them. Above them, it
+        follows the line through the two largest. Below them, it follows the line through the two smallest, or a line
+        through the origin where that one would be negative at 0 samples. So time never falls as samples grow. Raises
+        ProfileError for negative or non-finite samples.
         """
         return _interpolate(self._sizes, self._tables["forward_seconds"], samples)
 
     def backward_seconds(self, samples: float) -> Floats:
-        """Seconds of every layer's backward of ``samples`` samples; see ``forward_seconds``."""
+        """Return the backward seconds of every layer for ``samples`` samples; see ``forward_seconds``."""
         return _interpolate(self._sizes, self._tables["backward_seconds"], samples)
 
     def weights_seconds(self, samples: float) -> Floats:
-        """Seconds that gradients of weights take of every layer's backward of ``samples`` samples; the rest is inputs'.
+        """Return the part of ``backward_seconds`` that computes gradients of weights; the rest is for inputs.
 
-        The share is that of the profile's batch: where it was not measured, half for a layer with parameters (a matrix
-        product has two gradients of equal work), and nothing for others.
+        Its share is that of the profile's batch. Where it was not measured, it is one half for a layer with parameters
+        (the two gradients of a matrix product are equal work), and 0 for others.
         """
         return self.backward_seconds(samples) * self._weights_share
 
     def crossing_bytes(self) -> Floats:
-        """Bytes of the profile's batch that cross each cut: entry p - 1 is the cut before layer p.
+        """Return the bytes that cross each cut, for the profile's batch; entry p - 1 is the cut before layer p.
 
-        A layer's output counts once at every cut between it and its last reader.
+        A layer's output counts once at every cut between the layer and its last reader.
         """
         return self._crossing
 
     def working_bytes(self) -> Floats:
-        """Bytes of the profile's batch live while each layer's backward runs: gradients of its output and its inputs.
+        """Return the bytes of gradients live while each layer's backward runs, for the profile's batch.
 
-        Free layers have none: the gradient of a view is a view.
+        These are the gradients of its output and its inputs. Free layers have none: the gradient of a view is a view.
         """
         return self._working
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        """Of every layer."""
+        """Bytes of every layer's weights."""
         return _shared(layer.parameter_bytes for layer in self.layers)
 
     @cached_property
     def stash_bytes(self) -> Floats:
-        """Of every layer, for the profile's batch."""
+        """Bytes that every layer keeps for backward, for the profile's batch."""
         return _shared(layer.stash_bytes for layer in self.layers)
 
     @cached_property
     def free_layers(self) -> tuple[bool, ...]:
-        """Whether each layer costs nothing at any batch size and keeps nothing: a view, an input."""
+        """Whether each layer is free: no seconds at any batch size, no weights and no stash (a view, an input)."""
         seconds = np.zeros(len(self.layers))
         for size in self._sizes:
             seconds += self.forward_seconds(size) + self.backward_seconds(size)
         return tuple((seconds + self.parameter_bytes + self.stash_bytes == 0).tolist())
 
     def positions(self) -> tuple[int, ...]:
-        """The layers, but for the first, at which a stage may start."""
+        """Return the layers at which a stage may start, without the first."""
         return tuple(sorted(set(range(1, len(self.layers))) - set(self.uncuttable)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to ``path`` as JSON, all or nothing. Raises ProfileError where that is impossible."""
+        """Write the profile to ``path`` as JSON; a failure leaves the old file.
+
+        Raises ProfileError where the file cannot be written.
+        """
         try:
             write_atomically(Path(path), json.dumps(_to_json(self), indent=2, allow_nan=False) + "\n")
         except (OSError, UnicodeError) as error:
@@ -210,7 +213,7 @@ class Profile:
 
     @cached_property
     def _tables(self) -> dict[str, Floats]:
-        """Per direction a row of seconds for each of ``_sizes``, never falling."""
+        """For each direction, a row of seconds for each of ``_sizes``; made monotonic in the size."""
         return {field: self._table(field) for field in ("forward_seconds", "backward_seconds")}
 
     def _table(self, field: str) -> Floats:
@@ -220,29 +223,29 @@ class Profile:
 
 
 def _shared(figures: Iterable[float]) -> Floats:
-    """An array that callers cannot change, since they all get the same."""
+    """Return a read-only array: all callers get the same one."""
     array = np.fromiter(figures, np.float64)
     array.flags.writeable = False
     return array
 
 
 def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
-    """A row of seconds at ``samples``, from a row for each size; see ``Profile.forward_seconds``."""
+    """Return a row of seconds for ``samples``, from a row for each size; see ``Profile.forward_seconds``."""
     if not (math.isfinite(samples) and samples >= 0):
-        raise ProfileError(f"samples is {samples}, not a finite number from 0")
-    through_nothing: Floats = times[0] * (samples / sizes[0])
+        raise ProfileError(f"samples is {samples}, not a finite number of at least 0")
+    through_origin: Floats = times[0] * (samples / sizes[0])
     if len(sizes) == 1:
-        return through_nothing
+        return through_origin
     above = int(np.searchsorted(sizes, samples))
     if above < len(sizes) and sizes[above] == samples:
         measured: Floats = times[above].copy()
         return measured
     low = min(max(above - 1, 0), len(sizes) - 2)
     slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
-    # Written from the measured size below (above, where there is none), so that rounding cannot make time fall.
+    # Computed from the measured size below (above, if there is none), so that rounding cannot make time fall.
     line: Floats
     if above == 0:
-        line = np.where(slope * sizes[0] <= times[0], times[0] - slope * (sizes[0] - samples), through_nothing)
+        line = np.where(slope * sizes[0] <= times[0], times[0] - slope * (sizes[0] - samples), through_origin)
     elif above == len(sizes):
         line = times[-1] + slope * (samples - sizes[-1])
     else:
@@ -251,14 +254,14 @@ def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
 
 
 _COSTS = tuple(field.name for field in fields(LayerCost)[1:] if field.name != "weights_seconds")  # all have them
-_LARGEST = 1e18  # sums and products of such figures are still finite
+_LARGEST = 1e18  # sums and products of such values are still finite
 
 
 def _check_figure(where: str, value: float) -> None:
     if not math.isfinite(value) or value < 0:
-        raise ProfileError(f"{where} is {value}, not a finite number from 0")
+        raise ProfileError(f"{where} is {value}, not a finite number of at least 0")
     if value > _LARGEST:
-        raise ProfileError(f"{where} is {value:g}, more than any device has or lasts ({_LARGEST:g})")
+        raise ProfileError(f"{where} is {value:g}, larger than is plausible ({_LARGEST:g})")
 
 
 def _check_layers(layers: Sequence[LayerCost]) -> None:
@@ -296,7 +299,7 @@ def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> N
         for field in ("forward_seconds", "backward_seconds"):
             seconds = getattr(timing, field)
             if len(seconds) != layers:
-                raise ProfileError(f"{where}.{field} has {len(seconds)} figures, but there are {layers} layers")
+                raise ProfileError(f"{where}.{field} has {len(seconds)} values, but there are {layers} layers")
             for layer, value in enumerate(seconds):
                 _check_figure(f"{where}.{field}[{layer}]", value)
 
@@ -305,12 +308,12 @@ def _check_positions(field: str, positions: Sequence[int], layers: int) -> None:
     for index, position in enumerate(positions):
         if not 1 <= position < layers:
             raise ProfileError(
-                f"{field}[{index}] is {position}, not a position: those between two layers are 1 to {layers - 1}"
+                f"{field}[{index}] is {position}, but the positions between two layers are 1 to {layers - 1}"
             )
 
 
 def _to_json(profile: Profile) -> dict[str, Any]:
-    """The file's fields; those that say nothing are left out."""
+    """Return the file's fields; empty optional ones are left out."""
     data = asdict(profile)
     for field in ("edges", "whole", "error"):
         if data[field] is None:

@@ -1,4 +1,4 @@
-"""Who reads whose output: what makes such a graph one that can run, layer after layer."""
+"""Check which layer reads which: the layers must be able to run one after the other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from profiler.errors import ProfileError
 
 
 def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:
-    """The edges join all layers, each to one that comes later.
+    """Raise ProfileError unless the edges connect all layers, each edge from one layer to a later one.
 
-    Raises ProfileError naming the edge that is out of range, repeated or a loop, the layers on a cycle, the
-    layers that are out of order, or a layer that nothing joins to the rest.
+    The error names an edge that is out of range, repeated or from a layer to itself; the layers on a cycle; two layers
+    that are out of order; or a layer that is not connected to the rest.
     """
     seen: set[tuple[int, int]] = set()
     for index, (source, target) in enumerate(edges):
@@ -34,14 +34,14 @@ def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:
         if source > target:
             raise ProfileError(
                 f"edges[{index}]: layer {target} ({names[target]}) reads layer {source} ({names[source]}), which comes "
-                "after it: order the layers as they can run"
+                "after it: put the layers in an order in which they can run"
             )
 
 
 def check_runnable(graph: nx.DiGraph[int], names: Sequence[str]) -> None:
-    """There is an order in which the layers can run, and they are one model.
+    """Raise ProfileError unless the layers can run in some order and are connected.
 
-    Raises ProfileError naming the layers on a cycle, or a layer that nothing joins to the rest.
+    The error names the layers on a cycle, or a layer that is not connected to the rest.
     """
     if not nx.is_directed_acyclic_graph(graph):
         cycle = [source for source, *_ in nx.find_cycle(graph)]
@@ -52,6 +52,6 @@ def check_runnable(graph: nx.DiGraph[int], names: Sequence[str]) -> None:
     if len(parts) > 1:
         lone = min(parts[0])
         raise ProfileError(
-            f"layer {lone} ({names[lone]}) is not joined to the rest: the graph falls into {len(parts)} parts; "
-            "add the missing edges or take the layer out"
+            f"layer {lone} ({names[lone]}) is not connected to the rest: the graph has {len(parts)} parts; "
+            "add the missing edges, or remove the layer"
         )

@@ -1,7 +1,7 @@
-"""Quantities with units, as people write them: ``25Gbps``, ``130GB/s``, ``16GiB``, ``5us``.
+"""Read and write quantities with units: ``25Gbps``, ``130GB/s``, ``16GiB``, ``5us``.
 
-A small b is a bit, a capital B a byte; k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024. A figure without a
-unit is bytes, bytes a second, or seconds.
+b is a bit, B a byte; k, M, G, T are powers of 1000, and Ki, Mi, Gi, Ti of 1024. A number without a unit is in bytes,
+bytes per second, or seconds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SECONDS: Mapping[str, Decimal] = {
 
 
 def parse_quantity(value: str | float, units: Mapping[str, Decimal]) -> float:
-    """The figure in base units (bytes, bytes a second, seconds) that ``25Gbps`` stands for.
+    """Return a quantity such as ``25Gbps`` in base units: bytes, bytes per second, or seconds.
 
-    Raises ClusterError for what is no figure, or has a unit that is not among ``units``, which it lists.
+    Raises ClusterError for text that is no number, or has a unit that is not among ``units``, which it lists.
     """
     match = _QUANTITY.fullmatch(str(value))
     if not match:
-        raise ClusterError(f"{value!r} is not a figure with a unit such as 5{list(units)[-1]}")
+        raise ClusterError(f"{value!r} is not a number with a unit such as 5{list(units)[-1]}")
     figure, unit = match.groups()
     if unit and unit not in units:
         near = difflib.get_close_matches(unit, units, n=1, cutoff=0.5)
@@ -53,11 +53,11 @@ def parse_quantity(value: str | float, units: Mapping[str, Decimal]) -> float:
     try:
         return float(Decimal(figure) * units.get(unit, Decimal(1)))
     except DecimalException as error:
-        raise ClusterError(f"{value!r} is too large or too small a figure") from error
+        raise ClusterError(f"{value!r} is too large or too small") from error
 
 
 def format_quantity(value: float, units: Mapping[str, Decimal]) -> str:
-    """``value`` in the unit in which it is shortest, exactly: ``parse_quantity`` gives ``value`` again."""
+    """Return ``value`` exactly, in the unit that makes it shortest: ``parse_quantity`` returns ``value`` again."""
     exact = Decimal(repr(float(value)))
     texts = [f"{(exact / size).normalize():f}{unit}" for unit, size in units.items()]
     return min((text for text in texts if parse_quantity(text, units) == value), key=len)

@@ -85,7 +85,7 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"cluster": config("a", 9), "stages": "auto"},
             PlanError,
-            "the cluster has 9 devices, but this process has 8: make as many with dapple.init\\(devices=n\\), or plan for",
+            "the cluster has 9 devices, but this process has 8: make as many with dapple.init",
         ),
         (
             {"plan": make_plan((0, 4, (0,))), "stages": 2},

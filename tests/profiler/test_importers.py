@@ -145,17 +145,17 @@ def test_what_reads_a_cost_stays(tmp_path: Path) -> None:
         ([], "the file holds no nodes"),
         (["", "  "], "the file holds no nodes"),
         (["node1 -- node2"], "the file holds no nodes"),
-        ([node(2), "node1 -- node2"], "line 2: node1 -- node2 names node1, which no line describes"),
-        ([node(1), "\tnode1 -- node2"], "line 2: node1 -- node2 names node2, which no line describes"),
-        ([node(1), "\tnode1 -- node1"], "line 2: node1 -- node1 joins a node to itself"),
+        ([node(2), "node1 -- node2"], "line 2: node1 -- node2 names node1, but no line describes it"),
+        ([node(1), "\tnode1 -- node2"], "line 2: node1 -- node2 names node2, but no line describes it"),
+        ([node(1), "\tnode1 -- node1"], "line 2: node1 -- node1 is an edge from a node to itself"),
         ([node(1), "hello"], "line 2: 'hello' is neither 'nodeN -- name -- figures' nor 'nodeN -- nodeM'"),
         ([node(1), "node2"], "line 2: 'node2' is neither"),
         ([node(1), "", node(1)], "line 3: node1 was already given in line 1"),
-        ([node(1), "node2 -- dense"], "line 2: 'dense' lacks forward_compute_time; is the file cut short"),
+        ([node(1), "node2 -- dense"], "line 2: 'dense' lacks forward_compute_time; is the file truncated"),
         ([node(1)[:60]], "line 1: cannot read .* among the figures of 'l1'|line 1: 'l1' lacks"),
-        ([node(1)[:-18]], "line 1: 'l1' lacks parameter_size; is the file cut short"),
-        ([node(1, sizes="[1; 2")[:-20]], "line 1: cannot read .* among the figures of 'l1'; is the file cut short"),
-        ([node(1, time="-1")], "line 1: forward_compute_time is '-1', not a finite number from 0"),
+        ([node(1)[:-18]], "line 1: 'l1' lacks parameter_size; is the file truncated"),
+        ([node(1, sizes="[1; 2")[:-20]], "line 1: cannot read .* among the figures of 'l1'; is the file truncated"),
+        ([node(1, time="-1")], "line 1: forward_compute_time is '-1', not a finite number of at least 0"),
         ([node(1, time="nan")], "line 1: forward_compute_time is 'nan', not a finite number"),
         ([node(1, time="1_0")], "line 1: forward_compute_time is '1_0', not a finite number"),
         ([node(1, sizes="[3; -2]")], r"line 1: activation_size is '\[3; -2\]', not a finite number"),
@@ -169,9 +169,9 @@ def test_what_reads_a_cost_stays(tmp_path: Path) -> None:
         ),
         (
             [node(1), node(2), node(3), "node1 -- node2"],
-            r"layer 2 \(line 3: node3 l3\) is not joined to the rest: the graph falls into 2 parts",
+            r"layer 2 \(line 3: node3 l3\) is not connected to the rest: the graph has 2 parts",
         ),
-        ([node(1), node(2)], "is not joined to the rest: the graph falls into 2 parts"),
+        ([node(1), node(2)], "is not connected to the rest: the graph has 2 parts"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -181,7 +181,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], message: str) -
 
 
 def test_a_batch_size_that_nothing_says(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"graph.txt: the file's name has no '-pbs-N', so say the batch_size"):
+    with pytest.raises(ProfileError, match=r"graph.txt: the file's name has no '-pbs-N', so give the batch_size"):
         read_graph_file(written(tmp_path, node(1), name="graph.txt"))
     with pytest.raises(ProfileError, match="batch_size is 0; it must be at least 1"):
         read_graph_file(written(tmp_path, node(1), name="graph-pbs-0.txt"))

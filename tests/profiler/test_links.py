@@ -245,7 +245,7 @@ def test_one_rank_has_no_link(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 1)
     assert caught.value.exit_code == 1
-    assert caught.value.ranks[0].stderr.splitlines()[-1].startswith("error: there is one rank only")
+    assert caught.value.ranks[0].stderr.splitlines()[-1].startswith("error: there is only one rank")
     assert "Traceback" not in caught.value.ranks[0].stderr
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ def test_devices_are_found_in_any_case(name: str, flops: float, bandwidth: float
 
 
 def test_an_unknown_device_is_named_with_those_known() -> None:
-    with pytest.raises(ProfileError, match="device 'K80' has no peak figures here: there are V100, A100, H100"):
+    with pytest.raises(ProfileError, match="no peak figures are known for device 'K80': use V100, A100, H100"):
         find_peak("K80")
 
 

@@ -38,8 +38,8 @@ def test_a_name_on_the_command_line() -> None:
     [
         ("config-d", "there is no config 'd'; there are a, b, c"),
         ("config-a:0", "devices=0: a cluster needs at least one device"),
-        ("config-a:x", "'config-a:x' is no cluster's name; there are config-a"),
-        ("cluster.yaml", "'cluster.yaml' is no cluster's name"),
+        ("config-a:x", "no cluster is called 'config-a:x'; there are config-a"),
+        ("cluster.yaml", "no cluster is called 'cluster.yaml'"),
     ],
 )
 def test_a_name_that_is_none(text: str, message: str) -> None:

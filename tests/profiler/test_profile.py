@@ -93,8 +93,8 @@ def change_timing(**change: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"format": "dapple-plan/1"}, "format is 'dapple-plan/1', not 'dapple-profile/1'"),
-        ({"batch_sise": 8}, "batch_sise is no field of this file; did you mean 'batch_size'?"),
-        ({"colour": 8}, "colour is no field of this file; there are format, model, "),
+        ({"batch_sise": 8}, "batch_sise is not a field of this file; did you mean 'batch_size'?"),
+        ({"colour": 8}, "colour is not a field of this file; there are format, model, "),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"batch_size": 1.5}, "batch_size is 1.5, not a whole number"),
         ({"layers": []}, "layers is empty"),
@@ -102,14 +102,14 @@ def change_timing(**change: Any) -> dict[str, Any]:
         ({"layers": [3]}, r"layers\[0\] is 3, not an object"),
         (change_layer(name=""), r"layers\[1\].name is empty"),
         (change_layer(name="embed"), r"layers\[1\].name is 'embed', as is that of layers\[0\]"),
-        (change_layer(forward_second=1), r"layers\[1\].forward_second is no field.*mean 'forward_seconds'"),
-        (change_layer(weights_seconds=-1), r"layers\[1\].weights_seconds is -1, not a finite number from 0"),
+        (change_layer(forward_second=1), r"layers\[1\].forward_second is not a field.*mean 'forward_seconds'"),
+        (change_layer(weights_seconds=-1), r"layers\[1\].weights_seconds is -1, not a finite number of at least 0"),
         (change_layer(weights_seconds="half"), r"layers\[1\].weights_seconds is 'half', not a finite number"),
         (
             change_layer(weights_seconds=0.75),
             r"layers\[1\].weights_seconds \(dense\) is 0.75, more than its backward_seconds 0.5, of which it is a part",
         ),
-        (change_layer(forward_seconds=-0.5), r"layers\[1\].forward_seconds is -0.5, not a finite number from 0"),
+        (change_layer(forward_seconds=-0.5), r"layers\[1\].forward_seconds is -0.5, not a finite number of at least 0"),
         (change_layer(stash_bytes="4"), r"layers\[1\].stash_bytes is '4', not a finite number"),
         (change_layer(stash_bytes=True), r"layers\[1\].stash_bytes is True, not a finite number"),
         (change_layer(stash_bytes=10**400), r"layers\[1\].stash_bytes is 10*, not a finite number"),
@@ -117,19 +117,19 @@ def change_timing(**change: Any) -> dict[str, Any]:
         ({"edges": [[0, 1, 2]]}, r"edges\[0\] is \[0, 1, 2\], not a pair"),
         ({"edges": [[0, 0]]}, r"edges\[0\] joins layer 0 \(embed\) to itself"),
         ({"edges": [[0, 1], [0, 1]]}, r"edges\[1\] repeats \[0, 1\]"),
-        ({"edges": [[0, 1]]}, r"layer 2 \(head\) is not joined to the rest: the graph falls into 2 parts"),
-        ({"edges": []}, r"layer 0 \(embed\) is not joined to the rest: the graph falls into 3 parts"),
+        ({"edges": [[0, 1]]}, r"layer 2 \(head\) is not connected to the rest: the graph has 2 parts"),
+        ({"edges": []}, r"layer 0 \(embed\) is not connected to the rest: the graph has 3 parts"),
         ({"edges": [[1, 0], [1, 2]]}, r"edges\[0\]: layer 0 \(embed\) reads layer 1 \(dense\), which comes after it"),
         ({"edges": [[0, 1], [1, 2], [2, 1]]}, r"in a cycle: 1 \(dense\) -> 2 \(head\) -> 1 \(dense\)"),
         (change_timing(batch_size=8), r"timings\[0\].batch_size is 8; .* none the profile's own 8"),
         (change_timing(batch_size=0), r"timings\[0\].batch_size is 0; timings must be at ascending sizes from 1"),
         ({"timings": EVERYTHING["timings"] * 2}, r"timings\[1\].batch_size is 4; timings must be at ascending sizes"),
-        (change_timing(forward_seconds=[1]), r"timings\[0\].forward_seconds has 1 figures, but there are 3 layers"),
+        (change_timing(forward_seconds=[1]), r"timings\[0\].forward_seconds has 1 values, but there are 3 layers"),
         (change_timing(backward_seconds=[1, -2, 3]), r"timings\[0\].backward_seconds\[1\] is -2, not a finite number"),
-        ({"uncuttable": [3]}, r"uncuttable\[0\] is 3, not a position: those between two layers are 1 to 2"),
-        ({"unsplittable": [1, 0]}, r"unsplittable\[1\] is 0, not a position"),
+        ({"uncuttable": [3]}, r"uncuttable\[0\] is 3, but the positions between two layers are 1 to 2"),
+        ({"unsplittable": [1, 0]}, r"unsplittable\[1\] is 0, but the positions between"),
         ({"whole": {"forward_seconds": 1}}, "whole.backward_seconds is missing"),
-        ({"error": -1}, "error is -1, not a finite number from 0"),
+        ({"error": -1}, "error is -1, not a finite number of at least 0"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -157,9 +157,9 @@ def test_a_missing_field_of_a_layer_is_named(tmp_path: Path, field: str) -> None
     [
         ("", "not a readable JSON file: "),
         (json.dumps(VALID)[:-30], "not a readable JSON file: "),
-        (json.dumps({**VALID, "error": math.nan}), "not a readable JSON file: NaN is not a figure"),
-        (json.dumps({**VALID, "error": math.inf}), "not a readable JSON file: Infinity is not a figure"),
-        (json.dumps({**VALID, "error": 9}).replace("9", "1e999"), "error is inf, not a finite number from 0"),
+        (json.dumps({**VALID, "error": math.nan}), "not a readable JSON file: NaN is not a number"),
+        (json.dumps({**VALID, "error": math.inf}), "not a readable JSON file: Infinity is not a number"),
+        (json.dumps({**VALID, "error": 9}).replace("9", "1e999"), "error is inf, not a finite number of at least 0"),
         ('{"model": "a", "model": "b"}', "the field 'model' is given twice in one object"),
         ("[" * 100_000, "not a readable JSON file: "),
     ],
@@ -264,7 +264,7 @@ def test_time_at_a_measured_size_is_the_measured_or_that_of_a_smaller_one(profil
 
 @pytest.mark.parametrize("samples", [-1.0, math.nan, math.inf])
 def test_samples_that_cannot_be(samples: float) -> None:
-    with pytest.raises(ProfileError, match=r"samples is .*, not a finite number from 0"):
+    with pytest.raises(ProfileError, match=r"samples is .*, not a finite number of at least 0"):
         make_profile(make_layer()).forward_seconds(samples)
 
 

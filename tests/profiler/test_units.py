@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.errors import ClusterError
-from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
+from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity, scale_bytes, scale_time
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_a_quantity_is_read_in_base_units(text: str | float, units: Mapping[str,
         ("16Gbps", BYTES, "unknown unit 'Gbps'.*known are B, .*GiB"),
         ("5 min", SECONDS, "unknown unit 'min'.*known are s, ms, us"),
         ("10gbps", BYTES_A_SECOND, r"unknown unit 'gbps' \(did you mean .*bps\?\)"),
-        ("fast", BYTES_A_SECOND, "'fast' is not a figure with a unit such as 5"),
-        ("", SECONDS, "'' is not a figure"),
-        ("nan", SECONDS, "'nan' is not a figure"),
-        ("1e99999999s", SECONDS, "'1e99999999s' is too large or too small a figure"),
+        ("fast", BYTES_A_SECOND, "'fast' is not a number with a unit such as 5"),
+        ("", SECONDS, "'' is not a number"),
+        ("nan", SECONDS, "'nan' is not a number"),
+        ("1e99999999s", SECONDS, "'1e99999999s' is too large or too small"),
     ],
 )
 def test_what_is_no_quantity_is_refused(text: str, units: Mapping[str, Decimal], message: str) -> None:
@@ -67,3 +67,17 @@ def test_a_figure_is_printed_as_people_write_it(value: float, units: Mapping[str
 @given(value=st.floats(0, 1e30), units=st.sampled_from([BYTES, BYTES_A_SECOND, SECONDS]))
 def test_printing_loses_nothing(value: float, units: Mapping[str, Decimal]) -> None:
     assert parse_quantity(format_quantity(value, units), units) == value
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0, (1, "s")), (90, (1, "s")), (1, (1, "s")), (0.5, (1e3, "ms")), (9e-4, (1e6, "µs"))]
+)
+def test_the_unit_in_which_a_time_reads_well(seconds: float, wanted: tuple[float, str]) -> None:
+    assert scale_time(seconds) == wanted
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"), [(0, (1, "B")), (999, (1, "B")), (1e3, (1e3, "kB")), (5e8, (1e6, "MB")), (16e9, (1e9, "GB"))]
+)
+def test_the_unit_in_which_bytes_read_well(most: float, wanted: tuple[float, str]) -> None:
+    assert scale_bytes(most) == wanted

@@ -77,7 +77,7 @@ def test_dicts_and_aux_outputs() -> None:
 @pytest.mark.parametrize(
     ("batch", "device", "error", "message"),
     [
-        (tf.TensorSpec((4, 3), tf.float32), "P100", ProfileError, "device 'P100' has no peak figures here"),
+        (tf.TensorSpec((4, 3), tf.float32), "P100", ProfileError, "no peak figures are known for device 'P100'"),
         (tf.TensorSpec((None, 3), tf.float32), "V100", BatchError, "axis 0 must be the number of samples"),
         (tf.TensorSpec((0, 3), tf.float32), "V100", BatchError, "the batch is empty"),
         ((), "V100", BatchError, "the batch has no tensors"),
