@@ -1,6 +1,6 @@
-"""The only place that reaches into TensorFlow's and Keras's internals.
+"""Everything that uses internals of TensorFlow and Keras.
 
-Each function says what it relies on; ``tests/dapple_tf/test_internals.py`` fails loudly when that moves.
+Each function says which internals it relies on; ``tests/dapple_tf/test_internals.py`` fails when they change.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, op_def_registry
 from tensorflow.python.ops import gradients_util
 
-NO_INLINE = "_noinline"  # keeps a function's calls whole (an allowed ``experimental_attributes`` key)
+# Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
+# so that only explicit control edges order the function's ops.
+NO_INLINE = "_noinline"
+NO_AUTOMATIC_CONTROL = "_disable_acd"
+
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-NO_AUTOMATIC_CONTROL = "_disable_acd"  # only the edges we make order a function's ops
+"""Types of the ops that call a function."""
 
 
 def clone_function(function: Any) -> Any:
-    """A new tf.function of the same python function and options, sharing no trace (``Function._clone``)."""
+    """Return a new tf.function of the same Python function and options, without traces (``Function._clone``)."""
     return function._clone(None)
 
 
 def is_tf_function(function: Any) -> bool:
-    """Whether ``function`` is a tf.function (they share no public class)."""
+    """Return whether ``function`` is a tf.function (which have no public class)."""
     return hasattr(function, "get_concrete_function") and hasattr(function, "python_function")
 
 
 def input_signature(function: Any) -> Any:
-    """The signature a tf.function was declared with, or None."""
+    """Return the ``input_signature`` that a tf.function was declared with, or None."""
     return function.input_signature
 
 
 @contextlib.contextmanager
 def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None]:
-    """While open, ``on_call(layer, True)`` runs before and ``on_call(layer, False)`` after each Keras layer's call.
+    """Run ``on_call(layer, True)`` before and ``on_call(layer, False)`` after each Keras layer's call in the block.
 
-    Keras names its scopes with a counter that cannot be told from a layer's own number, so the calls
-    themselves are watched (``keras.Layer.__call__`` is replaced, and restored).
+    Replaces and restores ``keras.Layer.__call__``. Name scopes would not do: Keras adds a counter to them that looks
+    like the number in a layer's own name.
     """
     original = keras.Layer.__call__
 
@@ -63,37 +67,43 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
         keras.Layer.__call__ = original
 
 
+def variable_name(variable: tf.Variable) -> str:
+    """Return the name that a variable was created with, without the output index that TensorFlow appends (``:0``)."""
+    return str(variable.name).split(":")[0]
+
+
 def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
-    """Move variables to other devices in place; whoever holds the tf.Variable, or traced it, sees the new home.
+    """Move variables to other devices in place: references to a tf.Variable, and traces of it, follow.
 
     ``moves`` pairs each variable with its new device.
     """
     handles = []
     for variable, device in moves:
         with tf.init_scope(), tf.device(device):
-            new = tf.Variable(variable.read_value(), trainable=variable.trainable, name=variable.name.split(":")[0])
+            new = tf.Variable(variable.read_value(), trainable=variable.trainable, name=variable_name(variable))
         handles.append((variable, new._handle))
     _replace_handles(handles)
 
 
 def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
-    """Free the variables' memory; to read one is an error (FailedPreconditionError), which quotes the ``advice``.
+    """Free the variables' memory; reading one then raises FailedPreconditionError, whose message has the ``advice``.
 
-    Functions traced before see the same. A value assigned to a variable makes it again, until it is released again.
+    The same holds in functions traced before. Assigning a value to a variable allocates it again, until the next
+    release.
 
-    The resource behind an eager variable lives as long as its handle, and cannot be destroyed. So each handle is
-    replaced by one to a resource that has a name, the advice among its words, and that is not there (``VarHandleOp``
-    with a ``shared_name``). That one can be destroyed (``DestroyResourceOp``), and is when its handle dies.
+    The resource of an eager variable lives as long as its handle and cannot be destroyed. So each handle is replaced by
+    the handle of a named resource that does not exist (``VarHandleOp`` with a ``shared_name``, which contains the
+    advice). A named resource can be destroyed (``DestroyResourceOp``), and is when its handle is garbage.
     """
     with tf.init_scope():
         for variable in variables:
             tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
-        there = [variable for variable in variables if bool(variable.is_initialized())]
-        _replace_handles([(variable, _make_named_handle(variable, advice)) for variable in there])
+        unnamed = [variable for variable in variables if bool(variable.is_initialized())]
+        _replace_handles([(variable, _named_handle(variable, advice)) for variable in unnamed])
 
 
 def make_releaser(variables: Sequence[tf.Variable]) -> Callable[[], None]:
-    """A function that frees what has been assigned to these variables since ``release_variables``; some us for each."""
+    """Return a function that frees variables assigned since ``release_variables``, in microseconds per variable."""
     handles = [variable.handle for variable in variables]
 
     def release() -> None:
@@ -104,28 +114,33 @@ def make_releaser(variables: Sequence[tf.Variable]) -> Callable[[], None]:
     return lambda: traced() and None
 
 
-def _make_named_handle(variable: tf.Variable, advice: str) -> Any:
+def _named_handle(variable: tf.Variable, advice: str) -> Any:
     old = variable._handle
-    name = f"{variable.name.split(':')[0]} ({advice}) {uuid.uuid4().hex}"  # known to the whole process
+    name = f"{variable_name(variable)} ({advice}) {uuid.uuid4().hex}"  # shared by the whole process, so unique
     options = {"dtype": variable.dtype, "shape": variable.shape, "shared_name": name}
     with tf.device(old.device):
         handle, other = (tf.raw_ops.VarHandleOp(**options) for _ in range(2))
-    for name in ("_handle_data", "_parent_trackable", "_name", "_unique_id"):  # of what tf.Variable gives its handle
+    for name in (
+        "_handle_data",
+        "_parent_trackable",
+        "_name",
+        "_unique_id",
+    ):  # set by tf.Variable on its handle
         setattr(handle, name, getattr(old, name))
     weakref.finalize(handle, _destroy, other).atexit = False
     return handle
 
 
 def _destroy(handle: Any) -> None:
-    with context.eager_mode():  # a collection may come while a graph is made
+    with context.eager_mode():  # garbage collection may run while a graph is under construction
         tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
 
 
 def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
-    """Give each variable (its ``_handle``) another handle, and all that captured the old one.
+    """Give each variable another handle (``_handle``), in every live ConcreteFunction and FuncGraph too.
 
-    Every live ConcreteFunction and FuncGraph that captured the old handle is given the new one
-    (``set_external_captures``, ``reset_captures``), so nothing keeps the old memory alive.
+    Their captures of the old handle are replaced (``set_external_captures``, ``reset_captures``), so that nothing keeps
+    the old memory alive.
     """
     if not handles:
         return
@@ -140,7 +155,7 @@ def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
             return None
         return [replaced[id(h)][1] if id(h) in replaced else h for h in captured]
 
-    for item in _instances(concrete_function.ConcreteFunction, func_graph.FuncGraph):
+    for item in _live_instances(concrete_function.ConcreteFunction, func_graph.FuncGraph):
         if issubclass(type(item), concrete_function.ConcreteFunction):
             if rebound := rebind(getattr(item, "_captured_inputs", ())):
                 item.set_external_captures(rebound)
@@ -150,29 +165,28 @@ def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
 
 
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
-    """For each tf.Variable the live Keras variable that wraps it, if any, else itself.
+    """Return for each tf.Variable the live Keras variable that wraps it, or itself where there is none.
 
-    Keras variables carry the constraints that an optimizer applies.
+    Only Keras variables have the constraints that an optimizer applies.
     """
     wanted = {id(variable): i for i, variable in enumerate(variables)}
     found: list[Any] = list(variables)
-    for item in _instances(keras.Variable):
+    for item in _live_instances(keras.Variable):
         value = getattr(item, "_value", None)
         if id(value) in wanted:
             found[wanted[id(value)]] = item
     return found
 
 
-def _instances(*kinds: type[Any]) -> list[Any]:
-    """The live objects of these kinds, which may be half made in another thread.
+def _live_instances(*kinds: type[Any]) -> list[Any]:
+    """Return all live objects of these classes; another thread may still be initialising some of them.
 
-    Found by ``gc.get_referrers`` of the kinds, in one walk over the process's objects, and not among all objects
-    (``gc.get_objects``): holding every object would break other threads that are just building a tuple. It walks
-    lists that a collection would change under it (a crash), and some objects allocate when they are visited:
-    collections wait.
+    Uses ``gc.get_referrers`` of the classes: one walk over the process's objects. ``gc.get_objects`` would hold a
+    reference to every object, which breaks other threads that are building a tuple. Garbage collection is off
+    meanwhile: it would change the lists that are walked (a crash), and visiting some objects allocates.
     """
     classes: list[type[Any]] = list(kinds)
-    for kind in classes:  # which grows
+    for kind in classes:  # the loop appends to it
         classes += [derived for derived in kind.__subclasses__() if derived not in classes]
     enabled = gc.isenabled()
     gc.disable()
@@ -185,10 +199,10 @@ def _instances(*kinds: type[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
-    """While open, ``tf.gradients`` does not go through the function calls that made the tensors ``stops``.
+    """In the block, ``tf.gradients`` does not differentiate the function calls that computed the tensors ``stops``.
 
-    Its own ``stop_gradients`` lets calls of functions pass: it differentiates what ``_IsPartitionedCall``
-    (of ``gradients_util``; replaced, and restored) says is one, whether or not it was told to stop there.
+    Its own ``stop_gradients`` does not hold for calls of functions, which it recognises by
+    ``gradients_util._IsPartitionedCall``: that function is replaced, and restored.
     """
     original = gradients_util._IsPartitionedCall
     stopped = {tensor.op.name for tensor in stops}
@@ -200,23 +214,23 @@ def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
 
 
 def is_stateful_op(name: str) -> bool:
-    """Whether TensorFlow registers the op as stateful (``op_def_registry``)."""
+    """Return whether TensorFlow registers the op as stateful (``op_def_registry``); True for an unknown op."""
     definition = op_def_registry.get(name)
     return definition is None or bool(definition.is_stateful)
 
 
 def capture_of(graph: Any, tensor: Any) -> Any:
-    """The placeholder by which ``graph`` (a FuncGraph) knows an outside tensor (``FuncGraph.capture``)."""
+    """Return the placeholder that stands for an outside tensor in ``graph``, a FuncGraph (``FuncGraph.capture``)."""
     return graph.capture(tensor)
 
 
 @contextlib.contextmanager
-def plain_execution() -> Iterator[None]:
-    """While open, this thread calls functions without grappler's per-call specialisation of their callees.
+def without_specialisation() -> Iterator[None]:
+    """In the block, this thread calls functions without Grappler's specialisation of their callees for each call.
 
-    Specialisation gives each of the S x M calls of a stage function a body of its own to optimise and
-    instantiate. The option exists for the whole process only (``tf.config.optimizer``); here it is set on
-    the thread's call options (``context.function_call_options``).
+    Specialisation optimises and instantiates a separate body for each of the S x M calls of a stage function. The
+    public option is for the whole process (``tf.config.optimizer``); this sets the thread's call options
+    (``context.function_call_options``).
     """
     options = context.context().function_call_options
     before = options.config_proto_serialized

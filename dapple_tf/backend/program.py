@@ -35,12 +35,12 @@ class Program:
         Raises StepError when the step fails, saying whether any variable was changed, and where and why it failed.
         """
         try:
-            with internals.plain_execution():
+            with internals.without_specialisation():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
             damage, found = self._damage(), find_cause(error.message)
             if self.alone:
-                with internals.plain_execution():
+                with internals.without_specialisation():
                     found = find_failure(self.graph, self.operations, batch)
             raise StepError(f"{damage} The step failed: {found or error.message}") from error
         # What a rank has sent is nothing to the user.

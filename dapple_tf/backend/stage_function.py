@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.graphdef import import_graph, needed_library
+from dapple_tf.frontend.write_graph import import_graph, needed_library
 from graph_passes.ir.graph import Function
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
-from dapple_tf.frontend.graphdef import needed_library, write_graph
+from dapple_tf.frontend.write_graph import needed_library, write_graph
 from graph_passes.ir.graph import Function, Graph
 from graph_passes.ir.text import print_graph
 

@@ -1,4 +1,4 @@
-"""The arguments of a loss: a batch of tensors, each batched on axis 0."""
+"""The arguments of a loss: tensors with the samples of a batch on axis 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapple_tf.errors import BatchError
 
 
 def as_arguments(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of a loss as a tuple: of a tuple or list of them, or of the only one."""
+    """Return the arguments of a loss as a tuple: ``batch`` itself, or a tuple of it where it is a single argument."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
@@ -33,7 +33,7 @@ def batch_size(batch: Sequence[Any]) -> int:
 
 
 def batch_key(batch: Sequence[Any]) -> tuple[str, tuple[tf.TensorSpec, ...]]:
-    """Return what a trace depends on: the nesting of the arguments, and the specs of their tensors.
+    """Return a key that is equal for batches which can share a trace: the arguments' nesting and tensor specs.
 
     Raises BatchError as ``batch_signature`` does.
     """
@@ -65,7 +65,7 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
 
 
 def _tensor(path: str, leaf: Any) -> Any:
-    """Return the leaf, or a tensor made of it where it has no shape or dtype of its own."""
+    """Return the leaf, converted to a tensor where it has no shape or dtype."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
         return leaf
     try:

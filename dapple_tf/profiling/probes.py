@@ -19,7 +19,7 @@ from dapple_tf.compiler import StepVariant, pipeline_graph, stage_model
 from dapple_tf.errors import PartitionError, StepError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.profiling.layer_facts import LayerFacts
-from dapple_tf.timeline.timeline import read_timeline
+from dapple_tf.timeline.stamps import read_timeline
 from profiler.measure import Floats, choose_even_starts, split_by_weight
 from profiler.peaks import CPU_CORE
 
@@ -104,7 +104,7 @@ def empty_calls(device: str) -> Callable[[], Floats]:
     ).get_concrete_function()
 
     def probe() -> Floats:
-        with tf.device(device), internals.plain_execution():
+        with tf.device(device), internals.without_specialisation():
             return np.array(calls(*[tf.zeros([])] * 4)[0].numpy())
 
     return probe

@@ -9,31 +9,33 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
-from dapple_tf.frontend.capture import unique
+from dapple_tf.frontend.names import unique_name
 
 
 def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, tf.Variable]:
-    """The variables of ``models`` (one function, traced for several kinds of batch) and the optimizer's, by name.
+    """Return all variables of ``models`` (one loss, traced for several kinds of batch) and of the optimizer, by name.
 
-    A variable of a Keras model is called by its path, another one by the name its maker gave it; the optimizer's have
-    ``optimizer/`` before theirs, in place of the optimizer's own name, which Keras numbers. Where several have the
-    same name, the second is ``name_1``, and so on: the model's in the order in which the loss first uses
-    them, then the optimizer's in the order in which it made them.
+    A variable of a Keras model has its Keras path as name, any other one the name it was created with. Names of the
+    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers. Where
+    several have the same name, the second is ``name_1``, and so on: first the model's variables, in the order in which
+    the loss uses them, then the optimizer's, in the order in which it created them.
     """
-    known = list(models)
-    inner = _distinct(variable for model in known for variable in model.model_variables.values())
-    made = [] if optimizer is None else [variable.value for variable in optimizer.variables]
-    outer = _distinct([*made, *(variable for model in known for variable in model.variables.values())])
-    first = {id(variable) for variable in inner}
-    objects = internals.keras_variables([*inner, *(variable for variable in outer if id(variable) not in first)])
+    traced = list(models)
+    model_variables = _distinct(variable for model in traced for variable in model.model_variables.values())
+    created = [] if optimizer is None else [variable.value for variable in optimizer.variables]
+    others = _distinct([*created, *(variable for model in traced for variable in model.variables.values())])
+    of_model = {id(variable) for variable in model_variables}
+    objects = internals.keras_variables(
+        [*model_variables, *(variable for variable in others if id(variable) not in of_model)]
+    )
     names: dict[str, tf.Variable] = {}
     for item in objects:
         is_keras = not isinstance(item, tf.Variable)
         variable = item.value if is_keras else item
-        name = item.path if is_keras else variable.name.split(":")[0]
-        if id(variable) not in first:
+        name = item.path if is_keras else internals.variable_name(variable)
+        if id(variable) not in of_model:
             name = f"optimizer/{name.removeprefix(f'{optimizer.name}/')}"
-        names[unique(name, names)] = variable
+        names[unique_name(name, names)] = variable
     return names
 
 

@@ -1,4 +1,4 @@
-"""Each function of ``dapple_tf.internals`` relies on something TensorFlow or Keras may move: here it would show."""
+"""The internals of TensorFlow and Keras behave as ``dapple_tf.internals`` relies on."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_record_layers_restores_the_call_even_on_exceptions() -> None:
 # --- moving variables
 
 
-def test_a_moved_variable_keeps_value_and_identity_and_lives_elsewhere() -> None:
+def test_a_moved_variable_keeps_its_value_and_is_on_the_other_device() -> None:
     with tf.device(HERE):
         variable = tf.Variable([1.0, 2.0], name="w", trainable=False)
     holder = variable
@@ -193,11 +193,11 @@ def test_a_moved_keras_variable_is_saved_restored_and_predicted_with(tmp_path: P
     assert kernel.value.device.endswith(THERE)
 
 
-def test_nothing_keeps_the_old_memory_after_a_move() -> None:
+def test_the_old_memory_is_freed_after_a_move() -> None:
     variable = tf.Variable(tf.ones(4))
     traced = tf.function(lambda: variable + 1.0)
     traced()
-    graph = traced.get_concrete_function().graph  # kept where the function may be gone
+    graph = traced.get_concrete_function().graph  # outlives its function
     old = weakref.ref(variable.handle)
     internals.move_variables([(variable, THERE)])
     gc.collect()
@@ -206,8 +206,28 @@ def test_nothing_keeps_the_old_memory_after_a_move() -> None:
     assert traced().numpy().tolist() == [2, 2, 2, 2]
 
 
-def test_moving_nothing_does_nothing() -> None:
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test that walks over all objects of the process."""
+
+    def search(*kinds: type) -> list[object]:
+        raise AssertionError(f"searched the process for {kinds}")
+
+    monkeypatch.setattr(internals, "_live_instances", search)
+
+
+@pytest.mark.usefixtures("no_search")
+def test_moving_no_variables_skips_the_search_and_changes_no_handle() -> None:
+    variable = tf.Variable(2.0)
+    handle = variable.handle
     internals.move_variables([])
+    assert variable.handle is handle
+    assert variable.numpy() == 2
+
+
+def test_moving_a_variable_searches_the_process(no_search: None) -> None:
+    with pytest.raises(AssertionError, match="searched the process for"):
+        internals.move_variables([(tf.Variable(2.0), THERE)])
 
 
 # --- releasing variables
@@ -224,7 +244,7 @@ def test_a_released_variable_cannot_be_read_until_it_is_assigned() -> None:
 
     outer = tf.function(lambda: tf.reduce_sum(double()))
     outer()
-    wrapped = tf.compat.v1.wrap_function(lambda: 2 * variable, [])  # of a class of its own
+    wrapped = tf.compat.v1.wrap_function(lambda: 2 * variable, [])  # a ConcreteFunction of another class
     for value in ([3.0, 4.0], [5.0, 6.0]):
         internals.release_variables([variable], ADVICE)
         for read in (variable.numpy, variable.read_value, double, outer, wrapped):
@@ -236,12 +256,12 @@ def test_a_released_variable_cannot_be_read_until_it_is_assigned() -> None:
         assert outer().numpy() == 2 * sum(value) + 2
         assert wrapped().numpy().tolist() == [2 * x for x in value]
         late = tf.function(lambda: variable.read_value()).get_concrete_function()
-        assert late.outputs[0].shape == (2,)  # known to a trace that is made now
+        assert late.outputs[0].shape == (2,)  # the static shape, in a new trace
     assert double.experimental_get_tracing_count() == 1
 
 
-def test_released_again_a_variable_needs_no_other_handle() -> None:
-    """Which spares the search for functions that know the old one."""
+def test_a_variable_that_is_released_again_keeps_its_handle() -> None:
+    """So no search for functions that captured the old handle is needed."""
     variable = tf.Variable([1.0, 2.0])
     internals.release_variables([variable], ADVICE)
     variable.assign([3.0, 4.0])
@@ -251,7 +271,7 @@ def test_released_again_a_variable_needs_no_other_handle() -> None:
     assert not variable.is_initialized()
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own, of any variable
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # a warning of Keras itself
 def test_a_released_variable_of_keras_is_trained_saved_and_restored_again(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     kernel, x = model.layers[0].kernel, np.ones((2, 2), np.float32)
@@ -270,7 +290,7 @@ def test_a_released_variable_of_keras_is_trained_saved_and_restored_again(tmp_pa
     assert tf.saved_model.load(tmp_path / "saved").serve(x).numpy().tolist() == [[3], [3]]
 
 
-def test_nothing_keeps_the_memory_of_a_released_variable() -> None:
+def test_the_memory_of_a_released_variable_is_freed() -> None:
     variable = tf.Variable(tf.ones(4))
     traced = tf.function(lambda: variable + 1.0)
     traced()
@@ -280,21 +300,25 @@ def test_nothing_keeps_the_memory_of_a_released_variable() -> None:
     assert old() is None
 
 
-def test_a_variable_that_was_released_dies_with_its_value() -> None:
+def test_a_released_and_assigned_variable_is_freed_when_it_is_garbage() -> None:
     variable = tf.Variable(tf.ones(4))
     internals.release_variables([variable], ADVICE)
     variable.assign(tf.zeros(4))
-    same = tf.identity(variable.handle)  # keeps nothing alive
+    same = tf.identity(variable.handle)  # does not keep the resource alive
     assert tf.raw_ops.VarIsInitializedOp(resource=same)
-    with tf.Graph().as_default():  # where a collection may come
+    with tf.Graph().as_default():  # garbage collection may run here
         del variable
         gc.collect()
         assert not tf.compat.v1.get_default_graph().get_operations()
     assert not tf.raw_ops.VarIsInitializedOp(resource=same)
 
 
-def test_releasing_nothing_does_nothing() -> None:
+@pytest.mark.usefixtures("no_search")
+def test_releasing_no_variables_skips_the_search_and_frees_no_value() -> None:
+    variable = tf.Variable(2.0)
     internals.release_variables([], ADVICE)
+    assert variable.is_initialized()
+    assert variable.numpy() == 2
 
 
 # --- other lookups
@@ -333,12 +357,12 @@ def slopes(stop: bool) -> tuple[float | None, float]:
     return (None, *values) if stop else tuple(values)
 
 
-def test_gradients_stop_at_the_calls_they_are_told_to() -> None:
+def test_gradients_stop_at_the_given_calls() -> None:
     assert slopes(stop=False) == (108, 18)
     assert slopes(stop=True) == (None, 18)
 
 
-def test_stopping_at_calls_restores_tensorflows_own_rule_even_on_exceptions() -> None:
+def test_stopping_at_calls_restores_tensorflows_rule_after_an_exception() -> None:
     original = gradients_util._IsPartitionedCall
     with pytest.raises(ZeroDivisionError), internals.stop_gradients_at_calls([]):
         raise ZeroDivisionError
@@ -355,7 +379,7 @@ def test_stateless_ops(op: str) -> None:
     assert not internals.is_stateful_op(op)
 
 
-def test_an_op_nobody_knows_is_taken_for_stateful() -> None:
+def test_an_unknown_op_counts_as_stateful() -> None:
     assert internals.is_stateful_op("NoSuchOpEver")
 
 
@@ -382,7 +406,7 @@ def executed_nodes(function: Callable[..., object], *arguments: tf.Tensor) -> li
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_no_inline_really_keeps_a_call_whole(whole: bool) -> None:
+def test_functions_with_no_inline_are_not_inlined(whole: bool) -> None:
     body = tf.function(
         lambda x: tf.math.softsign(x, name="tell_tale"),
         experimental_attributes={internals.NO_INLINE: whole},
@@ -394,7 +418,7 @@ def test_no_inline_really_keeps_a_call_whole(whole: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PartitionedCall", "StatefulPartitionedCall"])
-def test_call_ops_are_what_calls_are_made_of(kind: str) -> None:
+def test_calls_of_functions_are_call_ops(kind: str) -> None:
     variable = tf.Variable(1.0)
     body = tf.function(lambda: variable + 1.0) if kind.startswith("Stateful") else tf.function(lambda: tf.constant(1.0))
     graph = tf.function(lambda: body()).get_concrete_function().graph
@@ -421,24 +445,24 @@ def function_optimization() -> int:
     return config_pb2.ConfigProto.FromString(serialized).graph_options.rewrite_options.function_optimization
 
 
-def test_plain_execution_switches_specialisation_off_and_back_on() -> None:
+def test_specialisation_is_off_in_the_block_and_on_again_after_it() -> None:
     before = context.context().function_call_options
     assert function_optimization() != rewriter_config_pb2.RewriterConfig.OFF
-    with internals.plain_execution():
+    with internals.without_specialisation():
         assert function_optimization() == rewriter_config_pb2.RewriterConfig.OFF
     assert context.context().function_call_options is before
 
 
-def test_plain_execution_restores_the_options_on_exceptions() -> None:
+def test_specialisation_is_on_again_after_an_exception() -> None:
     before = context.context().function_call_options
-    with pytest.raises(ZeroDivisionError), internals.plain_execution():
+    with pytest.raises(ZeroDivisionError), internals.without_specialisation():
         raise ZeroDivisionError
     assert context.context().function_call_options is before
 
 
-def test_plain_execution_is_this_threads_only() -> None:
+def test_specialisation_is_off_in_this_thread_only() -> None:
     found: list[int] = []
-    with internals.plain_execution():
+    with internals.without_specialisation():
         thread = threading.Thread(target=lambda: found.append(function_optimization()))
         thread.start()
         thread.join()
@@ -446,8 +470,8 @@ def test_plain_execution_is_this_threads_only() -> None:
     assert len(found) == 1
 
 
-def test_plain_execution_reaches_the_functions_called_inside() -> None:
-    """Without it TensorFlow runs a copy of the callee, specialised for each call."""
+def test_callees_are_not_specialised_for_each_call() -> None:
+    """Otherwise TensorFlow runs a copy of the callee for each call."""
     body = tf.function(
         lambda x, y: x * y, experimental_attributes={internals.NO_INLINE: True}, input_signature=[tf.TensorSpec([])] * 2
     ).get_concrete_function()
@@ -457,12 +481,12 @@ def test_plain_execution_reaches_the_functions_called_inside() -> None:
         return {node.attr["f"].func.name for node in executed_nodes(outer, tf.constant(1.0))} - {""}
 
     assert len(callees()) == 2
-    with internals.plain_execution():
+    with internals.without_specialisation():
         assert len(callees()) == 1
 
 
-def test_inlined_calls_wait_for_their_control_inputs_under_plain_execution() -> None:
-    """TensorFlow's optimiser, when it inlines, lets writes inside run before: the reason for plain execution."""
+def test_inlined_calls_wait_for_their_control_inputs_without_specialisation() -> None:
+    """With it, Grappler inlines calls so that their writes may run before the call's control inputs."""
     read, written = tf.Variable(0.0), tf.Variable(0.0)
     specs = [tf.TensorSpec([], tf.resource)] * 2
 
@@ -488,7 +512,7 @@ def test_inlined_calls_wait_for_their_control_inputs_under_plain_execution() -> 
             result = concrete(*handles)
         return result, late
 
-    with internals.plain_execution():
+    with internals.without_specialisation():
         result, before = outer(tf.constant(1.0))
     assert float(result) == 1.0  # its read waited for the assignment
     assert float(before) == 0.0  # its write did not come before

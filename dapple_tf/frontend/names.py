@@ -1,0 +1,21 @@
+"""Names of tensors and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from graph_passes.ir.graph import Value
+
+
+def tensor_name(value: Value) -> str:
+    """Return the name of a value's tensor in TensorFlow: ``node:index``."""
+    return f"{value.node}:{value.index}"
+
+
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Return ``name``, or the first of ``name_1``, ``name_2`` ... that is not ``taken``."""
+    candidate, count = name, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate

@@ -1,0 +1,190 @@
+"""Read a TensorFlow graph into the op-level IR: nodes, side effects, control edges, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.frontend.node_attributes import read_attribute
+from graph_passes.ir.graph import DType, Effect, Graph, Node, Shape, TensorType, Value, attributes, topological
+
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+_RANDOM = frozenset(
+    {
+        "RandomUniform",
+        "RandomUniformInt",
+        "RandomStandardNormal",
+        "TruncatedNormal",
+        "ParameterizedTruncatedNormal",
+        "RandomShuffle",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "Multinomial",
+        "UniformCandidateSampler",
+        "LogUniformCandidateSampler",
+        "LearnedUnigramCandidateSampler",
+        "FixedUnigramCandidateSampler",
+    }
+)
+_CALLS = frozenset(
+    {
+        "While",
+        "StatelessWhile",
+        "If",
+        "StatelessIf",
+        "Case",
+        "StatelessCase",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+    }
+)
+# Attributes that are valid only in the graph in which the op was created.
+_LOCAL_ATTRS = frozenset({"_class", "_read_only_resource_inputs", "_output_shapes"})
+
+
+def read_graph(graph: Any, inputs: Mapping[str, Node], name: str) -> Graph:
+    """Return the IR of a FuncGraph. ``inputs`` maps names of placeholders to the input nodes that replace them.
+
+    Control edges that order side effects are kept; those that only make a function's outputs wait for reads of
+    variables are dropped.
+    """
+    definition = graph.as_graph_def()
+    bodies = {body.signature.name: body for body in definition.library.function}
+    nodes = []
+    for op in graph.get_operations():
+        types = tuple(_read_type(output) for output in op.outputs)
+        if op.name in inputs:
+            input_node = inputs[op.name]
+            nodes.append(Node(input_node.name, input_node.op, outputs=types, attrs=input_node.attrs))
+            continue
+        effect, writes = _read_effect(op, inputs, bodies)
+        attrs = {key: read_attribute(value) for key, value in op.node_def.attr.items() if key not in _LOCAL_ATTRS}
+        if writes:
+            attrs["writes"] = writes
+        values = tuple(read_value(tensor, inputs) for tensor in op.inputs)
+        nodes.append(Node(op.name, op.type, values, types, attributes(attrs), effect=effect))
+    library = tuple((key, bodies[key].SerializeToString(deterministic=True)) for key in sorted(bodies))
+    return Graph(name, topological(_with_controls(nodes, graph, inputs)), library=library)
+
+
+def read_value(tensor: Any, inputs: Mapping[str, Node]) -> Value:
+    """Return the IR value of a tensor of a graph that was read with these ``inputs``."""
+    return Value(_node_name(tensor.op.name, inputs), tensor.value_index)
+
+
+def read_shapes(graph: Any, prefix: str) -> dict[str, tuple[Shape, ...]]:
+    """Return the output shapes of the ops whose names start with ``prefix``, by the rest of their names."""
+    return {
+        op.name.removeprefix(prefix): tuple(read_shape(output) for output in op.outputs)
+        for op in graph.get_operations()
+        if op.name.startswith(prefix)
+    }
+
+
+def read_shape(tensor: Any) -> Shape:
+    """Return the static shape of a tensor."""
+    return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
+
+
+def called_functions(node: Any) -> list[str]:
+    """Return the names of the functions in the attributes of a NodeDef."""
+    names = [value.func.name for value in node.attr.values() if value.func.name]
+    return names + [function.name for value in node.attr.values() for function in value.list.func]
+
+
+def _node_name(op_name: str, inputs: Mapping[str, Node]) -> str:
+    return inputs[op_name].name if op_name in inputs else op_name
+
+
+def _read_type(tensor: Any) -> TensorType:
+    return TensorType(DType(tensor.dtype.base_dtype.name), read_shape(tensor))
+
+
+def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return an op's side effect, and the names of the variables that it writes."""
+    if op.type in _READS:
+        return Effect.READ, ()
+    if op.type in _RANDOM:
+        return Effect.RANDOM, ()
+    if op.type not in _CALLS and not internals.is_stateful_op(op.type):
+        return Effect.PURE, ()  # calls are checked below: TensorFlow gives some random calls a stateless op
+    resources = [(i, tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
+    if resources:
+        read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i) if op.type in _CALLS else set()
+        written = tuple(_node_name(tensor.op.name, inputs) for i, tensor in resources if i not in read_only)
+        if written:
+            return Effect.WRITE, written
+    if op.type in _CALLS:
+        stateful = _stateful_ops(called_functions(op.node_def), bodies)
+        if stateful:
+            return (Effect.RANDOM if stateful <= _RANDOM else Effect.SIDE), ()
+        return (Effect.READ if resources else Effect.PURE), ()
+    return Effect.SIDE, ()
+
+
+def _stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
+    """Return the types of the stateful ops, except reads and calls, in these functions and in those they call."""
+    pending, seen, found = list(names), set(), set()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in bodies:
+            continue
+        seen.add(name)
+        for node in bodies[name].node_def:
+            if node.op in _CALLS:
+                pending += called_functions(node)
+            elif node.op not in _READS and internals.is_stateful_op(node.op):
+                found.add(node.op)
+    return found
+
+
+def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) -> list[Node]:
+    """Return the nodes without NoOps, with the control edges that order side effects.
+
+    An edge may lead through a NoOp, or through an Identity: an assertion in a function returns an Identity of the
+    call's result.
+    """
+    # TensorFlow keeps control inputs in sets: sort them, so that every process reads the same graph.
+    before = {op.name: sorted(source.name for source in op.control_inputs) for op in graph.get_operations()}
+    by_name = {node.name: node for node in nodes}
+
+    def sources(name: str) -> Iterable[str]:
+        for source in before.get(name, ()):
+            yield from reached(source)
+
+    def reached(source: str) -> Iterable[str]:
+        if source in inputs:
+            return
+        if by_name[source].op == "NoOp":
+            yield from sources(source)
+            return
+        yield source
+        if by_name[source].op == "Identity":
+            yield from reached(by_name[source].inputs[0].node)
+
+    result = []
+    for node in nodes:
+        if node.op == "NoOp":
+            continue
+        for source in dict.fromkeys(sources(node.name)):
+            if reason := _order_reason(by_name[source], node):
+                node = node.after(source, reason)
+        result.append(node)
+    return result
+
+
+def _order_reason(first: Node, second: Node) -> str:
+    """Return why ``second`` must run after ``first``; "" where TensorFlow only made outputs wait."""
+    if first.effect == Effect.SIDE:
+        return "effect: ordered after a side effect"
+    if second.effect == Effect.PURE:
+        return ""
+    if first.effect == Effect.WRITE:
+        return "effect: ordered after a write"
+    if first.effect == Effect.READ and second.effect == Effect.WRITE:
+        written = set(second.strings("writes"))
+        return "effect: writes what was read before" if written & {v.node for v in first.inputs} else ""
+    return ""

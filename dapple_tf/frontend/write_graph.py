@@ -1,0 +1,83 @@
+"""Write an op-level graph of the IR as a GraphDef, and import it into a TensorFlow graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
+
+from dapple_tf.frontend.names import tensor_name
+from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
+from dapple_tf.frontend.read_graph import called_functions
+from graph_passes.ir.graph import FunctionRef, Graph, Node, Opaque
+
+# Attributes that only the IR has.
+_IR_ATTRS = frozenset({"layer", "within", "writes"})
+
+
+def write_graph(graph: Graph) -> graph_pb2.GraphDef:
+    """Return the GraphDef of an op-level graph and its library.
+
+    Input nodes become placeholders, which ``import_graph`` replaces.
+    """
+    result = graph_pb2.GraphDef()
+    result.versions.producer = tf.version.GRAPH_DEF_VERSION
+    for node in graph.nodes:
+        proto = result.node.add(name=node.name, op=node.op)
+        if not node.op[0].isupper():
+            proto.op = "Placeholder"
+            proto.attr["dtype"].type = dtype_number(node.outputs[0].dtype)
+            continue
+        proto.input.extend(tensor_name(value) if value.index else value.node for value in node.inputs)
+        proto.input.extend("^" + control.source for control in node.controls)
+        for key, value in node.attrs:
+            if key not in _IR_ATTRS:
+                write_attribute(proto.attr[key], value)
+    for _, body in graph.library:
+        result.library.function.append(function_pb2.FunctionDef.FromString(body))
+    return result
+
+
+def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any]:
+    """Import ``graph`` into the TensorFlow graph under construction, and return the tensors of its outputs.
+
+    ``inputs``: the tensors that replace input nodes, by node name. ``name`` is the scope of the imported ops.
+    """
+    definition = write_graph(graph)
+    computed = [value for value in graph.outputs if value.node not in inputs]
+    tensors = []
+    if definition.node:
+        tensors = tf.graph_util.import_graph_def(
+            definition,
+            input_map={node: tensor for node, tensor in inputs.items() if node in graph.by_name},
+            return_elements=[tensor_name(value) for value in computed],
+            name=name,
+        )
+    by_value = dict(zip(computed, tensors, strict=True))
+    return [inputs[value.node] if value.node in inputs else by_value[value] for value in graph.outputs]
+
+
+def needed_library(graph: Graph, library: Mapping[str, bytes]) -> tuple[tuple[str, bytes], ...]:
+    """Return the functions of ``library`` that the nodes of ``graph`` call, directly or through other functions."""
+    pending = [name for node in graph.nodes for name in _referenced_functions(node)]
+    needed: dict[str, bytes] = {}
+    while pending:
+        name = pending.pop()
+        if name in needed or name not in library:
+            continue
+        needed[name] = library[name]
+        body = function_pb2.FunctionDef.FromString(library[name])
+        pending += [called for node in body.node_def for called in called_functions(node)]
+    return tuple(sorted(needed.items()))
+
+
+def _referenced_functions(node: Node) -> list[str]:
+    names = [value.name for _, value in node.attrs if isinstance(value, FunctionRef)]
+    for _, value in node.attrs:
+        if isinstance(value, Opaque):
+            proto = attr_value_pb2.AttrValue.FromString(value.data)
+            names += [proto.func.name] if proto.func.name else []
+            names += [function.name for function in proto.list.func]
+    return names
