@@ -12,7 +12,7 @@ from dapple_tf.planner.api import predict_plan
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.explain import describe_result, notation
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.simulator.simulate import Timeline
+from dapple_tf.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.step import PipelinedStep
-    from dapple_tf.simulator.simulate import Timeline, simulate
+    from dapple_tf.simulator.simulate import simulate
+    from dapple_tf.timeline.timeline import Timeline
     from dapple_tf.verification import Report, verify
     from profiler.cluster import Cluster
     from profiler.profile import Profile
@@ -61,7 +62,7 @@ _HOMES = {
     "Plan": "dapple_tf.plan",
     "Profile": "profiler.profile",
     "Report": "dapple_tf.verification",
-    "Timeline": "dapple_tf.simulator.simulate",
+    "Timeline": "dapple_tf.timeline.timeline",
     "Workload": "dapple_tf.commands.workload",
     "analytic_profile": "dapple_tf.profiling.analytic",
     "init": "dapple_tf.devices",

@@ -127,21 +127,6 @@ class Chart:
         return max((top + row.height for row, top in zip(self.rows, self.tops(), strict=True)), default=0.0)
 
 
-def scale_time(seconds: float) -> tuple[float, str]:
-    """Units a second, and the unit's name, in which so many seconds read well."""
-    if seconds >= 1 or seconds == 0:
-        return 1.0, "s"
-    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
-
-
-def scale_bytes(most: float) -> tuple[float, str]:
-    """Bytes a unit, and the unit's name, in which so many bytes read well."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if most >= unit:
-            return unit, name
-    return 1.0, "B"
-
-
 def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
     """Charts one above the other on one time axis, the rows of each under its name and title; without their curves."""
     rows: list[Row] = []

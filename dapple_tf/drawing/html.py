@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from string import Template
 
-from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart, Curve, scale_bytes
+from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart, Curve
+from profiler.units import format_bytes, scale_bytes
 
 _WIDE = 1000.0  # the whole time, in the drawing's units; the script fits it to the window
 _GAP = 0.1  # of a row's height, above and below its spans
@@ -236,8 +237,7 @@ def _draw_memory(chart: Chart) -> str:
         levels.append(f'<line class="across" x1="{left}" x2="{left}" y1="{y:g}" y2="{y:g}"/>')
         levels.append(f'<text x="4" y="{y + 4:g}">{level / size:.3g} {unit}</text>')
     if chart.limit is not None:
-        whole, name = scale_bytes(chart.limit)
-        note += f" (it has {chart.limit / whole:.3g} {name})"
+        note += f" (it has {format_bytes(chart.limit)})"
         if shown:
             y = _MEMORY * (1 - chart.limit / top)
             levels.append(f'<line class="across limit" x1="{left}" x2="{left}" y1="{y:g}" y2="{y:g}"/>')
@@ -245,9 +245,7 @@ def _draw_memory(chart: Chart) -> str:
     for index, curve in enumerate(chart.curves):
         # From blue to orange over green, in even steps that read on light and on dark.
         colour = f"hsl({220 - 190 * index / max(1, len(chart.curves) - 1):.0f} 65% 50%)"
-        highest = max(curve.values)
-        whole, name = scale_bytes(highest)
-        tip = f"{escape(curve.name)}: at most {highest / whole:.4g} {name}"
+        tip = f"{escape(curve.name)}: at most {format_bytes(max(curve.values), 4)}"
         paths.append(f'<path stroke="{colour}" data-n="{tip}" d="{"".join(_steps(curve, chart.seconds, top))}"/>')
         legend.append(f'<span><i style="background: {colour}"></i>{escape(curve.name)}</span>')
     drawing = _svg("memory", _MEMORY, left, "\n".join(paths), f'<g class="levels">{"".join(levels)}</g>')

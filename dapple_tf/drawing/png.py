@@ -14,9 +14,8 @@ from dapple_tf.drawing.chart import (
     MARK,
     Chart,
     Span,
-    scale_bytes,
-    scale_time,
 )
+from profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -166,8 +165,7 @@ def _draw_memory(chart: Chart, axes: Axes) -> None:
     if chart.limit is not None and shown:
         axes.axhline(chart.limit / size, color="black", linestyle="--", linewidth=1, label="the device's memory")
     elif chart.limit is not None:
-        whole, name = scale_bytes(chart.limit)
-        note += f" (of {chart.limit / whole:.3g} {name})"
+        note += f" (of {format_bytes(chart.limit)})"
     axes.set_ylim(0, 1.08 * max(most, chart.limit or 0 if shown else 0) / size or 1)
     axes.set_ylabel(unit)
     axes.set_title(note, fontsize=10, loc="left")

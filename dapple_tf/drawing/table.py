@@ -1,19 +1,38 @@
-"""Plain text tables of figures."""
+"""Tables as plain text."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+_UNLIMITED = 10_000  # characters: no table is as wide
+
+
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0, width: int | None = None
+) -> list[str]:
+    """Return the lines of a table: the header, then the rows, in columns two spaces apart.
+
+    The first ``left`` columns are aligned left, the others right. ``width``: characters of a line; cells of the widest
+    columns are wrapped where the table has more. By default no cell is wrapped.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    console = Console(file=text, width=width or _UNLIMITED, no_color=True, markup=False, highlight=False, emoji=False)
+    console.print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
 def format_megabytes(count: float) -> str:
-    """Bytes in millions, with as many digits as say something: ``0.02``, ``3.1``, ``412``."""
+    """Return bytes in millions, with two to three significant digits: ``0.02``, ``3.1``, ``412``."""
     value = count / 1e6
     if value == 0:
         return "0"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, their cells right-aligned in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

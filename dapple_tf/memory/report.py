@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.drawing.table import align, format_megabytes
+from dapple_tf.drawing.table import format_megabytes, format_table
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
@@ -70,7 +70,7 @@ class Report:
     measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
-        lines = [_describe_plan(self.plan), *align([_HEAD, *map(_row, self.stages)])]
+        lines = [_describe_plan(self.plan), *format_table(_HEAD, [_row(stage) for stage in self.stages])]
         looping = [str(stage.predicted.stage) for stage in self.stages if stage.predicted.loops]
         if looping:
             lines.append(f"not counted: tensors of each iteration of the While loops of stage {', '.join(looping)}")

@@ -17,7 +17,8 @@ from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.simulator.simulate import Timeline, simulate
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dapple_tf.plan import Plan
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.simulator.simulate import Timeline
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile
 

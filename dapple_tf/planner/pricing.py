@@ -15,7 +15,7 @@ import numpy as np
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, has_weights, step_seconds
 from dapple_tf.simulator.named_orders import named_order
 from graph_passes.errors import ScheduleError

@@ -1,4 +1,4 @@
-"""Recorded steps: what they cost is a copy of the time stamps; what these say is worked out when it is asked for."""
+"""Timelines of recorded steps. Recording copies the time stamps; timelines are made when they are asked for."""
 
 from __future__ import annotations
 
@@ -11,75 +11,100 @@ from dapple_tf.distributed.clocks import Clocks
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.plan import Plan
-from dapple_tf.simulator.simulate import Timeline as Simulated
-from dapple_tf.timeline.recording import Recording, make_recording
-from dapple_tf.timeline.timeline import Stamp, Timeline, fill_stamps, make_timeline, name_stamps
+from dapple_tf.simulator.measured_prediction import predict_from_times
+from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording, plan_title, planned_seconds
+from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
+from graph_passes.schedules.policies import build_schedule
 
-# What the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
-_SECONDS_A_NODE = 8e-6
+# Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
+_SECONDS_PER_NODE = 8e-6
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """The last recorded step: of each process what was timed, and the times."""
+class _RecordedStep:
+    """The last recorded step: for each process the nodes that were timed, and their times.
 
-    named: Sequence[Sequence[Stamp]]
+    ``simulated``: the timeline that was simulated when the plan was made.
+    """
+
+    stamps: Sequence[Sequence[Stamp]]
     times: Sequence[Any]
     plan: Plan
-    simulated: Simulated | None
+    simulated: Timeline | None
 
 
 class Recorder:
-    """Keeps the last recorded step of this process, or of all ranks of a ``job``."""
+    """Keeps the last recorded step of this process, or of all ranks of a ``job``.
+
+    ``cost_seconds``: about how long recording it took.
+    """
 
     def __init__(self, job: Job | None) -> None:
         self._job = job
         self._clocks = None if job is None else Clocks(job)
-        self._named: list[tuple[Graph, Sequence[Sequence[Stamp]]]] = []
-        self._taken: _Taken | None = None
+        self._stamps: list[tuple[Graph, Sequence[Sequence[Stamp]]]] = []
+        self._last: _RecordedStep | None = None
         self._timeline: Timeline | None = None
         self.cost_seconds = 0.0
 
-    def take(self, graph: Graph, stamps: Any, plan: Plan, simulated: Simulated | None = None) -> None:
-        """Keep the times of a step of ``graph`` that has just run under ``plan``; in a job every rank must call this.
+    def keep(self, graph: Graph, times: Any, plan: Plan, simulated: Timeline | None = None) -> None:
+        """Keep the ``times`` of a step of ``graph`` that has just run under ``plan``; every rank of a job must call it.
 
-        ``simulated``: the step as it was predicted when the plan was made. ``cost_seconds`` is then about what the
-        recording has cost this step.
+        ``simulated``: the timeline that was simulated when the plan was made, if there is one.
         """
         begin = time.perf_counter()
-        times = stamps.numpy()
-        named = self._name(graph)
-        gathered = [times] if self._clocks is None else self._clocks.gather(times)
-        self._taken, self._timeline = _Taken(named, gathered, plan, simulated), None
-        self.cost_seconds = time.perf_counter() - begin + _SECONDS_A_NODE * len(times) / 2
+        own = times.numpy()
+        stamps = self._name_stamps(graph)
+        gathered = [own] if self._clocks is None else self._clocks.gather(own)
+        self._last, self._timeline = _RecordedStep(stamps, gathered, plan, simulated), None
+        self.cost_seconds = time.perf_counter() - begin + _SECONDS_PER_NODE * len(own) / 2
 
-    def _name(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
-        """What each process times; the ranks of a job tell each other once for every graph."""
-        for known, named in self._named:
+    def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
+        """Return the nodes that each process times; the ranks of a job exchange them once for each graph."""
+        for known, stamps in self._stamps:
             if known is graph:
-                return named
+                return stamps
         own = name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
-        named = [own] if self._job is None else self._job.gather(own)
-        self._named.append((graph, named))
-        return named
+        stamps = [own] if self._job is None else self._job.gather(own)
+        self._stamps.append((graph, stamps))
+        return stamps
 
     @property
     def timeline(self) -> Timeline:
-        """When everything ran in the last recorded step; UsageError where there is none."""
+        """The timeline of the last recorded step; raises UsageError where there is none."""
         if self._timeline is None:
-            taken = self._known()
-            stamps = [fill_stamps(named, times) for named, times in zip(taken.named, taken.times, strict=True)]
-            self._timeline = make_timeline([stamp for found in stamps for stamp in found])
+            last = self._recorded_step()
+            stamps = [fill_stamps(named, times) for named, times in zip(last.stamps, last.times, strict=True)]
+            self._timeline = make_timeline(
+                [s for of_process in stamps for s in of_process], title=plan_title(last.plan)
+            )
         return self._timeline
 
     @property
     def recording(self) -> Recording:
-        """The last recorded step beside its prediction; UsageError where there is none."""
-        taken = self._known()
-        return make_recording(taken.plan.model, self.timeline, taken.plan, taken.simulated)
+        """The last recorded step beside its prediction; raises UsageError where there is none."""
+        last = self._recorded_step()
+        return pair_with_prediction(self.timeline, last.plan, last.simulated)
 
-    def _known(self) -> _Taken:
-        if self._taken is None:
+    def _recorded_step(self) -> _RecordedStep:
+        if self._last is None:
             raise UsageError("no step was recorded: call step.record(batch) first")
-        return self._taken
+        return self._last
+
+
+def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | None = None) -> Recording:
+    """Return a step measured under ``plan`` beside its prediction.
+
+    The prediction is ``simulated``, the timeline that was simulated when the plan was made; without one, the plan's
+    schedule simulated with the measured times.
+    """
+    if simulated is not None and simulated.simulation is not None:
+        step = simulated.simulation.events_at(measured.places)
+        timeline = Timeline(step.events, step.transfers, step.stage_events, title=simulated.title)
+        predicted = Prediction(timeline, BY_PROFILE)
+    else:
+        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        predicted = predict_from_times(measured, schedule)
+    return Recording(plan_title(plan), measured, predicted, planned_seconds(plan))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts
 
 
 def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.compiled import Floats, compiled
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import splits_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """One stage: seconds of one micro-batch over all its replicas, bytes of one device.
-
-    ``weights_seconds``: the part of backward that gives gradients of weights, where the schedule has it run by itself,
-    and else 0. ``send_forward_seconds`` and ``send_backward_seconds``: the boundary to the next stage (0 for the last).
-    ``allreduce_seconds``: all of it; ``exposed_seconds``: what is left of it when the last gradients are there.
-    ``fixed_bytes``: weights, gradients, optimizer slots. ``stash_bytes``: kept for each micro-batch in flight.
-    ``working_bytes``: the largest working set of a backward.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    send_forward_seconds: float
-    send_backward_seconds: float
-    allreduce_seconds: float
-    exposed_seconds: float
-    fixed_bytes: float
-    stash_bytes: float
-    working_bytes: float
-    weights_seconds: float = 0.0
 
 
 def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:

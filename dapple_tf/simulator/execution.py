@@ -10,8 +10,8 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, has_weights, run
+from dapple_tf.timeline.stage_costs import StageCosts
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,20 @@
-"""The critical path of a measured step: from its last event back, what ended last of all that each event waited for.
+"""The critical path of a step: from its last event back, each time to the input that ended last.
 
-AutoPipe, section III.B, takes the longest path through a pipeline's operations. In a measured step it has gaps, which
-are waiting: dispatch, contention for cores, clocks that do not quite agree.
+AutoPipe, section III.B, takes the longest path through a pipeline's operations. In a simulated step each event starts
+when one of its inputs ends, so the path has no gaps. In a recorded step the gaps are waiting: dispatch, contention for
+cores, clocks that do not quite agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from dapple_tf.timeline.event_dependencies import Awaited, Item
-from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from dapple_tf.timeline.event_dependencies import EventDependencies
+from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
 
 PartKind = Literal["compute", "transfer", "allreduce", "update", "waiting"]
 PART_LABELS: Mapping[PartKind, str] = MappingProxyType(
@@ -28,10 +30,10 @@ PART_LABELS: Mapping[PartKind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the path, from ``start`` to ``end`` (seconds): what ran then, or ``waiting`` before ``item``.
+    """A part of the critical path, from ``start`` to ``end`` (seconds): ``item`` runs, or ``waiting`` before it.
 
-    It is shorter than the item's own time where what comes next began before its end, as AllReduce does that overlaps
-    backward.
+    It is shorter than the event itself where the next one started before its end, as an AllReduce that overlaps
+    backward does.
     """
 
     kind: PartKind
@@ -41,46 +43,55 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Seconds from start to end."""
         return self.end - self.start
 
     @property
     def stage(self) -> int | None:
-        """The stage that computes, sums or updates; None for the rest."""
+        """The stage that computes, reduces or updates; None for transfers and waiting."""
         if self.kind == "waiting" or isinstance(self.item, Transfer):
             return None
         return self.item.action.stage if isinstance(self.item, Event) else self.item.stage
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that is computed or sent; None for AllReduce, update and waiting."""
+        if self.kind == "waiting" or isinstance(self.item, StageEvent):
+            return None
+        return self.item.action.micro_batch if isinstance(self.item, Event) else self.item.micro_batch
 
     def __str__(self) -> str:
         return f"wait before {self.item}" if self.kind == "waiting" else str(self.item)
 
 
-def find_critical_path(timeline: Timeline) -> tuple[Part, ...]:
-    """The parts from 0 to the step's end, each beginning where the one before it ends."""
-    awaited = Awaited(timeline)
-    item: Item | None = max(awaited.items, key=lambda found: (found.end, awaited.begin(found)))
-    until = timeline.seconds
+def find_critical_path(step: StepEvents) -> tuple[Part, ...]:
+    """Return the parts of the path from 0 to the step's end; each starts where the one before it ends.
+
+    Their seconds add up to the step's. Events of no length are left out.
+    """
+    dependencies = EventDependencies(step)
+    item: Item | None = max(step.items, key=_end_and_rank)
+    until = step.seconds
     parts: list[Part] = []
-    seen: set[Item] = set()
+    seen: set[int] = set()
     while item is not None:
-        seen.add(item)
+        seen.add(id(item))
         if parts and item.end < until:
             parts.append(Part("waiting", parts[-1].item, item.end, until))
-        begin = awaited.begin(item)
-        parts.append(Part(_kind(item), item, begin, min(item.end, until)))
-        until = begin
-        # What takes less than the clock can tell begins, and ends, as what waited for it begins.
-        before = [found for found in awaited.by(item) if awaited.begin(found) < begin or found.end <= begin]
-        earlier = [found for found in before if found not in seen]
-        # The first of several that ended by then: it is the one on the same device.
-        item = max(earlier, key=lambda found: min(found.end, until), default=None)
+        start = step.start(item)
+        parts.append(Part(_part_kind(item), item, start, min(item.end, until)))
+        until = start
+        # An event shorter than the clock's resolution starts and ends when the event that waits for it starts.
+        inputs = [other for other in dependencies.inputs(item) if step.start(other) < start or other.end <= start]
+        new = [other for other in inputs if id(other) not in seen]
+        item = max(new, key=lambda other: min(other.end, until), default=None)  # the first of several
     if until > 0:
         parts.append(Part("waiting", parts[-1].item, 0.0, until))
     return tuple(part for part in reversed(parts) if part.seconds > 0)
 
 
-def share_out(path: Iterable[Part]) -> dict[PartKind, float]:
-    """Seconds of the path by kind; all together are the step."""
+def sum_by_kind(path: Iterable[Part]) -> dict[PartKind, float]:
+    """Return the seconds of the path by kind; their sum is the step's seconds."""
     seconds = dict.fromkeys(PART_LABELS, 0.0)
     for part in path:
         seconds[part.kind] += part.seconds
@@ -88,15 +99,26 @@ def share_out(path: Iterable[Part]) -> dict[PartKind, float]:
 
 
 def critical_stage(path: Sequence[Part]) -> int:
-    """The stage whose compute fills most of the path (AutoPipe's master stage); the first of several."""
+    """Return the stage whose compute fills most of the path (AutoPipe's master stage); the first of several."""
     busy: dict[int, float] = {}
     for part in path:
         if part.kind == "compute" and part.stage is not None:
-            busy[part.stage] = busy.get(part.stage, 0.0) + part.seconds
+            busy[part.stage] = busy.get(part.stage, 0.0) + part.end - part.start
     return max(sorted(busy), key=lambda stage: busy[stage], default=0)
 
 
-def _kind(item: Item) -> PartKind:
+def _end_and_rank(item: Item) -> tuple[float, float, bool]:
+    """Order events by end; among equal ends that of the first stage is the largest, its AllReduce above its actions."""
+    match item:
+        case Event():
+            return item.end, -item.action.stage, False
+        case StageEvent():
+            return item.end, -(item.stage or 0), True
+        case Transfer():
+            return item.end, -math.inf, False
+
+
+def _part_kind(item: Item) -> PartKind:
     match item:
         case Event():
             return "compute"

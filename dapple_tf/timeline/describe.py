@@ -1,81 +1,130 @@
-"""A measured step in a few lines: how much of it was idle, and what made it as long as it is."""
+"""A timeline as text and as JSON, and its slowest actions."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dapple_tf.drawing.chart import scale_time
-from dapple_tf.timeline.critical_path import PART_LABELS, share_out
+from dapple_tf.drawing.table import format_table
+from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
+from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
+from profiler.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dapple_tf.timeline.timeline import Event, Timeline
+    from dapple_tf.timeline.events import Event
+    from dapple_tf.timeline.simulation import Simulation
+    from dapple_tf.timeline.timeline import Timeline
+
+_SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
 
 @dataclass(frozen=True)
-class Slow:
-    """An action that took ``times`` the median of its stage's actions of that kind."""
+class SlowAction:
+    """An action that took ``times`` the median of its stage's actions of the same kind."""
 
     event: Event
     times: float
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Seconds that it took."""
         return self.event.end - self.event.start
 
     def __str__(self) -> str:
-        return f"{self.event} {write_seconds(self.seconds)} ({self.times:.2g}x the median)"
+        return f"{self.event} {format_seconds(self.seconds)} ({self.times:.2g}x the median)"
 
 
-def describe_timeline(timeline: Timeline) -> str:
-    """Step and bubble, utilisation by stage, and the critical path: what it is made of, and its longest wait."""
+def describe_path(timeline: Timeline) -> str:
+    """Return two lines: step time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
     path = timeline.critical_path
-    shares = share_out(path)
     parts = [
-        f"{PART_LABELS[kind]} {write_seconds(seconds)} ({seconds / timeline.seconds:.0%})"
-        for kind, seconds in shares.items()
-        if seconds >= 5e-4 * timeline.seconds
+        f"{PART_LABELS[kind]} {format_seconds(seconds)} ({seconds / timeline.step_seconds:.0%})"
+        for kind, seconds in sum_by_kind(path).items()
+        if seconds >= _SHOWN * timeline.step_seconds
     ]
     busy = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(timeline.stage_utilisation))
     lines = [
-        f"{write_seconds(timeline.seconds)}, bubble {timeline.bubble:.1%}; busy: {busy}",
+        f"{format_seconds(timeline.step_seconds)}, bubble {timeline.bubble:.1%}; busy: {busy}",
         f"critical path: {', '.join(parts)}; critical stage {timeline.critical_stage}",
     ]
     waits = [part for part in path if part.kind == "waiting"]
     if waits:
         longest = max(waits, key=lambda part: part.seconds)
-        lines[-1] += f"; longest wait {write_seconds(longest.seconds)}, before {longest.item}"
+        lines[-1] += f"; longest wait {format_seconds(longest.seconds)}, before {longest.item}"
+    if timeline.first_run:
+        lines.append(
+            "this was the first run of the recorded step: its times include TensorFlow's setup and the measurement of "
+            "memory; record another step for times without them"
+        )
+    return "\n".join(lines)
+
+
+def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
+    """Return a simulated step's summary, a table of its stages, and a line for each stage that does not fit."""
+    lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
+    split = any(stage.weights_seconds is not None for stage in timeline.stages)
+    computed = ("F", "B", "W") if split else ("F", "B")
+    header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", "peak memory")
+    lines += format_table(header, [_row(stage, simulation) for stage in timeline.stages], left=len(header))
+    memory = simulation.device_memory
+    for stage, (peak, fits) in enumerate(zip(simulation.peak_memory_bytes, simulation.fits, strict=True)):
+        if not fits:
+            lines.append(
+                f"stage {stage} does not fit: it lacks {format_bytes(peak - memory, 4)} of the device's "
+                f"{format_bytes(memory, 4)}"
+            )
     return "\n".join(lines)
 
 
 def timeline_json(timeline: Timeline) -> dict[str, Any]:
-    """The same as JSON; seconds, and fractions of the step."""
-    return {
-        "step_seconds": timeline.seconds,
-        "bubble": timeline.bubble,
+    """Return the timeline as JSON values: seconds, bytes, and fractions of the step. An infinite ``acr`` is null."""
+    data: dict[str, Any] = {"step_seconds": timeline.step_seconds}
+    simulation = timeline.simulation
+    if simulation is not None:
+        data["speedup"] = simulation.speedup
+    data["bubble"] = timeline.bubble
+    if simulation is not None:
+        data |= {
+            "peak_memory_bytes": list(simulation.peak_memory_bytes),
+            "acr": simulation.acr if math.isfinite(simulation.acr) else None,
+            "fits": list(simulation.fits),
+        }
+    return data | {
         "utilisation": list(timeline.stage_utilisation),
         "critical_stage": timeline.critical_stage,
-        "critical_path_seconds": share_out(timeline.critical_path),
+        "critical_path_seconds": sum_by_kind(timeline.critical_path),
         "critical_path": [str(part) for part in timeline.critical_path],
+        "stages": [stage.to_json() for stage in timeline.stages],
     }
 
 
-def find_slowest(timeline: Timeline, count: int = 5) -> tuple[Slow, ...]:
-    """The actions that took longest by the median of their stage and kind, the slowest first."""
-    alike: dict[tuple[int, str], list[Event]] = defaultdict(list)
+def find_slowest(timeline: Timeline, count: int = 5) -> tuple[SlowAction, ...]:
+    """Return the actions that took longest in proportion to the median of their stage and kind, the slowest first."""
+    groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
-        alike[event.action.stage, event.action.kind].append(event)
+        groups[event.action.stage, event.action.kind].append(event)
     found = []
-    for events in alike.values():
+    for events in groups.values():
         median = statistics.median(event.end - event.start for event in events)
-        found += [Slow(event, (event.end - event.start) / median) for event in events if median]
+        found += [SlowAction(event, (event.end - event.start) / median) for event in events if median]
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
 
 
-def write_seconds(seconds: float) -> str:
-    """In the unit in which it reads well: ``12.3 ms``."""
-    scale, unit = scale_time(seconds)
-    return f"{seconds * scale:.4g} {unit}"
+def _row(stage: StageSummary, simulation: Simulation) -> tuple[str, ...]:
+    planned = simulation.plan.stages[stage.stage]
+    inputs = stage.backward_seconds - (stage.weights_seconds or 0.0)
+    weights = () if stage.weights_seconds is None else (format_seconds(stage.weights_seconds),)
+    return (
+        str(stage.stage),
+        format_ranges(planned.devices),
+        f"{planned.first_layer}-{planned.last_layer}",
+        format_seconds(stage.forward_seconds),
+        format_seconds(inputs),
+        *weights,
+        format_seconds(stage.allreduce_seconds),
+        f"{stage.utilisation:.0%}",
+        format_bytes(simulation.peak_memory_bytes[stage.stage], 4),
+    )

@@ -1,89 +1,76 @@
-"""What each event of a measured step waited for: the edges of the pipelined graph, as far as a timeline knows them."""
+"""What each event of a step waited for: the edges of the pipelined graph between the events of a timeline."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator
 
-from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
 from graph_passes.schedules.schedule import Action, dependencies
 
-Item: TypeAlias = Event | Transfer | StageEvent
 
+class EventDependencies:
+    """For each event of ``step`` the events that it waited for."""
 
-class Awaited:
-    """The ``items`` of a timeline, and for each those that it waited for."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.items: tuple[Item, ...] = (*timeline.events, *timeline.transfers, *timeline.stage_events)
-        self._timeline = timeline
-        self._stages = 1 + max((event.action.stage for event in timeline.events), default=0)
-        self._runs: dict[Action, list[Event]] = defaultdict(list)
-        self._transfers = {(t.source, t.target, t.micro_batch): t for t in timeline.transfers}
-        self._before: dict[Item, Item] = {}  # on the same device, or in the same channel
+    def __init__(self, step: StepEvents) -> None:
+        self._step = step
+        self._runs: dict[Action, list[Event]] = defaultdict(list)  # one run on each replica
+        self._transfers = {(t.source, t.target, t.micro_batch): t for t in step.transfers}
+        self._previous: dict[int, Item] = {}  # by the id of an event, the one before on its device or channel
         last: dict[object, Item] = {}
-        for item in sorted(self.items, key=lambda item: (item.start, item.end)):
-            if isinstance(item, StageEvent):
-                continue
+        in_place: list[Event | Transfer] = [*step.events, *step.transfers]
+        for item in sorted(in_place, key=lambda item: (item.start, item.end)):
             place = item.device if isinstance(item, Event) else (item.source, item.target)
             if place in last:
-                self._before[item] = last[place]
+                self._previous[id(item)] = last[place]
             last[place] = item
             if isinstance(item, Event):
                 self._runs[item.action].append(item)
-        self._joint = _joint_starts(timeline.stage_events)
 
-    def begin(self, item: Item) -> float:
-        """When it began (seconds): an AllReduce when the last of its devices had come to it."""
-        return self._joint.get(item, item.start) if isinstance(item, StageEvent) else item.start
+    def inputs(self, item: Item) -> Iterator[Item]:
+        """Yield the events that had to end before ``item`` started.
 
-    def by(self, item: Item) -> Iterator[Item]:
-        """What had to end, or to get far enough, before ``item`` began; what ran in the same place first."""
-        if isinstance(item, StageEvent):
-            yield from self._before_stage_event(item)
-            return
-        if item in self._before:
-            yield self._before[item]
-        if isinstance(item, Transfer):
-            yield from self._runs[Action(item.source, "F" if item.source < item.target else "B", item.micro_batch)]
-            return
-        for action in self._given(item.action):
-            way = action.stage, item.action.stage, action.micro_batch
-            if way in self._transfers:
-                yield self._transfers[way]
-            else:
-                yield from self._runs[action]
-
-    def _given(self, action: Action) -> Iterator[Action]:
-        """The actions whose results ``action`` takes.
-
-        The B of a stage whose inputs want no gradient, such as the first, is empty, and waits for nothing: its W takes
-        the gradient that comes back.
+        For an event and a transfer the first is preferred where several ended last: of an event, the one before on the
+        same device; of a transfer, its producer.
         """
-        yield from dependencies(action, self._stages)
-        if action.kind == "W" and action.stage + 1 < self._stages:
+        if isinstance(item, StageEvent):
+            yield from self._inputs_of_stage_event(item)
+        elif isinstance(item, Transfer):
+            yield from self._runs[item.producer]
+            yield from self._before(item)
+        else:
+            yield from self._before(item)
+            for needed in self._needed_actions(item.action):
+                transfer = self._transfers.get((needed.stage, item.action.stage, needed.micro_batch))
+                if transfer is not None:
+                    yield transfer
+                else:
+                    yield from self._runs[needed]
+
+    def _before(self, item: Item) -> Iterator[Item]:
+        if id(item) in self._previous:
+            yield self._previous[id(item)]
+
+    def _needed_actions(self, action: Action) -> Iterator[Action]:
+        """Yield the actions whose results ``action`` takes.
+
+        The B of a stage whose inputs need no gradient, such as the first, is empty and waits for nothing: its W takes
+        the gradient from the next stage.
+        """
+        yield from dependencies(action, self._step.stages)
+        if action.kind == "W" and action.stage + 1 < self._step.stages:
             yield Action(action.stage + 1, "B", action.micro_batch)
 
-    def _before_stage_event(self, item: StageEvent) -> Iterator[Item]:
-        """AllReduce takes what its stage's backwards give; updates wait at a barrier for everything."""
-        updates = [found for found in self._timeline.stage_events if found.kind == "update"]
+    def _inputs_of_stage_event(self, item: StageEvent) -> Iterator[Item]:
+        """Yield the stage's events before an AllReduce; before a weight update, which waits at a barrier, all events.
+
+        The optimizer's own update, of no stage, runs before or after those of all stages.
+        """
+        updates = [event for event in self._step.stage_events if event.kind == "update"]
         if item.kind == "update":
-            yield from (found for found in self.items if found not in updates)
-            # The optimizer's own, of no stage, come before those of all stages or after.
-            yield from (found for found in updates if item.stage is None or found.stage is None)
+            yield from (other for other in self._step.items if other not in updates)
+            yield from (other for other in updates if item.stage is None or other.stage is None)
             return
-        sums = [found for found in self._timeline.stage_events if found.kind == item.kind]
-        yield from (event for event in self._timeline.events if event.action.stage == item.stage)
-        yield from (found for found in sums if found.stage == item.stage and found.end < item.end)
-
-
-def _joint_starts(events: Sequence[StageEvent]) -> dict[StageEvent, float]:
-    """For every AllReduce the latest start on any of its devices, which end them in the same order."""
-    turns: dict[tuple[int | None, int], list[StageEvent]] = defaultdict(list)
-    done: dict[tuple[int | None, str], int] = defaultdict(int)
-    for event in sorted(events, key=lambda event: event.end):
-        if event.kind == "allreduce":
-            turns[event.stage, done[event.stage, event.device]].append(event)
-            done[event.stage, event.device] += 1
-    return {event: max(found.start for found in together) for together in turns.values() for event in together}
+        reductions = [event for event in self._step.stage_events if event.kind == "allreduce"]
+        yield from (event for event in self._step.events if event.action.stage == item.stage)
+        yield from (other for other in reductions if other.stage == item.stage and other.end < item.end)

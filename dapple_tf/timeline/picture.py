@@ -1,36 +1,25 @@
-"""Draw and save recorded steps: a picture, a web page, or a trace."""
+"""The chart of a timeline, and its files: a picture, a web page, or a trace."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from dapple_tf.drawing.chart import Chart, Row, Span, SpanKind, stack_charts
-from dapple_tf.drawing.save import check_path, save_chart
-from dapple_tf.timeline.describe import write_seconds
-from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.timeline import Timeline
-from dapple_tf.timeline.trace_file import recording_data
-from graph_passes.schedules.schedule import Kind
+from dapple_tf.drawing.chart import Chart, Curve, Row, Span, SpanKind, stack_charts
+from dapple_tf.drawing.save import save_chart
+from dapple_tf.timeline.stage_summary import format_ranges
+from dapple_tf.timeline.trace_data import recording_data
+from graph_passes.schedules.schedule import CALL_OF_KIND
 
-_SPANS: Mapping[Kind, SpanKind] = {"F": "forward", "B": "backward", "W": "weights"}
+if TYPE_CHECKING:
+    from dapple_tf.timeline.recording import Recording
+    from dapple_tf.timeline.timeline import Timeline
 
-__all__ = ["check_path", "draw_recording", "make_chart", "save_recording", "save_timeline"]
-
-_SEEN = 1e-4  # of a step: what is shorter cannot be seen
-
-
-def save_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str = "") -> None:
-    """Save a measured step as the path's suffix says (.png, .html or .json).
-
-    Raises UsageError for another suffix or a path that cannot be written.
-    """
-    save_recording(Recording(title, timeline), path)
+_VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
-    """Save it as the path's suffix says: predicted above measured; a trace (.json) can be read again.
+    """Save a recording as the suffix of ``path`` says (.png, .html or .json); a trace (.json) can be read again.
 
     Raises UsageError for another suffix or a path that cannot be written.
     """
@@ -38,59 +27,79 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def draw_recording(recording: Recording) -> Chart:
-    """Predicted above measured, on one axis; or the one that there is."""
+    """Return the chart of a recording: predicted above measured on one time axis, or the only one of them."""
     measured, predicted = recording.measured, recording.predicted
     if measured is None or predicted is None:
         return make_chart(recording.shown, recording.headline)
     parts = {
-        "predicted": make_chart(predicted.timeline, f"{_summarise(predicted.timeline)} ({predicted.source})"),
-        "measured": make_chart(measured, _summarise(measured)),
+        "predicted": make_chart(predicted.timeline, f"{predicted.timeline.summary} ({predicted.source})"),
+        "measured": make_chart(measured, measured.summary),
     }
     return stack_charts(recording.headline, tuple(parts.items()))
 
 
 def make_chart(timeline: Timeline, title: str = "") -> Chart:
-    """A row a replica of a stage; between two stages of a job a thin row for each direction that takes some time."""
-    ways = {(t.source, t.target) for t in timeline.transfers if t.end - t.start >= _SEEN * timeline.seconds}
-    critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
-    rows: list[tuple[tuple[Any, ...], Row]] = []
-    places = timeline.places
-    many = len({replica for _, replica, _ in places}) > 1
+    """Return the chart of a timeline: rows of events, and curves of memory where it is known.
+
+    A recorded step has a row for each replica of a stage; a simulated one, whose replicas are alike, one for each
+    stage. Between two stages there is a thin row for each direction that has transfers.
+    """
+    simulation = timeline.simulation
+    places = [place for place in timeline.places if simulation is None or place[1] == 0]
+    shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
+    channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
+    replicated = len({replica for _, replica, _ in places}) > 1
+    rows: dict[tuple[object, ...], Row] = {}
     for i, (stage, replica, device) in enumerate(places):
-        name = f"stage {stage}" + many * f", replica {replica}"
-        rows.append(((stage, replica, device), Row(name, device, until=timeline.seconds)))
+        name = f"stage {stage}" + replicated * f", replica {replica}"
+        if simulation is not None:
+            device_names = f"devices {format_ranges(simulation.plan.stages[stage].devices)}"
+        else:
+            device_names = device
+        rows[stage, replica, device] = Row(name, device_names, until=timeline.step_seconds)
         if i + 1 == len(places) or places[i + 1][0] != stage:
-            rows += [(way, _network_row(way)) for way in sorted(ways) if min(way) == stage]
-    at = {key: i for i, (key, _) in enumerate(rows)}
-    by_device = {(stage, device): at[stage, replica, device] for stage, replica, device in places}
-    spans = [
-        Span(
-            at[e.action.stage, e.replica, e.device],
-            str(e.action),
-            _SPANS[e.action.kind],
-            e.start,
-            e.end,
-            e.action.micro_batch,
-            id(e) in critical,
-        )
-        for e in timeline.events
-    ]
+            rows |= {channel: _channel_row(*channel) for channel in channels if min(channel) == stage}
+    return Chart(
+        title,
+        timeline.step_seconds,
+        tuple(rows.values()),
+        tuple(_spans(timeline, {place: index for index, place in enumerate(rows)})),
+        curves=tuple(_memory_curves(timeline)),
+        limit=None if simulation is None else simulation.device_memory,
+    )
+
+
+def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int]) -> list[Span]:
+    """Return a span for each event that has a row; updates of variables of no stage have none."""
+    critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
+    spans = []
+    for e in timeline.events:
+        row = rows.get((e.action.stage, e.replica, e.device))
+        if row is not None:
+            kind: SpanKind = CALL_OF_KIND[e.action.kind]
+            spans.append(
+                Span(row, str(e.action), kind, e.start, e.end, e.action.micro_batch, critical=id(e) in critical)
+            )
     for t in timeline.transfers:
-        kind: SpanKind = "send-forward" if t.source < t.target else "send-backward"
-        if (t.source, t.target) in ways:
-            spans.append(Span(at[t.source, t.target], str(t), kind, t.start, t.end, t.micro_batch, id(t) in critical))
+        row = rows.get((t.source, t.target))
+        if row is not None:
+            kind = "send-forward" if t.source < t.target else "send-backward"
+            spans.append(Span(row, str(t), kind, t.start, t.end, t.micro_batch, critical=id(t) in critical))
+    device_rows = {(place[0], place[2]): row for place, row in rows.items() if len(place) == 3}
     for s in timeline.stage_events:
-        if s.stage is not None and (s.stage, s.device) in by_device:  # what belongs to no stage has no row
+        row = device_rows.get((s.stage, s.device))
+        if row is not None:
             name = "AllReduce" if s.kind == "allreduce" else "update"
-            row = by_device[s.stage, s.device]
             spans.append(Span(row, name, s.kind, s.start, s.end, critical=id(s) in critical))
-    return Chart(title, timeline.seconds, tuple(row for _, row in rows), tuple(spans))
+    return spans
 
 
-def _summarise(timeline: Timeline) -> str:
-    return f"{write_seconds(timeline.seconds)}, {timeline.bubble:.0%} idle"
+def _memory_curves(timeline: Timeline) -> list[Curve]:
+    if timeline.simulation is None:
+        return []
+    stages = range(len(timeline.simulation.plan.stages))
+    return [Curve(f"stage {stage}", *timeline.simulation.memory(stage)) for stage in stages]
 
 
-def _network_row(way: tuple[int, int]) -> Row:
-    source, target = way
+def _channel_row(source: int, target: int) -> Row:
     return Row(f"{source} to {target}", "activations" if source < target else "gradients", network=True)

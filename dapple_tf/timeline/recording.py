@@ -1,4 +1,4 @@
-"""A recorded step with what was said of it before: measured and predicted side by side."""
+"""A recorded step beside its prediction."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.errors import UsageError
-from dapple_tf.timeline.describe import describe_timeline, find_slowest, timeline_json, write_seconds
-from dapple_tf.timeline.prediction import BY_PROFILE, Prediction, predict_from_times, unroll
-from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
+from dapple_tf.timeline.describe import describe_path, find_slowest
+from graph_passes.schedules.policies import abbreviate_schedule
+from profiler.units import format_seconds
 
 if TYPE_CHECKING:
     from dapple_tf.plan import Plan
-    from dapple_tf.simulator.simulate import Timeline as Simulated
+    from dapple_tf.timeline.timeline import Timeline
+
+BY_PROFILE = "simulated with the plan's profile"
+BY_TIMES = "simulated with the measured times of each action"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated step; ``source`` says from which costs."""
+
+    timeline: Timeline
+    source: str
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A ``measured`` step, or a ``predicted`` one, or both; ``title`` says of what.
+    """A ``measured`` step, its prediction, or both; ``title`` names the model and the schedule.
 
-    ``planned_seconds``: the step as the planner of a plan file predicted it. Raises UsageError where there is neither.
+    ``planned_seconds``: seconds of the step in the plan's own prediction. Raises UsageError where there is neither a
+    measured nor a predicted step.
     """
 
     title: str = ""
@@ -34,7 +45,7 @@ class Recording:
 
     @property
     def shown(self) -> Timeline:
-        """The measured step, where there is one."""
+        """The measured step, or the predicted one where none was measured."""
         if self.measured is not None:
             return self.measured
         assert self.predicted is not None
@@ -42,103 +53,80 @@ class Recording:
 
     @property
     def prediction_error(self) -> float | None:
-        """By which fraction of the measured seconds the simulated step is longer (below 0: shorter)."""
-        return self._error(None if self.predicted is None else self.predicted.timeline.seconds)
+        """Seconds of the predicted step over those of the measured step, less 1; None without either."""
+        return self._error(None if self.predicted is None else self.predicted.timeline.step_seconds)
 
     @property
     def planner_error(self) -> float | None:
-        """The same of ``planned_seconds``."""
+        """``planned_seconds`` over those of the measured step, less 1; None without either."""
         return self._error(self.planned_seconds)
 
     def _error(self, seconds: float | None) -> float | None:
         if seconds is None or self.measured is None:
             return None
-        return seconds / self.measured.seconds - 1
+        return seconds / self.measured.step_seconds - 1
 
     @property
     def headline(self) -> str:
-        """The title, and in a few words the step's seconds, bubble, and by how much the prediction is off."""
-        words = [self.title, f"{write_seconds(self.shown.seconds)}, {self.shown.bubble:.0%} idle"]
+        """One line: the title, step time and bubble, and the error of the prediction."""
+        words = [self.title, self.shown.summary]
         if self.measured is not None and self.planned_seconds is not None:
-            words.append(f"planner said {write_seconds(self.planned_seconds)} ({self.planner_error:+.1%})")
+            words.append(f"planner said {format_seconds(self.planned_seconds)} ({self.planner_error:+.1%})")
         elif self.measured is not None and self.predicted is not None:
-            seconds = write_seconds(self.predicted.timeline.seconds)
+            seconds = format_seconds(self.predicted.timeline.step_seconds)
             words.append(f"simulated {seconds} ({self.prediction_error:+.1%})")
         return " · ".join(filter(None, words))
 
     def __str__(self) -> str:
         lines = []
         if self.measured is not None:
-            lines.append(f"measured: {describe_timeline(self.measured)}")
+            lines.append(f"measured: {describe_path(self.measured)}")
         if self.predicted is not None:
-            lines.append(f"predicted ({self.predicted.source}): {describe_timeline(self.predicted.timeline)}")
+            lines.append(f"predicted ({self.predicted.source}): {describe_path(self.predicted.timeline)}")
         if self.measured is not None:
-            lines += self._compare()
+            lines += self._describe_errors()
         return "\n".join(lines)
 
-    def _compare(self) -> list[str]:
+    def _describe_errors(self) -> list[str]:
         lines = []
         if self.prediction_error is not None:
-            lines.append(f"the simulated step is {tell_error(self.prediction_error)}")
-        same = self.predicted is not None and self.predicted.timeline.seconds == self.planned_seconds
+            lines.append(f"the simulated step is {describe_error(self.prediction_error)}")
+        same = self.predicted is not None and self.predicted.timeline.step_seconds == self.planned_seconds
         if self.planned_seconds is not None and self.planner_error is not None and not same:
-            seconds = write_seconds(self.planned_seconds)
-            lines.append(f"the planner predicted {seconds}, {tell_error(self.planner_error)}")
+            seconds = format_seconds(self.planned_seconds)
+            lines.append(f"the planner predicted {seconds}, {describe_error(self.planner_error)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints of it; seconds, and fractions of the step."""
-        found: dict[str, Any] = {}
+        """Return the recording as JSON values; seconds, and fractions of the step."""
+        data: dict[str, Any] = {}
         if self.measured is not None:
-            found |= timeline_json(self.measured)
-            found["slowest"] = [
+            data |= self.measured.to_json()
+            data["slowest"] = [
                 {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
                 for slow in find_slowest(self.measured)
             ]
         if self.predicted is not None:
             error = {} if self.prediction_error is None else {"error": self.prediction_error}
-            found["predicted"] = {"source": self.predicted.source, **timeline_json(self.predicted.timeline), **error}
+            data["predicted"] = {"source": self.predicted.source, **self.predicted.timeline.to_json(), **error}
         if self.planned_seconds is not None:
-            found["planned_step_seconds"] = self.planned_seconds
+            data["planned_step_seconds"] = self.planned_seconds
             if self.planner_error is not None:
-                found["planner_error"] = self.planner_error
-        return found
+                data["planner_error"] = self.planner_error
+        return data
 
 
-def make_recording(model: str, measured: Timeline, plan: Plan, simulated: Simulated | None = None) -> Recording:
-    """The step of ``model`` measured under ``plan``, beside the step ``simulated`` when that was made.
-
-    Without that, the plan's schedule simulated with the measured times.
-    """
-    if simulated is not None:
-        predicted = Prediction(unroll(simulated.execution, measured.places), BY_PROFILE)
-    else:
-        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-        predicted = predict_from_times(measured, schedule)
-    return Recording(_title(model, plan), measured, predicted, planned_seconds(plan))
+def plan_title(plan: Plan) -> str:
+    """Return the title of a step of ``plan``: model, schedule and micro-batches."""
+    return f"{plan.model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
 
 
 def planned_seconds(plan: Plan) -> float | None:
-    """The step as the plan's planner predicted it, in seconds; None where it did not, or said what is no time."""
+    """Return the step's seconds in the plan's own prediction; None where it has none, or not a positive number."""
     known = (plan.predicted or {}).get("step_seconds")
     return float(known) if isinstance(known, int | float) and known > 0 else None
 
 
-def simulated_recording(simulated: Simulated) -> Recording:
-    """The recording of a step that was only simulated."""
-    plan = simulated.plan
-    places = [
-        (stage, replica, f"device:{device}")
-        for stage, planned in enumerate(plan.stages)
-        for replica, device in enumerate(planned.devices)
-    ]
-    return Recording(_title(plan.model, plan), predicted=Prediction(unroll(simulated.execution, places), BY_PROFILE))
-
-
-def _title(model: str, plan: Plan) -> str:
-    return f"{model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
-
-
-def tell_error(error: float) -> str:
-    """An error in words."""
+def describe_error(error: float) -> str:
+    """Return a relative error in words: ``12.0% more than measured``."""
     return f"{abs(error):.1%} {'more' if error > 0 else 'less'} than measured"

@@ -1,218 +1,257 @@
-"""When each action, transfer, AllReduce and update ran, measured inside the step."""
+"""The timeline of one training step, recorded or simulated."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.instrument import timed_nodes
-from graph_passes.passes.project import parse_exchange_name
-from graph_passes.schedules.schedule import Action, Kind
-
-_KINDS: Mapping[str, Kind] = {"forward": "F", "backward": "B", "weights": "W"}
-
-if TYPE_CHECKING:
-    from dapple_tf.timeline.critical_path import Part
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """When a node ran, seconds by the clock of its process; ``device`` says where."""
-
-    op: str
-    name: str
-    stage: int | None
-    replica: int | None
-    micro_batch: int | None
-    device: str
-    start: float
-    end: float
+from dapple_tf.errors import UsageError
+from dapple_tf.plan import Plan
+from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
+from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
+from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.measured_costs import measure_stage_costs
+from dapple_tf.timeline.picture import save_recording
+from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
+from dapple_tf.timeline.simulation import Simulation
+from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_summary import StageSummary
+from graph_passes.schedules.schedule import Action
+from profiler.units import format_seconds
 
 
-@dataclass(frozen=True)
-class Event:
-    """One run of a forward, backward or weights' part of one; seconds since the step's first."""
+class Utilisation(tuple[float, ...]):
+    """The fraction of the step in which each stage computes; called with a device's name, that of the device."""
 
-    action: Action
-    replica: int
-    device: str
-    start: float
-    end: float
+    _by_device: dict[str, float]
 
-    def __str__(self) -> str:
-        return str(self.action) + (f" of replica {self.replica}" if self.replica else "")
+    def __new__(cls, stages: Iterable[float], by_device: dict[str, float]) -> Utilisation:
+        """Hold the fractions of the stages in order, and those of the devices by name."""
+        utilisation = super().__new__(cls, stages)
+        utilisation._by_device = by_device
+        return utilisation
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """One exchange between the ranks of two stages; it starts when the last of them has come to it.
-
-    Within one process TensorFlow sends between devices by itself, and no transfer is seen.
-    """
-
-    source: int
-    target: int
-    micro_batch: int
-    start: float
-    end: float
-
-    def __str__(self) -> str:
-        return f"{self.source}>{self.target} {self.micro_batch}"
+    def __call__(self, device: str) -> float:
+        """Return the fraction of the step in which ``device`` runs an action."""
+        return self._by_device[device]
 
 
-@dataclass(frozen=True)
-class StageEvent:
-    """The AllReduce of a stage's gradients (a part of them, where it overlaps backward), or the update of its weights.
-
-    A stage of None: the update of what belongs to no stage.
-    """
-
-    kind: Literal["allreduce", "update"]
-    stage: int | None
-    replica: int
-    device: str
-    start: float
-    end: float
-
-    def __str__(self) -> str:
-        name = "AllReduce" if self.kind == "allreduce" else "update"
-        return name if self.stage is None else f"{name} of stage {self.stage}"
-
-
-@dataclass(frozen=True)
 class Timeline:
-    """All events of one step, by start."""
+    """One training step: when each action, transfer, AllReduce and weight update ran.
 
-    events: tuple[Event, ...]
-    transfers: tuple[Transfer, ...] = ()
-    stage_events: tuple[StageEvent, ...] = ()
+    ``dapple.simulate`` returns that of a step predicted under the cost model, ``step.timeline`` that of the last
+    recorded step. All times are seconds since the start of the step's first action. ``str`` describes it in a few
+    lines.
+
+    ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step it creates the
+    events when they are first needed. ``first_run``: whether the recorded step was the first run of its program, so
+    that its times include TensorFlow's setup. Two timelines are equal if their events are.
+    """
+
+    def __init__(
+        self,
+        events: Iterable[Event] = (),
+        transfers: Iterable[Transfer] = (),
+        stage_events: Iterable[StageEvent] = (),
+        *,
+        title: str = "",
+        simulation: Simulation | None = None,
+        first_run: bool = False,
+    ) -> None:
+        self.title = title
+        self.simulation = simulation
+        self.first_run = first_run
+        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events))
 
     @cached_property
+    def step(self) -> StepEvents:
+        """All events of the step."""
+        return self._recorded if self.simulation is None else self.simulation.events_at(self.places)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The runs of all actions on all replicas, by start."""
+        return self.step.events
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers between stages, by start."""
+        return self.step.transfers
+
+    @property
+    def stage_events(self) -> tuple[StageEvent, ...]:
+        """The AllReduces and weight updates, by start."""
+        return self.step.stage_events
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Timeline) and self.step == other.step
+
+    def __hash__(self) -> int:
+        return hash(self.step)
+
+    # --- figures of the step
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from the start of the first action to the end of the last event."""
+        return self.step.seconds if self.simulation is None else self.simulation.step_seconds
+
+    @property
     def seconds(self) -> float:
-        """From the first start of an action to the last end of anything."""
-        ends = [e.end for e in self.events] + [t.end for t in self.transfers] + [s.end for s in self.stage_events]
-        return max(ends)
-
-    @cached_property
-    def devices(self) -> tuple[str, ...]:
-        """Those that run actions."""
-        return tuple(dict.fromkeys(event.device for event in self.events))
+        """The same as ``step_seconds``."""
+        return self.step_seconds
 
     @property
     def bubble(self) -> float:
-        """The fraction of device time in which no action runs."""
-        return 1 - sum(self.utilisation(device) for device in self.devices) / len(self.devices)
-
-    def utilisation(self, device: str) -> float:
-        """The fraction of the step in which ``device`` runs an action."""
-        return sum(event.end - event.start for event in self.events if event.device == device) / self.seconds
-
-    @cached_property
-    def places(self) -> tuple[tuple[int, int, str], ...]:
-        """Stage, replica and device of every row of actions, in that order."""
-        found = {(event.action.stage, event.replica, event.device) for event in self.events}
-        return tuple(sorted(found, key=lambda place: (*place[:2], _device_order(place[2]))))
+        """The idle fraction of device time: 1 less the mean fraction of the step in which a device runs actions."""
+        if self.simulation is None:
+            utilisation = self.step.device_utilisation.values()
+            return 1 - sum(utilisation) / len(utilisation)
+        replicas = self.simulation.plan.replicas
+        busy = sum(r * share for r, share in zip(replicas, self.simulation.stage_utilisation, strict=True))
+        return 1 - busy / sum(replicas)
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
-        """Of each stage the fraction of the step in which its devices run its actions, over its replicas."""
-        busy: dict[int, float] = {}
-        for event in self.events:
-            stage = event.action.stage
-            busy[stage] = busy.get(stage, 0.0) + event.end - event.start
-        replicas = Counter(stage for stage, _, _ in self.places)
-        return tuple(busy[stage] / replicas[stage] / self.seconds for stage in sorted(busy))
+        """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
+        return self.step.stage_utilisation if self.simulation is None else self.simulation.stage_utilisation
+
+    @cached_property
+    def utilisation(self) -> Utilisation:
+        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+        if self.simulation is None:
+            return Utilisation(self.stage_utilisation, self.step.device_utilisation)
+        by_device = {device: self.stage_utilisation[stage] for stage, _, device in self.places}
+        return Utilisation(self.stage_utilisation, by_device)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Stage, replica and device of everything that runs actions, in that order."""
+        if self.simulation is None:
+            return self.step.places
+        return tuple(
+            (stage, replica, f"device:{device}")
+            for stage, planned in enumerate(self.simulation.plan.stages)
+            for replica, device in enumerate(planned.devices)
+        )
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that run actions, in order of their first action."""
+        return self.step.devices
+
+    @cached_property
+    def stages(self) -> tuple[StageSummary, ...]:
+        """The figures of each stage."""
+        return tuple(self._summarise(stage) for stage in range(len(self.costs)))
+
+    def _summarise(self, stage: int) -> StageSummary:
+        costs, order = self.costs[stage], self.order(stage)
+        return StageSummary(
+            stage=stage,
+            devices=tuple(device for index, _, device in self.places if index == stage),
+            utilisation=self.stage_utilisation[stage],
+            forward_seconds=costs.forward_seconds,
+            backward_seconds=costs.backward_seconds,
+            weights_seconds=costs.weights_seconds if any(action.kind == "W" for action in order) else None,
+            allreduce_seconds=costs.allreduce_seconds,
+            order=order,
+            peak_memory_bytes=None if self.simulation is None else self.simulation.peak_memory_bytes[stage],
+        )
+
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of one replica of ``stage`` in the order in which they ran."""
+        return self.step.order(stage, replica) if self.simulation is None else self.simulation.order(stage)
+
+    def actions(self, stage: int) -> str:
+        """Return the actions of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
+        return " ".join(map(str, self.order(stage)))
+
+    @cached_property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The costs of each stage: the cost model's, or medians of the recorded step (without bytes)."""
+        if self.simulation is None:
+            return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
+        return self.simulation.costs
 
     @cached_property
     def critical_path(self) -> tuple[Part, ...]:
-        """What made the step as long as it is: see ``find_critical_path``."""
-        from dapple_tf.timeline.critical_path import find_critical_path
-
-        return find_critical_path(self)
+        """What made the step as long as it is; see ``find_critical_path``."""
+        return find_critical_path(self.step)
 
     @property
     def critical_stage(self) -> int:
         """The stage whose compute fills most of the critical path."""
-        from dapple_tf.timeline.critical_path import critical_stage
-
         return critical_stage(self.critical_path)
 
+    # --- figures of a simulated step
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was simulated. Raises UsageError for a recorded step, as do the properties below."""
+        return self._simulated("plan").plan
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of one device running the whole batch in the same micro-batches, over ``step_seconds``."""
+        return self._simulated("speedup").speedup
+
+    @property
+    def acr(self) -> float:
+        """The activation communication ratio: mean seconds of a boundary's transfers over a stage's mean compute."""
+        return self._simulated("acr").acr
+
+    @property
+    def peak_memory_bytes(self) -> tuple[float, ...]:
+        """The most bytes that one device of each stage holds."""
+        return self._simulated("peak_memory_bytes").peak_memory_bytes
+
+    @property
+    def fits(self) -> tuple[bool, ...]:
+        """Whether each stage's peak is within the device's memory."""
+        return self._simulated("fits").fits
+
+    def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times (seconds), and the bytes that one device of ``stage`` holds from each on."""
+        return self._simulated("memory").memory(stage)
+
+    def _simulated(self, name: str) -> Simulation:
+        if self.simulation is None:
+            raise UsageError(
+                f"timeline.{name} is known of a simulated step only, and this step was recorded: see step.plan and "
+                "step.report"
+            )
+        return self.simulation
+
+    # --- output
+
+    @property
+    def summary(self) -> str:
+        """Step time, bubble and, for a simulated step, speed-up in one line."""
+        text = f"{format_seconds(self.step_seconds)}, bubble {self.bubble:.1%}"
+        return text if self.simulation is None else f"{text}, speed-up {self.simulation.speedup:.2f}"
+
     def __str__(self) -> str:
-        from dapple_tf.timeline.describe import describe_timeline
+        return describe_path(self) if self.simulation is None else describe_stages(self, self.simulation)
 
-        return describe_timeline(self)
+    def __repr__(self) -> str:
+        kind = "recorded" if self.simulation is None else "simulated"
+        return f"<{kind} timeline {self.title!r}: {self.summary}>"
 
-    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
-        """The actions of one replica in the order in which they ran."""
-        return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values; seconds, bytes, and fractions of the step."""
+        return timeline_json(self)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
-def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
-    """The nodes that an instrumented graph times, without the times; ``device``: say that they are there."""
-    found = []
-    for node in timed_nodes(graph):
-        stage, replica, m = (node.integer(k) if node.has(k) else None for k in ("stage", "replica", "micro_batch"))
-        found.append(Stamp(node.op, node.name, stage, replica, m, node.device if device is None else device, 0.0, 0.0))
-    return tuple(found)
-
-
-def fill_stamps(named: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
-    """The stamps with the graph's times [2 x nodes], start and end of each."""
-    pairs = zip(named, times[::2], times[1::2], strict=True)
-    return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
-
-
-def make_timeline(stamps: Sequence[Stamp]) -> Timeline:
-    """The timeline of all processes' stamps, whose clocks agree; times count from the first action's start."""
-    first = min(stamp.start for stamp in stamps if stamp.op in _KINDS)
-    since = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
-    since.sort(key=lambda stamp: (stamp.start, stamp.end))
-    events = tuple(_event(stamp) for stamp in since if stamp.op in _KINDS)
-    return Timeline(events, tuple(_transfers(since)), tuple(_stage_events(since)))
-
-
-def read_timeline(graph: Graph, stamps: Any) -> Timeline:
-    """The timeline of an instrumented graph that ran in one process."""
-    return make_timeline(fill_stamps(name_stamps(graph), stamps))
-
-
-def _event(stamp: Stamp) -> Event:
-    assert stamp.stage is not None
-    assert stamp.replica is not None
-    assert stamp.micro_batch is not None
-    return Event(
-        Action(stamp.stage, _KINDS[stamp.op], stamp.micro_batch), stamp.replica, stamp.device, stamp.start, stamp.end
-    )
-
-
-def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
-    """Each exchange once: nothing moves before all its ranks have come, and it is over when all have gone on."""
-    found: dict[str, Transfer] = {}
-    for stamp in stamps:
-        way = parse_exchange_name(stamp.name) if stamp.op == "exchange" else None
-        if way is None:
-            continue
-        known = found.get(stamp.name, Transfer(*way, stamp.start, stamp.end))
-        start, end = max(known.start, stamp.start), max(known.end, stamp.end)
-        found[stamp.name] = dataclasses.replace(known, start=start, end=end)
-    return sorted(found.values(), key=lambda transfer: transfer.start)
-
-
-def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
-    found = []
-    for stamp in stamps:
-        if stamp.op == "allreduce" or stamp.op == "update":
-            kind: Literal["allreduce", "update"] = "allreduce" if stamp.op == "allreduce" else "update"
-            found.append(StageEvent(kind, stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end))
-    return found
-
-
-def _device_order(name: str) -> tuple[str, int]:
-    """``CPU:10`` after ``CPU:9``."""
-    kind, _, index = name.rpartition(":")
-    return (kind, int(index)) if index.isdecimal() else (name, 0)
+        An existing file is replaced, or left as it was if saving fails. Raises UsageError for another suffix or a path
+        that cannot be written.
+        """
+        if self.simulation is None:
+            recording = Recording(self.title, measured=self)
+        else:
+            recording = Recording(self.title, predicted=Prediction(self, BY_PROFILE))
+        save_recording(recording, path)

@@ -1,53 +1,37 @@
-"""Recorded steps in a trace's file: what viewers are not shown, from which the recording can be read again.
+"""Read recordings from trace files.
 
-A trace for Chrome or Perfetto is a JSON object; what it has under ``dapple`` is ours, format ``dapple-timeline/1``:
-all times in seconds as they were recorded. Nothing in a file is ever run.
+A trace for Chrome or Perfetto is a JSON object; its field ``dapple`` (format ``dapple-timeline/1``, see ``trace_data``)
+holds the recording. Files are only read as data: nothing in them is ever run.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any
 
 from dapple_tf.errors import TraceError
-from dapple_tf.timeline.prediction import Prediction
-from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
-from graph_passes.schedules.schedule import Action, Kind
+from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.recording import Prediction, Recording
+from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.trace_data import FORMAT
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind
 from profiler.fields import Fields, naming_file, read_json
 
-FORMAT = "dapple-timeline/1"
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
-_SPAN = ("start", "end")
 _LONGEST = 1e9  # seconds: no step takes 30 years
+_SPAN = ("start", "end")
 _ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN)
 _TRANSFER = ("source", "target", "micro_batch", *_SPAN)
 _STAGE_EVENT = ("kind", "stage", "replica", "device", *_SPAN)
 _TIMELINE = ("actions", "transfers", "stage_events")
 
 
-def recording_data(recording: Recording) -> dict[str, Any]:
-    """What a trace keeps of a recording; `read_recording` makes an equal one of it."""
-    data: dict[str, Any] = {"format": FORMAT, "title": recording.title}
-    if recording.measured is not None:
-        data["measured"] = _timeline_data(recording.measured)
-    if recording.predicted is not None:
-        data["predicted"] = {
-            "source": recording.predicted.source,
-            "timeline": _timeline_data(recording.predicted.timeline),
-        }
-    if recording.planned_seconds is not None:
-        data["planned_seconds"] = recording.planned_seconds
-    return data
-
-
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """The recording that a trace was saved from.
+    """Return the recording that a trace was saved from.
 
-    Raises TraceError naming the file and the place in it that is wrong: no JSON, no trace of ours, or a field that is
-    missing or cannot be.
+    Raises TraceError naming the file and the field that is wrong: not JSON, a trace that dapple_tf did not save, or a
+    field that is missing or has an impossible value.
     """
     with naming_file(path, TraceError):
         data = read_json(path, TraceError)
@@ -62,59 +46,55 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 def _read(data: Any) -> Recording:
     known = ("title", "measured", "predicted", "planned_seconds")
     fields = Fields.of(data, TraceError, known=known, file_format=FORMAT)
-    measured = _read_timeline(fields.inner("measured", _TIMELINE), "measured") if fields.has("measured") else None
-    predicted = None
+    title = fields.text("title")
+    measured = predicted = None
+    if fields.has("measured"):
+        measured = _read_timeline(fields.inner("measured", _TIMELINE), "measured", title)
     if fields.has("predicted"):
         inner = fields.inner("predicted", ("source", "timeline"))
-        timeline = _read_timeline(inner.inner("timeline", _TIMELINE), "predicted.timeline")
+        timeline = _read_timeline(inner.inner("timeline", _TIMELINE), "predicted.timeline", title)
         predicted = Prediction(timeline, inner.text("source"))
     if measured is None and predicted is None:
         raise TraceError("it holds neither a measured step nor a predicted one")
     planned = fields.number("planned_seconds") if fields.has("planned_seconds") else None
-    return Recording(fields.text("title"), measured, predicted, planned)
+    return Recording(title, measured, predicted, planned)
 
 
-def _timeline_data(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "actions": [
-            {**asdict(e.action), "replica": e.replica, "device": e.device, "start": e.start, "end": e.end}
-            for e in timeline.events
-        ],
-        "transfers": [asdict(transfer) for transfer in timeline.transfers],
-        "stage_events": [asdict(event) for event in timeline.stage_events],
-    }
-
-
-def _read_timeline(fields: Fields, where: str) -> Timeline:
+def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
     events = tuple(map(_read_action, fields.each("actions", _ACTION)))
     if not events:
-        raise TraceError(f"{where}.actions is empty: a step runs some")
+        raise TraceError(f"{where}.actions is empty: a step has at least one action")
     known: dict[tuple[Action, int], int] = {}
     for index, event in enumerate(events):
         first = known.setdefault((event.action, event.replica), index)
         if first != index:
-            raise TraceError(f"{where}.actions[{index}] is {event}, as {where}.actions[{first}]: it runs once a step")
+            raise TraceError(
+                f"{where}.actions[{index}] is {event}, as {where}.actions[{first}]: an action runs once in a step"
+            )
     stages = {event.action.stage for event in events}
     if stages != set(range(len(stages))):
-        raise TraceError(f"{where}.actions has stages {sorted(stages)}; they count from 0, none left out")
+        raise TraceError(f"{where}.actions has stages {sorted(stages)}; they must be numbered from 0 without gaps")
     transfers = tuple(map(_read_transfer, fields.each("transfers", _TRANSFER)))
     for index, transfer in enumerate(transfers):
         if transfer.source == transfer.target or not {transfer.source, transfer.target} <= stages:
             raise TraceError(
-                f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}: no two stages of it"
+                f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}; it must connect two different "
+                f"stages of {sorted(stages)}"
             )
-    more = tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT)))
-    for index, found in enumerate(more):
+    stage_events = tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT)))
+    for index, found in enumerate(stage_events):
         if found.stage is not None and found.stage not in stages:
-            raise TraceError(f"{where}.stage_events[{index}] is of stage {found.stage}: there are {sorted(stages)}")
-    timeline = Timeline(events, transfers, more)
-    if not timeline.seconds:
-        raise TraceError(f"{where} takes no time at all")
+            raise TraceError(
+                f"{where}.stage_events[{index}] is of stage {found.stage}; the step has stages {sorted(stages)}"
+            )
+    timeline = Timeline(events, transfers, stage_events, title=title)
+    if not timeline.step_seconds:
+        raise TraceError(f"{where} has no duration: all its events end at 0")
     return timeline
 
 
 def _read_action(fields: Fields) -> Event:
-    kind: Kind = _choice(fields, "kind", get_args(get_type_hints(Action)["kind"]))
+    kind: Kind = _choice(fields, "kind", tuple(CALL_OF_KIND))
     action = Action(fields.integer("stage"), kind, fields.integer("micro_batch"))
     return Event(action, fields.integer("replica"), fields.text("device"), *_read_span(fields))
 
@@ -125,7 +105,7 @@ def _read_transfer(fields: Fields) -> Transfer:
 
 
 def _read_stage_event(fields: Fields) -> StageEvent:
-    kind: Literal["allreduce", "update"] = _choice(fields, "kind", ("allreduce", "update"))
+    kind: StageEventKind = _choice(fields, "kind", ("allreduce", "update"))
     stage = fields.integer("stage") if fields.has("stage") else None
     return StageEvent(kind, stage, fields.integer("replica"), fields.text("device"), *_read_span(fields))
 
@@ -142,5 +122,5 @@ def _read_span(fields: Fields) -> tuple[float, float]:
 def _choice(fields: Fields, key: str, known: Sequence[str]) -> Any:
     value = fields.text(key)
     if value not in known:
-        raise TraceError(f"{fields.where}{key} is {value!r}; there are {', '.join(known)}")
+        raise TraceError(f"{fields.where}{key} is {value!r}; known are {', '.join(known)}")
     return value

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.emulated_hosts import _burst
 from benchmarks.policies import Case, beside
 from benchmarks.table4 import LINKED, UNEVEN
-from dapple_tf.timeline.timeline import Event, Timeline, Transfer
+from dapple_tf.timeline.events import Event, Transfer
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.schedule import Action
 from profiler.cluster import Link
 

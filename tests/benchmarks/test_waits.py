@@ -5,7 +5,8 @@ from __future__ import annotations
 import dapple_tf as dapple
 from benchmarks.waits import stage_names, waits
 from benchmarks.zero_bubble import most_in_flight, simulated
-from dapple_tf.timeline.timeline import Event, Timeline
+from dapple_tf.timeline.events import Event
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
 from graph_passes.schedules.text import parse_schedule
 

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from dapple_tf.drawing.chart import COLOURS, LABELS, Chart, Curve, Row, Span, scale_bytes, scale_time, stack_charts
+from dapple_tf.drawing.chart import COLOURS, LABELS, Chart, Curve, Row, Span, stack_charts
 from dapple_tf.drawing.chrome_trace import trace_events
 from dapple_tf.drawing.html import make_page
 from dapple_tf.drawing.save import save_chart
@@ -190,17 +190,3 @@ def test_a_step_that_takes_no_time_can_be_drawn(tmp_path: Path, suffix: str, cur
     save_chart(chart, tmp_path / f"t.{suffix}")
     assert (tmp_path / f"t.{suffix}").stat().st_size > 0
     assert "NaN" not in json.dumps(trace_events(chart))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "wanted"), [(0, (1, "s")), (90, (1, "s")), (1, (1, "s")), (0.5, (1e3, "ms")), (9e-4, (1e6, "µs"))]
-)
-def test_units_of_time(seconds: float, wanted: tuple[float, str]) -> None:
-    assert scale_time(seconds) == wanted
-
-
-@pytest.mark.parametrize(
-    ("most", "wanted"), [(0, (1, "B")), (999, (1, "B")), (1e3, (1e3, "kB")), (5e8, (1e6, "MB")), (16e9, (1e9, "GB"))]
-)
-def test_units_of_bytes(most: float, wanted: tuple[float, str]) -> None:
-    assert scale_bytes(most) == wanted

@@ -20,7 +20,8 @@ from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.memory.report import make_report, observed_in_flight
 from dapple_tf.memory.stash import StashedTensor
-from dapple_tf.timeline.timeline import Event, Timeline
+from dapple_tf.timeline.events import Event
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.builders import X, chain, make_plan, step_of

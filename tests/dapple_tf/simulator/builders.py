@@ -9,10 +9,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dapple_tf.plan import Plan, StagePlan
-from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import Order, encode
-from dapple_tf.simulator.execution import execute
-from dapple_tf.simulator.simulate import Timeline
+from dapple_tf.simulator.execution import Execution, execute
+from dapple_tf.simulator.simulated_step import SimulatedStep, execution_events
+from dapple_tf.timeline.critical_path import Part, find_critical_path
+from dapple_tf.timeline.recording import plan_title
+from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule, early_backward
 from graph_passes.schedules.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
@@ -59,6 +62,11 @@ def step_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> float
     return execute(order_of(name, len(costs), micro_batches), costs).step_seconds
 
 
+def path_of(execution: Execution) -> tuple[Part, ...]:
+    """The critical path of an executed schedule, each stage on one device."""
+    return find_critical_path(execution_events(execution, [(s, 0, f"device:{s}") for s in range(execution.stages)]))
+
+
 def make_plan(*stages: tuple[int, int, tuple[int, ...]], **changes: Any) -> Plan:
     """A plan of (first layer, last layer, devices), two micro-batches of two samples."""
     fields: dict[str, Any] = {
@@ -84,10 +92,10 @@ def make_cluster(devices: int = 2, memory: float = 1000) -> Cluster:
     return Cluster((Server("a", devices),), memory, Link(4, 0.5), Link(1, 1))
 
 
-def make_timeline(
+def make_step(
     name: str, micro_batches: int, costs: Sequence[StageCosts], replicas: Sequence[int] | None = None
-) -> Timeline:
-    """What ``simulate`` makes of these costs; one device takes 100 s, and each has 1000 bytes."""
+) -> SimulatedStep:
+    """A step of these costs as ``simulate`` makes it; one device takes 100 s, and each has 1000 bytes."""
     stages, used = [], 0
     for index, r in enumerate(replicas or (1,) * len(costs)):
         stages.append((index, index, tuple(range(used, used + r))))
@@ -95,7 +103,15 @@ def make_timeline(
     plan = make_plan(
         *stages, schedule=name, micro_batches=micro_batches, micro_batch_size=1, global_batch_size=micro_batches
     )
-    return Timeline(plan, execute(order_of(name, len(costs), micro_batches), costs), 100.0, 1000.0)
+    return SimulatedStep(plan, execute(order_of(name, len(costs), micro_batches), costs), 100.0, 1000.0)
+
+
+def make_timeline(
+    name: str, micro_batches: int, costs: Sequence[StageCosts], replicas: Sequence[int] | None = None
+) -> Timeline:
+    """The timeline of ``make_step``."""
+    step = make_step(name, micro_batches, costs, replicas)
+    return Timeline(title=plan_title(step.plan), simulation=step)
 
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnormal=False))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from dapple_tf.simulator.costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Schedule
 
 Name = tuple[str, int, int]  # F, B, W, SF or SB; stage (of a transfer: before the boundary); micro-batch

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from dapple_tf.simulator.critical import critical_path, critical_stage
 from dapple_tf.simulator.execution import Execution, execute
-from tests.dapple_tf.simulator.builders import cost, order_of
+from dapple_tf.timeline.critical_path import critical_stage
+from tests.dapple_tf.simulator.builders import cost, order_of, path_of
 
 
 def run(loads: Sequence[float], micro_batches: int) -> Execution:
@@ -26,7 +26,7 @@ def run(loads: Sequence[float], micro_batches: int) -> Execution:
 def test_figure_7(loads: tuple[int, ...], master: int, seconds: float, bubble: bool | None) -> None:
     done = run(loads, 6)
     assert done.step_seconds == seconds
-    assert critical_stage(critical_path(done)) == master
+    assert critical_stage(path_of(done)) == master
     if bubble is not None:
         last_forward_and_backwards = [done.end_forward[1, 5], *done.end_backward[1, 3:]]
         # Without a bubble three backwards of 4 s follow the last forward at once.
@@ -40,13 +40,13 @@ def test_the_master_stage_of_c_never_pauses() -> None:
 
 def test_of_several_longest_paths_the_one_closest_to_the_last_stage_is_critical() -> None:
     """Fig. 4: of the paths of equal length through the 1F1B phase, it takes that of the latest stage."""
-    path = critical_path(run((1, 1, 1), 3))
-    assert [str(event) for event in path if event.end > event.start] == [
+    path = path_of(run((1, 1, 1), 3))
+    assert [str(event) for event in path] == [
         *("0F0", "1F0", "2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "1B2", "0B2"),
     ]
     assert critical_stage(path) == 2
 
 
 def test_equally_heavy_stages_before_a_light_last_one_have_the_later_as_master() -> None:
-    path = critical_path(run((1, 2, 2, 1), 6))
+    path = path_of(run((1, 2, 2, 1), 6))
     assert critical_stage(path) == 2

@@ -11,7 +11,8 @@ from math import ceil
 
 import pytest
 
-from dapple_tf.simulator.simulate import Timeline, simulate
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.timeline import Timeline
 from tests.dapple_tf.simulator.builders import cost, make_cluster, make_plan, make_profile, make_timeline, step_of
 
 F, B, SR = 1.0, 2.0, 0.25  # of every stage; SR is the time to send or to receive

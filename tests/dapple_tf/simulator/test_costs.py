@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dapple_tf.plan import Plan
-from dapple_tf.simulator.costs import StageCosts, exposed_seconds, stage_costs
+from dapple_tf.simulator.costs import exposed_seconds, stage_costs
+from dapple_tf.timeline.stage_costs import StageCosts
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile, Timing
 from tests.dapple_tf.planner.builders import Case, cases

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.costs import StageCosts
 from dapple_tf.simulator.engine import decode, early_backward_order, encode, has_weights, run, step_seconds
 from dapple_tf.simulator.execution import execute
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import early_backward, warm_up_by_name
 from graph_passes.schedules.schedule import Action, Kind, Schedule

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.drawing.chrome_trace import trace_events
-from dapple_tf.simulator.costs import StageCosts
-from dapple_tf.simulator.picture import make_chart
+from dapple_tf.timeline.picture import make_chart
+from dapple_tf.timeline.stage_costs import StageCosts
 from tests.dapple_tf.simulator.builders import cost, make_timeline, stage_costs
 
 # The times of test_policy_a_waits_for_the_network_by_hand, with AllReduces of stage 1 from 12 to 15.
@@ -18,7 +18,7 @@ TIMELINE = make_timeline("dapple-a", 4, [cost(1, 1, 1, stash_bytes=3), cost(1, 1
 
 
 def test_rows_and_spans_by_hand() -> None:
-    chart = make_chart(TIMELINE)
+    chart = make_chart(TIMELINE, f"{TIMELINE.title} · {TIMELINE.summary}")
     assert [(row.name, row.detail, row.network) for row in chart.rows] == [
         ("stage 0", "devices 0-1", False),
         ("0 to 1", "activations", True),
@@ -31,7 +31,7 @@ def test_rows_and_spans_by_hand() -> None:
     assert [name for name, _, _ in rows[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"]
     assert rows[1] == [("0>1 F0", 1, 2), ("0>1 F1", 2, 3), ("0>1 F2", 7, 8), ("0>1 F3", 9, 10)]
     assert [(start, end) for _, start, end in rows[2]] == [(4, 5), (6, 7), (10, 11), (12, 13)]
-    assert rows[3][-1] == ("1 AllReduce", 12, 15)
+    assert rows[3][-1] == ("AllReduce", 12, 15)
     assert (chart.seconds, chart.limit) == (15, 1000)
     assert chart.title == "net: dapple-a, M = 4 · 15 s, bubble 46.7%, speed-up 6.67"
     assert chart.curves[0].values == (0, 3, 6, 3, 6, 3, 6, 3, 0)
@@ -70,8 +70,8 @@ def test_spans_of_a_row_follow_one_another_and_the_critical_ones_are_the_path(
         spans = sorted((span.start, span.end) for span in chart.spans if span.row == row)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         assert spans[-1][1] <= chart.seconds
-    timed = [str(event) for event in timeline.critical_path if event.end > event.start]
-    assert {s.name for s in chart.spans if s.critical and s.end > s.start} == set(timed)
+    path = {str(part).removesuffix(f" of stage {part.stage}") for part in timeline.critical_path}
+    assert {span.name for span in chart.spans if span.critical} == path
     events = [event for event in trace_events(chart)["traceEvents"] if event["ph"] == "X"]
     computed = [event for event in events if event["cat"] in ("forward", "backward")]
     assert len(computed) == 2 * m * len(costs)

@@ -13,9 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import UsageError
-from dapple_tf.simulator.costs import StageCosts
-from dapple_tf.simulator.simulate import list_ranges, simulate
-from tests.dapple_tf.simulator.builders import cost, make_cluster, make_plan, make_profile, make_timeline, stage_costs
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_summary import format_ranges
+from dapple_tf.timeline.timeline import Timeline
+from tests.dapple_tf.simulator.builders import (
+    cost,
+    make_cluster,
+    make_plan,
+    make_profile,
+    make_step,
+    make_timeline,
+    stage_costs,
+)
 
 PROFILE = make_profile((1, 2), (2, 4))
 PLAN = make_plan((0, 0, (0,)), (1, 1, (1,)))
@@ -62,7 +72,7 @@ def test_one_stage_has_no_boundaries() -> None:
 
 def test_stages_that_take_no_time() -> None:
     nothing = make_timeline("gpipe", 2, [cost(0, 0), cost(0, 0)])
-    assert dataclasses.replace(nothing, one_device_seconds=0.0).speedup == 1
+    assert dataclasses.replace(make_step("gpipe", 2, nothing.costs), one_device_seconds=0.0).speedup == 1
     assert (nothing.step_seconds, nothing.bubble, nothing.acr) == (0, 0, 0)
     sending = make_timeline("gpipe", 2, [cost(0, 0, 1), cost(0, 0)])
     assert sending.acr == float("inf")
@@ -74,8 +84,8 @@ def test_stages_that_take_no_time() -> None:
 def test_devices_are_idle_for_a_part_of_the_time(name: str, m: int, data: st.DataObject) -> None:
     costs: tuple[StageCosts, ...] = data.draw(st.integers(1, 5).flatmap(stage_costs))
     replicas = data.draw(st.lists(st.integers(1, 4), min_size=len(costs), max_size=len(costs)))
-    timeline = make_timeline(name, m, costs, replicas)
-    done = timeline.execution
+    step = make_step(name, m, costs, replicas)
+    timeline, done = Timeline(simulation=step), step.execution
     busy = [
         float((done.end_forward - done.start_forward + done.end_backward - done.start_backward)[i].sum())
         for i in range(len(costs))
@@ -131,7 +141,7 @@ def test_a_plan_too_large_is_simulated_and_says_so() -> None:
     [((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 8), "0-2,8"), ((4, 2, 3), "4,2-3"), ((1, 3, 5), "1,3,5")],
 )
 def test_runs_of_devices(numbers: tuple[int, ...], text: str) -> None:
-    assert list_ranges(numbers) == text
+    assert format_ranges(numbers) == text
 
 
 @pytest.mark.parametrize(("name", "begins"), [("t.json", b'{"traceEvents"'), ("t.png", b"\x89PNG"), ("t.html", b"<!")])
@@ -149,7 +159,7 @@ def test_saving_as_something_else(tmp_path: Path) -> None:
 
 def test_simulating_and_drawing_do_not_start_tensorflow() -> None:
     code = (
-        "import sys; import dapple_tf.simulator.picture, dapple_tf.drawing.save, dapple_tf.drawing.html, "
+        "import sys; import dapple_tf.simulator.simulate, dapple_tf.drawing.save, dapple_tf.drawing.html, "
         "dapple_tf.drawing.chrome_trace, dapple_tf.drawing.png; print('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.timeline.critical_path import critical_stage, find_critical_path, share_out
-from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
+from dapple_tf.timeline.events import Event, StageEvent, Transfer
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.timeline.test_timeline import TWO, event
 
 
 def path_of(timeline: Timeline) -> list[tuple[str, float, float]]:
-    return [(str(part), part.start, part.end) for part in find_critical_path(timeline)]
+    return [(str(part), part.start, part.end) for part in timeline.critical_path]
 
 
 def summed(kind: str, stage: int | None, device: int, start: float, end: float) -> StageEvent:
@@ -25,14 +26,14 @@ def summed(kind: str, stage: int | None, device: int, start: float, end: float) 
 
 def test_a_path_without_gaps_is_all_compute() -> None:
     assert path_of(TWO) == [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
-    assert share_out(TWO.critical_path) == {"compute": 6, "transfer": 0, "allreduce": 0, "update": 0, "waiting": 0}
+    assert sum_by_kind(TWO.critical_path) == {"compute": 6, "transfer": 0, "allreduce": 0, "update": 0, "waiting": 0}
     assert TWO.critical_stage == 0  # 1 + 2 seconds, as stage 1: the first of several
 
 
 def test_a_gap_is_waiting_for_what_comes_after_it() -> None:
     late = Timeline((*TWO.events[:3], event("0B0", 0, 4.5, 6.0)))
     assert path_of(late)[-2:] == [("wait before 0B0", 4, 4.5), ("0B0", 4.5, 6)]
-    assert share_out(late.critical_path)["waiting"] == 0.5
+    assert sum_by_kind(late.critical_path)["waiting"] == 0.5
 
 
 def test_what_ended_last_is_followed_whether_it_ran_here_or_sent() -> None:
@@ -66,12 +67,12 @@ def test_transfers_of_a_job_are_on_the_path_and_their_channel_is_followed() -> N
     )
     assert path_of(timeline) == [
         ("0F0", 0, 1),
-        ("0>1 0", 1, 4),
-        ("0>1 1", 4, 7),
+        ("0>1 F0", 1, 4),
+        ("0>1 F1", 4, 7),
         ("wait before 1F1", 7, 7.25),
         ("1F1", 7.25, 8),
     ]
-    assert share_out(timeline.critical_path)["transfer"] == 6
+    assert sum_by_kind(timeline.critical_path)["transfer"] == 6
 
 
 def test_an_allreduce_begins_when_the_last_replica_has_come() -> None:
@@ -148,7 +149,7 @@ def test_weights_of_a_first_stage_wait_for_the_gradient_that_comes_back(transfer
         ),
         transfers,
     )
-    between = [("1>0 0", 5, 6)] if transfers else [("wait before 0W0", 5, 6)]
+    between = [("1>0 B0", 5, 6)] if transfers else [("wait before 0W0", 5, 6)]
     assert path_of(timeline) == [("0F0", 0, 1), ("1F0", 1, 3), ("1B0", 3, 5), *between, ("0W0", 6, 7)]
 
 
@@ -178,8 +179,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 @given(timelines())
 def test_the_parts_fill_the_step_from_its_start_to_its_end(timeline: Timeline) -> None:
-    path = find_critical_path(timeline)
+    path = timeline.critical_path
     assert all(before.end == after.start for before, after in pairwise(path))
     if timeline.seconds:
         assert (path[0].start, path[-1].end) == (0, timeline.seconds)
-    assert sum(share_out(path).values()) == pytest.approx(timeline.seconds, abs=1e-9)
+    assert sum(sum_by_kind(path).values()) == pytest.approx(timeline.seconds, abs=1e-9)

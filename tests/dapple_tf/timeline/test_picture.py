@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dapple_tf.drawing.save import check_path
 from dapple_tf.errors import UsageError
-from dapple_tf.timeline.picture import check_path, make_chart, save_timeline
-from dapple_tf.timeline.timeline import StageEvent, Timeline, Transfer
+from dapple_tf.timeline.events import StageEvent, Transfer
+from dapple_tf.timeline.picture import make_chart
+from dapple_tf.timeline.timeline import Timeline
 from tests.dapple_tf.timeline.test_timeline import TWO, event
 
 REPLICATED = Timeline((*TWO.events, event("0F0", 2, 0.0, 1.5, replica=1), event("0B0", 2, 4.0, 5.0, replica=1)))
@@ -34,7 +36,7 @@ def chunks(data: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("timeline", [TWO, REPLICATED])
 def test_a_png_is_a_real_one_with_the_papers_colours(tmp_path: Path, timeline: Timeline) -> None:
-    save_timeline(timeline, tmp_path / "t.png", "a title")
+    timeline.save(tmp_path / "t.png")
     found = chunks((tmp_path / "t.png").read_bytes())
     width, height, depth = struct.unpack(">IIB", found[0][1][:9])
     assert found[0][0] == b"IHDR"
@@ -91,7 +93,7 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
 
 
 def test_a_trace_file_is_json(tmp_path: Path) -> None:
-    save_timeline(TWO, tmp_path / "t.json")
+    TWO.save(tmp_path / "t.json")
     rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert names == {0: "stage 0 (/device:CPU:0)", 1: "stage 1 (/device:CPU:1)"}
@@ -104,9 +106,9 @@ def test_a_trace_file_is_json(tmp_path: Path) -> None:
 
 
 def test_a_page_is_html(tmp_path: Path) -> None:
-    save_timeline(TWO, tmp_path / "t.html", "a title")
+    Timeline(TWO.events, title="a title").save(tmp_path / "t.html")
     text = (tmp_path / "t.html").read_text()
-    assert "<h1>a title · 6 s, 50% idle</h1>" in text
+    assert "<h1>a title · 6 s, bubble 50.0%</h1>" in text
     assert text.count("<rect class=") == 4
 
 
@@ -154,5 +156,5 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        save_timeline(TWO, target)
+        TWO.save(target)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "old")]

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from dapple_tf.errors import TraceError, UsageError
+from dapple_tf.runtime.recorder import pair_with_prediction
+from dapple_tf.simulator.measured_prediction import predict_from_times
+from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.describe import find_slowest
+from dapple_tf.timeline.events import Event, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.picture import draw_recording, save_recording
-from dapple_tf.timeline.prediction import BY_PROFILE, BY_TIMES, Prediction, predict_from_times, unroll
-from dapple_tf.timeline.recording import Recording, make_recording, simulated_recording
-from dapple_tf.timeline.timeline import Event, StageEvent, Timeline, Transfer
+from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording
+from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
-from tests.dapple_tf.simulator.builders import cost
+from tests.dapple_tf.simulator.builders import cost, make_step
 from tests.dapple_tf.simulator.builders import make_timeline as simulated
 from tests.dapple_tf.timeline.test_timeline import TWO, event
 
@@ -43,6 +46,10 @@ MEASURED = Timeline(
         StageEvent("update", None, 0, "/device:CPU:0", 11.25, 11.5),
     ),
 )
+
+
+def timeline_of(step: StepEvents) -> Timeline:
+    return Timeline(step.events, step.transfers, step.stage_events)
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
@@ -69,8 +76,8 @@ def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
 
 def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
     """Backwards of 1 and gradients of weights of 2 s: a step that went by the schedule is what is simulated of it."""
-    run = simulated("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
-    measured = unroll(run.execution, ((0, 0, "a:0"), (1, 0, "a:1")))
+    run = make_step("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
+    measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
     assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
     assert predict_from_times(measured, build_schedule("zb-h1", 2, 3)).timeline == measured
 
@@ -84,24 +91,24 @@ def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -
 
 
 def test_a_simulated_step_has_the_rows_of_the_measured_one() -> None:
-    run = simulated("gpipe", 2, [cost(1, 2, exposed_seconds=1), cost(1, 1)], (2, 1))
+    run = make_step("gpipe", 2, [cost(1, 2, exposed_seconds=1), cost(1, 1)], (2, 1))
     places = ((0, 0, "a:0"), (0, 1, "a:1"), (1, 0, "a:2"))
-    found = unroll(run.execution, places)
+    found = timeline_of(execution_events(run.execution, places))
     assert found.places == places
     assert found.seconds == run.step_seconds
     assert [e.device for e in found.stage_events] == ["a:0", "a:1"]
     for device in ("a:0", "a:1"):
         assert [str(e.action) for e in found.events if e.device == device] == ["0F0", "0F1", "0B0", "0B1"]
-    assert found.bubble == pytest.approx(run.bubble)
-    assert found.stage_utilisation == pytest.approx(run.utilisation)
+    assert found.bubble == pytest.approx(Timeline(simulation=run).bubble)
+    assert found.stage_utilisation == pytest.approx(run.stage_utilisation)
 
 
 def test_the_planners_error_is_told() -> None:
-    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2, predicted={"step_seconds": 9.2})
-    recording = make_recording("net", MEASURED, plan)
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), model="net", micro_batches=2, predicted={"step_seconds": 9.2})
+    recording = pair_with_prediction(MEASURED, plan)
     assert recording.planner_error == pytest.approx(-0.2)
     assert recording.prediction_error == 0
-    assert recording.headline == "net: dapple-a, M = 2 · 11.5 s, 39% idle · planner said 9.2 s (-20.0%)"
+    assert recording.headline == "net: dapple-a, M = 2 · 11.5 s, bubble 39.1% · planner said 9.2 s (-20.0%)"
     lines = str(recording).splitlines()
     assert lines[0] == "measured: 11.5 s, bubble 39.1%; busy: stage 0 61%, stage 1 61%"
     assert lines[-1] == "the planner predicted 9.2 s, 20.0% less than measured"
@@ -113,7 +120,7 @@ def test_the_planners_error_is_told() -> None:
 def test_a_plan_made_here_is_beside_its_own_simulation() -> None:
     run = simulated("dapple-a", 2, [cost(1, 2), cost(1, 2)])
     plan = dataclasses.replace(run.plan, predicted={"step_seconds": run.step_seconds})
-    recording = make_recording("net", MEASURED, plan, run)
+    recording = pair_with_prediction(MEASURED, plan, run)
     assert recording.predicted is not None
     assert recording.predicted.source == BY_PROFILE
     assert recording.predicted.timeline.seconds == run.step_seconds == 9
@@ -134,7 +141,7 @@ def test_the_slowest_actions_are_so_by_their_own_kind() -> None:
 
 
 def test_predicted_stands_above_measured() -> None:
-    recording = make_recording("net", MEASURED, make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2))
+    recording = pair_with_prediction(MEASURED, make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2))
     chart = draw_recording(recording)
     assert [(row.group, row.name) for row in chart.rows] == [
         ("predicted", "stage 0"),
@@ -145,7 +152,7 @@ def test_predicted_stands_above_measured() -> None:
         ("measured", "stage 1"),
     ]
     assert chart.title == recording.headline
-    assert dict(chart.captions)["predicted"] == f"predicted: 11.5 s, 39% idle ({BY_TIMES})"
+    assert dict(chart.captions)["predicted"] == f"predicted: 11.5 s, bubble 39.1% ({BY_TIMES})"
 
 
 def test_a_recorded_step_has_a_prediction_and_a_cost() -> None:
@@ -179,6 +186,11 @@ def test_what_records_can_be_built_first() -> None:
 # --- files
 
 
+def predicted(timeline: Timeline) -> Recording:
+    """The recording of a step that was only simulated."""
+    return Recording(timeline.title, predicted=Prediction(timeline, BY_PROFILE))
+
+
 RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)), 9.2)
 
 
@@ -187,8 +199,8 @@ RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedu
     [
         RECORDING,
         Recording("", TWO),
-        simulated_recording(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
-        simulated_recording(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
+        predicted(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
+        predicted(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
     ],
 )
 def test_what_is_read_is_what_was_saved(tmp_path: Path, recording: Recording) -> None:
@@ -236,24 +248,33 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (change("format", "dapple-timeline/9"), r"dapple: format is 'dapple-timeline/9', not 'dapple-timeline/1'"),
         (change("title", None), r"dapple: title is missing"),
-        (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; there are F, B"),
+        (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; known are F, B"),
         (change("measured.actions.3.start", None), r"dapple: measured\.actions\[3\]\.start is missing"),
         (change("measured.actions.3.start", "now"), r"measured\.actions\[3\]\.start is 'now', not a finite number"),
         (change("measured.actions.3.end", 0.5), r"measured\.actions\[3\]\.end is 0\.5, before its start, 2\.5"),
         (change("measured.actions.3.stage", -1), r"measured\.actions\[3\]\.stage is -1, not a whole number"),
-        (change("measured.actions.3.color", "red"), r"measured\.actions\[3\]\.color is no field of this file"),
-        (change("measured.actions.1.micro_batch", 0), r"actions\[1\] is 0F0, as measured\.actions\[0\]: it runs"),
-        (change("measured.actions.7.stage", 5), r"measured\.actions has stages \[0, 1, 5\]; they count from 0"),
+        (change("measured.actions.3.color", "red"), r"measured\.actions\[3\]\.color is not a field of this file"),
+        (
+            change("measured.actions.1.micro_batch", 0),
+            r"actions\[1\] is 0F0, as measured\.actions\[0\]: an action",
+        ),
+        (
+            change("measured.actions.7.stage", 5),
+            r"measured\.actions has stages \[0, 1, 5\]; they must be",
+        ),
         (change("measured.actions", []), r"measured\.actions is empty"),
         (change("measured.transfers.0", 7), r"measured\.transfers\[0\] is 7, not an object"),
-        (change("measured.transfers.1.target", 2), r"measured\.transfers\[1\] goes 0>2: no two stages of it"),
+        (
+            change("measured.transfers.1.target", 2),
+            r"transfers\[1\] goes 0>2; it must connect two different stages of \[0, 1\]",
+        ),
         (change("measured.actions.3.end", 1e300), r"measured\.actions\[3\]\.end is 1e\+300, more than 1e\+09 seconds"),
-        (change("measured.stage_events.0.stage", 9), r"stage_events\[0\] is of stage 9: there are \[0, 1\]"),
-        (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0: no two stages of it"),
-        (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; there are allreduce"),
+        (change("measured.stage_events.0.stage", 9), r"stage_events\[0\] is of stage 9; the step has stages \[0, 1\]"),
+        (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0; it must connect two different"),
+        (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; known are allreduce"),
         (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
         (change("predicted.source", None), r"predicted\.source is missing"),
-        (change("planned_seconds", -1), r"planned_seconds is -1, not a finite number from 0"),
+        (change("planned_seconds", -1), r"planned_seconds is -1, not a finite number of at least 0"),
     ],
 )
 def test_a_damaged_trace_says_where(tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
@@ -275,7 +296,7 @@ def test_a_damaged_trace_says_where(tmp_path: Path, damage: Callable[[dict[str, 
         ('{"dapple": 3}', "dapple: format is 'int', not 'dapple-timeline/1'"),
         ('{"dapple": {"format": "dapple-timeline/1", "title": ""}}', "dapple: it holds neither a measured step"),
         ('{"traceEvents": [', r"not a readable JSON file: .* line 1 column 18"),
-        ('{"dapple": NaN}', "not a readable JSON file: NaN is not a figure"),
+        ('{"dapple": NaN}', "not a readable JSON file: NaN is not a number"),
         ("", "not a readable JSON file"),
         (b"\x0a\x93\x01\xff", "not a readable JSON file: 'utf-8' codec can't decode byte"),
         (None, "not a readable JSON file: No such file or directory"),
@@ -295,7 +316,7 @@ def test_a_trace_of_no_time_at_all(tmp_path: Path) -> None:
     for action in data["dapple"]["measured"]["actions"]:
         action.update(start=0.0, end=0.0)
     (tmp_path / "t.json").write_text(json.dumps(data))
-    with pytest.raises(TraceError, match="dapple: measured takes no time at all"):
+    with pytest.raises(TraceError, match="dapple: measured has no duration"):
         read_recording(tmp_path / "t.json")
 
 

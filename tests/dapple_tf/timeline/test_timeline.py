@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.picture import make_chart
-from dapple_tf.timeline.timeline import Event, Stamp, Timeline, Transfer, make_timeline, read_timeline
+from dapple_tf.timeline.stamps import Stamp, make_timeline, read_timeline
+from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.builders import X, chain, step_of

@@ -17,7 +17,6 @@ dapple.init()
 
 from dapple_tf.distributed.clocks import Clocks  # noqa: E402
 from dapple_tf.distributed.membership import current  # noqa: E402
-from dapple_tf.timeline.picture import save_timeline  # noqa: E402
 from tests.dapple_tf.distributed.programs.gather_model import X, make_model  # noqa: E402
 
 
@@ -33,7 +32,7 @@ def main() -> None:
         timeline = step.timeline if record else None
     assert timeline is not None
     if job.rank == 0:
-        save_timeline(timeline, sys.argv[1])
+        timeline.save(sys.argv[1])
     clocks = Clocks(job)
     print(
         json.dumps(

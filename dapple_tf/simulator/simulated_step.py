@@ -1,0 +1,136 @@
+"""A simulated step: the figures that follow from the times of all its events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dapple_tf.plan import Plan
+from dapple_tf.simulator.communication_ratio import activation_communication_ratio
+from dapple_tf.simulator.engine import decode
+from dapple_tf.simulator.execution import Execution
+from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
+from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.schedule import Action
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A step of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
+
+    ``one_device_seconds``: seconds of one device running the whole batch. ``device_memory``: bytes.
+    """
+
+    plan: Plan
+    execution: Execution
+    one_device_seconds: float
+    device_memory: float
+
+    @property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The costs of each stage."""
+        return self.execution.costs
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds until the last event ends."""
+        return self.execution.step_seconds
+
+    @property
+    def speedup(self) -> float:
+        """``one_device_seconds`` over ``step_seconds``; 1 where nothing takes any time."""
+        return self.one_device_seconds / self.step_seconds if self.step_seconds else 1.0
+
+    @property
+    def acr(self) -> float:
+        """The activation communication ratio (DAPPLE, Table V)."""
+        return activation_communication_ratio(self.costs)
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """The fraction of the step in which each stage computes; transfers and AllReduce do not count."""
+        if not self.step_seconds:
+            return (1.0,) * len(self.costs)
+        m = self.plan.micro_batches
+        # At most 1: adding up the same seconds in another order may exceed the step by a rounding error.
+        return tuple(
+            min(1.0, m * (cost.forward_seconds + cost.backward_seconds) / self.step_seconds) for cost in self.costs
+        )
+
+    @cached_property
+    def peak_memory_bytes(self) -> tuple[float, ...]:
+        """The most bytes that one device of each stage holds."""
+        return peak_bytes(self.execution)
+
+    @property
+    def fits(self) -> tuple[bool, ...]:
+        """Whether each stage's peak is within the device's memory."""
+        return tuple(peak <= usable_bytes(self.device_memory) for peak in self.peak_memory_bytes)
+
+    def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times (seconds), and the bytes that one device of ``stage`` holds from each on."""
+        times, held = memory_over_time(self.execution, stage)
+        return tuple(times.tolist()), tuple(held.tolist())
+
+    def order(self, stage: int) -> tuple[Action, ...]:
+        """Return the actions of ``stage`` in the order in which they run."""
+        m = self.execution.micro_batches
+        return tuple(decode(action, stage, m) for action in self.execution.order[stage].tolist())
+
+    def events_at(self, places: Sequence[Place]) -> StepEvents:
+        """Return all events; those of a stage once at each of its ``places``."""
+        return execution_events(self.execution, places)
+
+
+def execution_events(execution: Execution, places: Sequence[Place], updates: Sequence[StageEvent] = ()) -> StepEvents:
+    """Return the events of an executed schedule: those of a stage once at each of its ``places``.
+
+    ``updates``: recorded weight updates, which are moved to the end of the step. Transfers and AllReduces that take no
+    time are left out.
+    """
+    events = [event for place in places for event in _events_of_place(execution, place)]
+    transfers = [transfer for stage in range(execution.stages - 1) for transfer in _transfers(execution, stage)]
+    stage_events = []
+    for stage, replica, device in places:
+        start, end = float(execution.last_gradients[stage]), float(execution.allreduce_end[stage])
+        if end > start:
+            stage_events.append(StageEvent("allreduce", stage, replica, device, start, end))
+    later = execution.step_seconds - min((update.start for update in updates), default=0.0)
+    stage_events += [replace(update, start=update.start + later, end=update.end + later) for update in updates]
+    return StepEvents(
+        # Sorting keeps the order of events that take no time: it is the order in which the stage runs them.
+        tuple(sorted(events, key=lambda event: (event.start, event.end))),
+        tuple(sorted(transfers, key=lambda transfer: transfer.start)),
+        tuple(sorted(stage_events, key=lambda event: event.start)),
+    )
+
+
+def _events_of_place(execution: Execution, place: Place) -> list[Event]:
+    """Return the actions of one replica in the order in which it runs them."""
+    stage, replica, device = place
+    times = {
+        "F": (execution.start_forward[stage].tolist(), execution.end_forward[stage].tolist()),
+        "B": (execution.start_backward[stage].tolist(), execution.end_backward[stage].tolist()),
+    }
+    if execution.splits:
+        times["W"] = execution.start_weights[stage].tolist(), execution.end_weights[stage].tolist()
+    events = []
+    for entry in execution.order[stage].tolist():
+        action = decode(entry, stage, execution.micro_batches)
+        starts, ends = times[action.kind]
+        events.append(Event(action, replica, device, starts[action.micro_batch], ends[action.micro_batch]))
+    return events
+
+
+def _transfers(execution: Execution, stage: int) -> list[Transfer]:
+    """Return the transfers between ``stage`` and the next one, in both directions."""
+    cost, ex, transfers = execution.costs[stage], execution, []
+    if cost.send_forward_seconds:
+        times = zip(ex.start_send_forward[stage].tolist(), ex.end_send_forward[stage].tolist(), strict=True)
+        transfers += [Transfer(stage, stage + 1, m, start, end) for m, (start, end) in enumerate(times)]
+    if cost.send_backward_seconds:
+        times = zip(ex.start_send_backward[stage].tolist(), ex.end_send_backward[stage].tolist(), strict=True)
+        transfers += [Transfer(stage + 1, stage, m, start, end) for m, (start, end) in enumerate(times)]
+    return transfers

@@ -1,0 +1,153 @@
+"""The events of one training step: actions, transfers, AllReduces and weight updates, with their times."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from graph_passes.schedules.schedule import Action
+
+StageEventKind = Literal["allreduce", "update"]
+Place = tuple[int, int, str]
+"""Stage, replica and device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One run of an action on one replica of its stage; seconds since the start of the step's first action."""
+
+    action: Action
+    replica: int
+    device: str
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        return str(self.action) + (f" of replica {self.replica}" if self.replica else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One exchange between two neighbouring stages: activations forward or gradients backward; seconds.
+
+    In a job it starts when the last of its ranks has reached it. Within one process TensorFlow moves tensors between
+    devices by itself, and no transfer is recorded.
+    """
+
+    source: int
+    target: int
+    micro_batch: int
+    start: float
+    end: float
+
+    @property
+    def producer(self) -> Action:
+        """The action whose result is sent."""
+        return Action(self.source, "F" if self.source < self.target else "B", self.micro_batch)
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target} {self.producer.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """An AllReduce of a stage's gradients (or of a part of them, where it overlaps backward), or its weight update.
+
+    ``stage`` is None for the update of variables that belong to no stage. Seconds.
+    """
+
+    kind: StageEventKind
+    stage: int | None
+    replica: int
+    device: str
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        name = "AllReduce" if self.kind == "allreduce" else "update"
+        return name if self.stage is None else f"{name} of stage {self.stage}"
+
+
+Item: TypeAlias = Event | Transfer | StageEvent
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """All events of one step, each kind in order of start."""
+
+    events: tuple[Event, ...]
+    transfers: tuple[Transfer, ...] = ()
+    stage_events: tuple[StageEvent, ...] = ()
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """Events of all kinds."""
+        return (*self.events, *self.transfers, *self.stage_events)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds from the first start of an action to the last end of any event."""
+        return max(item.end for item in self.items)
+
+    @cached_property
+    def stages(self) -> int:
+        """The number of stages."""
+        return 1 + max((event.action.stage for event in self.events), default=0)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Stage, replica and device of everything that runs actions, sorted."""
+        places = {(event.action.stage, event.replica, event.device) for event in self.events}
+        return tuple(sorted(places, key=lambda place: (*place[:2], _device_key(place[2]))))
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that run actions, in order of their first action."""
+        return tuple(dict.fromkeys(event.device for event in self.events))
+
+    @cached_property
+    def device_utilisation(self) -> dict[str, float]:
+        """The fraction of the step in which each device runs an action."""
+        busy = dict.fromkeys(self.devices, 0.0)
+        for event in self.events:
+            busy[event.device] += event.end - event.start
+        return {device: seconds / self.seconds for device, seconds in busy.items()}
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """The fraction of the step in which each stage's devices run its actions, averaged over its replicas."""
+        busy = dict.fromkeys(sorted({event.action.stage for event in self.events}), 0.0)
+        for event in self.events:
+            busy[event.action.stage] += event.end - event.start
+        replicas = Counter(stage for stage, _, _ in self.places)
+        return tuple(seconds / replicas[stage] / self.seconds for stage, seconds in busy.items())
+
+    def start(self, item: Item) -> float:
+        """Return when ``item`` started (seconds); an AllReduce starts when the last of its devices reaches it."""
+        return self._joint_starts.get(item, item.start) if isinstance(item, StageEvent) else item.start
+
+    @cached_property
+    def _joint_starts(self) -> dict[StageEvent, float]:
+        """For each AllReduce the latest start on any of its devices.
+
+        All devices of a stage finish its AllReduces in the same order, so the n-th of each device belong together.
+        """
+        together: dict[tuple[int | None, int], list[StageEvent]] = defaultdict(list)
+        finished: dict[tuple[int | None, str], int] = defaultdict(int)
+        for event in sorted(self.stage_events, key=lambda event: event.end):
+            if event.kind == "allreduce":
+                together[event.stage, finished[event.stage, event.device]].append(event)
+                finished[event.stage, event.device] += 1
+        return {event: max(other.start for other in group) for group in together.values() for event in group}
+
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of one replica in the order in which they ran."""
+        return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
+
+
+def _device_key(name: str) -> tuple[str, int]:
+    """Sort ``CPU:10`` after ``CPU:9``."""
+    kind, _, index = name.rpartition(":")
+    return (kind, int(index)) if index.isdecimal() else (name, 0)

@@ -1,0 +1,54 @@
+"""Costs of a stage, measured in a recorded step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+
+from dapple_tf.timeline.events import StepEvents
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.schedule import CALL_OF_KIND
+
+
+def measure_stage_costs(step: StepEvents, stage: int) -> StageCosts:
+    """Return the median seconds of a stage's actions and of the transfers to and from the next stage.
+
+    ``allreduce_seconds``: while any of the stage's AllReduces ran on all its devices; ``exposed_seconds``: from the end
+    of the stage's last action to that of its last AllReduce. A timeline has no bytes: they are 0.
+    """
+    seconds = {
+        kind: _median(e.end - e.start for e in step.events if (e.action.stage, e.action.kind) == (stage, kind))
+        for kind in CALL_OF_KIND
+    }
+    computed = max(event.end for event in step.events if event.action.stage == stage)
+    reductions = [e for e in step.stage_events if (e.kind, e.stage) == ("allreduce", stage)]
+    return StageCosts(
+        forward_seconds=seconds["F"],
+        backward_seconds=seconds["B"] + seconds["W"],  # there is no W where backward is one action
+        weights_seconds=seconds["W"],
+        send_forward_seconds=_median(_channel_seconds(step, stage, stage + 1)),
+        send_backward_seconds=_median(_channel_seconds(step, stage + 1, stage)),
+        allreduce_seconds=sum(_seconds_in_order((step.start(e), e.end) for e in reductions)),
+        exposed_seconds=max(0.0, max((e.end for e in reductions), default=0.0) - computed),
+        fixed_bytes=0.0,
+        stash_bytes=0.0,
+        working_bytes=0.0,
+    )
+
+
+def _channel_seconds(step: StepEvents, source: int, target: int) -> Iterator[float]:
+    """Yield the seconds for which each transfer had its channel for itself; an early one waits behind others."""
+    return _seconds_in_order((t.start, t.end) for t in step.transfers if (t.source, t.target) == (source, target))
+
+
+def _seconds_in_order(spans: Iterable[tuple[float, float]]) -> Iterator[float]:
+    """Yield the seconds of each span after the end of the spans that ended before it."""
+    free = 0.0
+    for start, end in sorted(spans, key=lambda span: span[1]):
+        yield end - max(start, free)
+        free = end
+
+
+def _median(seconds: Iterable[float]) -> float:
+    values = list(seconds)
+    return statistics.median(values) if values else 0.0

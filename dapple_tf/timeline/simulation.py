@@ -1,0 +1,60 @@
+"""What a timeline needs to know of a step that was simulated and not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dapple_tf.plan import Plan
+from dapple_tf.timeline.events import Place, StepEvents
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.schedule import Action
+
+
+class Simulation(Protocol):
+    """A simulated step. Its figures need no events; these are created only when ``events_at`` is called."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was simulated."""
+
+    @property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """Seconds and bytes of each stage."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds until the last event ends."""
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of one device running the whole batch in the same micro-batches, over ``step_seconds``."""
+
+    @property
+    def acr(self) -> float:
+        """The activation communication ratio (DAPPLE, Table V)."""
+
+    @property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """The fraction of the step in which each stage computes."""
+
+    @property
+    def device_memory(self) -> float:
+        """Bytes of a device's memory."""
+
+    @property
+    def peak_memory_bytes(self) -> tuple[float, ...]:
+        """The most bytes that one device of each stage holds."""
+
+    @property
+    def fits(self) -> tuple[bool, ...]:
+        """Whether each stage's peak is within the device's memory."""
+
+    def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times (seconds), and the bytes that one device of ``stage`` holds from each on."""
+
+    def order(self, stage: int) -> tuple[Action, ...]:
+        """Return the actions of ``stage`` in the order in which they run."""
+
+    def events_at(self, places: Sequence[Place]) -> StepEvents:
+        """Return all events; those of a stage once at each of its ``places`` (stage, replica and device)."""

@@ -1,0 +1,94 @@
+"""From the time stamps of an instrumented graph to a timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.timeline import Timeline
+from graph_passes.ir.graph import Graph
+from graph_passes.passes.instrument import timed_nodes
+from graph_passes.passes.project import parse_exchange_name
+from graph_passes.schedules.schedule import KIND_OF_CALL, Action
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Start and end of a node on ``device``, seconds by the clock of its process."""
+
+    op: str
+    name: str
+    stage: int | None
+    replica: int | None
+    micro_batch: int | None
+    device: str
+    start: float
+    end: float
+
+
+def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
+    """Return the nodes that an instrumented graph times, with times 0.
+
+    ``device``: the name that all of them get, by default that of each node.
+    """
+    stamps = []
+    for node in timed_nodes(graph):
+        stage, replica, m = (node.integer(k) if node.has(k) else None for k in ("stage", "replica", "micro_batch"))
+        stamps.append(Stamp(node.op, node.name, stage, replica, m, node.device if device is None else device, 0.0, 0.0))
+    return tuple(stamps)
+
+
+def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
+    """Return the stamps with the times that the graph returned: an array [2 x nodes], start and end of each node."""
+    pairs = zip(stamps, times[::2], times[1::2], strict=True)
+    return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
+
+
+def make_timeline(stamps: Sequence[Stamp], *, title: str = "", first_run: bool = False) -> Timeline:
+    """Return the timeline of the stamps of all processes, whose clocks must agree.
+
+    Its times count from the start of the first action.
+    """
+    first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
+    shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
+    shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
+    events = tuple(_event(stamp) for stamp in shifted if stamp.op in KIND_OF_CALL)
+    return Timeline(events, tuple(_transfers(shifted)), tuple(_stage_events(shifted)), title=title, first_run=first_run)
+
+
+def read_timeline(graph: Graph, times: Any) -> Timeline:
+    """Return the timeline of an instrumented graph that ran in one process and returned ``times``."""
+    return make_timeline(fill_stamps(name_stamps(graph), times))
+
+
+def _event(stamp: Stamp) -> Event:
+    assert stamp.stage is not None
+    assert stamp.replica is not None
+    assert stamp.micro_batch is not None
+    action = Action(stamp.stage, KIND_OF_CALL[stamp.op], stamp.micro_batch)
+    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end)
+
+
+def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
+    """Return each exchange once: it starts when the last of its ranks reaches it, and ends when the last leaves it."""
+    transfers: dict[str, Transfer] = {}
+    for stamp in stamps:
+        stages = parse_exchange_name(stamp.name) if stamp.op == "exchange" else None
+        if stages is None:
+            continue
+        known = transfers.get(stamp.name, Transfer(*stages, stamp.start, stamp.end))
+        start, end = max(known.start, stamp.start), max(known.end, stamp.end)
+        transfers[stamp.name] = dataclasses.replace(known, start=start, end=end)
+    return sorted(transfers.values(), key=lambda transfer: transfer.start)
+
+
+def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
+    kinds: dict[str, StageEventKind] = {"allreduce": "allreduce", "update": "update"}
+    return [
+        StageEvent(kinds[stamp.op], stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end)
+        for stamp in stamps
+        if stamp.op in kinds
+    ]
