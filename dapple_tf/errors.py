@@ -1,6 +1,6 @@
-"""What dapple raises: ValueErrors for what was asked, RuntimeErrors for what happened.
+"""Errors of dapple_tf: ValueErrors for wrong arguments and files, RuntimeErrors for failures while running.
 
-Every message says what was wrong, where (stage, layer, variable, micro-batch, file and field), and what to do.
+Every message says what was wrong, where (stage, layer, variable, rank, micro-batch, file and field), and what to do.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class LossError(ValueError):
 
 
 class BatchError(ValueError):
-    """Arguments that are not one batch, or too small a one."""
+    """Arguments that are not one batch, or a batch that is too small."""
 
 
 class PlanError(ValueError):
-    """A plan, or the wish for one, that cannot be carried out."""
+    """A plan, or a request for one, that cannot be carried out."""
 
 
 class DeviceError(ValueError):
@@ -55,7 +55,7 @@ class ModelError(ValueError):
 
 
 class TraceError(ValueError):
-    """A saved trace that cannot be read: not one of ours, or damaged."""
+    """A trace file that dapple_tf did not save, or that is damaged."""
 
 
 class CheckpointError(RuntimeError):
@@ -63,16 +63,16 @@ class CheckpointError(RuntimeError):
 
 
 class UsageError(RuntimeError):
-    """Calls in an order that cannot work."""
+    """A call at the wrong time, or with an output path that cannot be written."""
 
 
 class JobError(RuntimeError):
-    """Ranks of a job that do not fit together, or one that failed."""
+    """Ranks of a job that disagree, or a rank that failed."""
 
 
 class StepError(RuntimeError):
-    """A training step that failed; says whether variables changed."""
+    """A training step that failed; the message says whether variables changed."""
 
 
 class DappleWarning(UserWarning):
-    """Something that runs, but probably not as meant."""
+    """Something that runs, but probably not as intended."""

@@ -27,19 +27,31 @@ def pipeline(
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
 ) -> Any:
-    """A training step over a pipeline of ``stages``, equal to one device's.
+    """Return a training step over a pipeline that computes what the same step on one device computes.
 
-    ``loss_fn``: a tf.function or callable of the batch's tensors (each batched on axis 0) that returns their
-    mean loss, or (loss, aux). ``optimizer``: a keras optimizer. ``plan``: what a planner decided; or say
-    ``stages`` (a number, the names of the layers that start a stage, or "auto": the model is profiled, and planned for
-    ``cluster`` or the devices at hand), ``replicas`` of each stage, ``micro_batches`` (or "auto") and ``schedule``
-    ("gpipe", "dapple-a", "dapple-b", "zb-h1", with ":D=n" where memory holds n micro-batches; "K=3,2,1"; the actions of
-    every stage, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or "auto"). With stages and a
-    ``cluster`` the simulator chooses what is "auto" from a profile taken now: ``step.choice`` says why. ``recompute``:
-    backward makes activations again instead of keeping them: True (of all layers), one truth for each stage, or the
-    names of layers. ``devices``: names or indices. Without ``loss_fn`` it is a decorator.
+    Without ``loss_fn`` it returns a decorator.
 
-    Raises subclasses of ValueError that say what cannot be done and what can.
+    Args:
+        loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0. Returns the mean loss over
+            the batch, or (loss, aux).
+        optimizer: A Keras optimizer.
+        plan: A plan that a planner made. Given instead of ``stages``, ``replicas`` and ``recompute``.
+        stages: The number of stages, the names of the layers that start one, or "auto": the model is profiled, and
+            planned for ``cluster`` or the devices at hand.
+        replicas: The number of devices of each stage, such as [2, 1].
+        micro_batches: M, or "auto".
+        schedule: "gpipe", "dapple-a", "dapple-b", "zb-h1" (each with ":D=n" where memory holds n micro-batches);
+            "K=3,2,1", the warm-up of each stage; the actions of every stage, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or
+            "auto".
+        recompute: Layers whose activations backward computes again instead of keeping them: True (all), one flag for
+            each stage, or the names of layers.
+        devices: Names or indices of the devices to use.
+        cluster: What to plan for. The simulator then chooses what is "auto" from a profile measured now, and
+            ``step.choice`` says why.
+        example_batch: A batch like those to come: the plan is made and the step built now, not at the first call.
+
+    Raises:
+        ValueError: One of its subclasses in ``dapple_tf.errors``; the message says what cannot be done and what can.
     """
     if optimizer is None:
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")

@@ -1,4 +1,4 @@
-"""What was decided: which layers and devices make a stage, how many micro-batches, which schedule.
+"""A plan: the layers and devices of each stage, the number of micro-batches, and the schedule.
 
 File format ``dapple-plan/1`` (JSON).
 """
@@ -23,7 +23,7 @@ FORMAT = "dapple-plan/1"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers ``first_layer`` to ``last_layer`` (inclusive) on ``devices``, one replica each."""
+    """A stage: layers ``first_layer`` to ``last_layer`` (inclusive), with one replica on each of ``devices``."""
 
     first_layer: int
     last_layer: int
@@ -31,16 +31,18 @@ class StagePlan:
 
     @property
     def replicas(self) -> int:
-        """r: the number of devices that share each micro-batch."""
+        """r, the number of devices among which each micro-batch is split."""
         return len(self.devices)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Batch sizes are samples; ``predicted`` holds what a simulator said, if one was asked.
+    """How a model is trained: its stages, micro-batches and schedule. Batch sizes are in samples.
 
-    ``recompute``: the layers that backward makes again instead of keeping what it needs of them: all (True), none, or
-    those with these numbers. ``overlap``: AllReduce starts during the last backward, layer by layer, not after it.
+    ``recompute``: the layers whose activations backward computes again instead of keeping them: all (True), none
+    (False), or those with these numbers. ``predicted``: the simulator's prediction, if there is one. ``overlap``:
+    AllReduce starts during the last backward, layer by layer, not after it. Raises PlanError naming the field that is
+    wrong.
     """
 
     model: str
@@ -87,25 +89,28 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The layers that backward makes again."""
+        """The numbers of the layers that backward computes again."""
         if isinstance(self.recompute, bool):
             return tuple(range(self.stages[-1].last_layer + 1)) if self.recompute else ()
         return self.recompute
 
     def runs(self, stage: int) -> tuple[range, ...]:
-        """Rows of a stage's layers that are re-computed together."""
+        """Return the ranges of consecutive layers of a stage that are re-computed together."""
         place = self.stages[stage]
         return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as its file holds it."""
+        """Return the plan as its file holds it."""
         data = {"format": FORMAT, **asdict(self)}
         if not self.overlap:
-            del data["overlap"]  # written only where it says something
+            del data["overlap"]  # the default is not written
         return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` as JSON, all or nothing."""
+        """Write the plan to ``path`` as JSON; a failure leaves the old file.
+
+        Raises PlanError where the file cannot be written.
+        """
         try:
             write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
         except OSError as error:
@@ -119,12 +124,14 @@ class Plan:
 
 
 def _check_layers(layers: tuple[int, ...], count: int) -> None:
-    """PlanError unless these are numbers of some of ``count`` layers, ascending."""
+    """Raise PlanError unless ``layers`` are ascending numbers below ``count``."""
     for index, layer in enumerate(layers):
         if layer not in range(count):
             raise PlanError(f"recompute[{index}] is layer {layer}, but the layers are 0 to {count - 1}")
         if index and layer <= layers[index - 1]:
-            raise PlanError(f"recompute[{index}] is layer {layer} after {layers[index - 1]}: name each once, ascending")
+            raise PlanError(
+                f"recompute[{index}] is layer {layer} after {layers[index - 1]}: name each layer once, ascending"
+            )
 
 
 def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
@@ -134,7 +141,7 @@ def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
     if isinstance(value, list):
         return top.integers("recompute")
     if not isinstance(value, bool):
-        raise PlanError(f"recompute is {value!r}, not true or false, nor a list of layer numbers")
+        raise PlanError(f"recompute is {value!r}, not true, false, or a list of layer numbers")
     return value
 
 

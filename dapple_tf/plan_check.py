@@ -1,4 +1,4 @@
-"""Whether a plan can be carried out for a profile, on a cluster."""
+"""Check that a plan fits a profile and a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from profiler.profile import Profile
 
 
 def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
-    """PlanError, naming the stage, where the plan does not fit the profile's layers or the cluster's devices."""
+    """Raise PlanError, naming the stage, where the plan does not fit the profile's layers or the cluster's devices."""
     _check_batch(plan)
     _check_layers(plan, profile)
     _check_devices(plan, cluster)
@@ -51,8 +51,8 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                 )
             if device in stage_of:
                 raise PlanError(
-                    f"device {device} is in stage {stage_of[device]} and in stage {index}: give each stage devices "
-                    "of its own"
+                    f"device {device} is in stage {stage_of[device]} and in stage {index}: a device can be in only one "
+                    "stage"
                 )
             stage_of[device] = index
 
@@ -69,11 +69,11 @@ def _check_positions(plan: Plan, profile: Profile) -> None:
         if before != after and start in profile.unsplittable:
             raise PlanError(
                 f"stages {index - 1} and {index} have {before} and {after} replicas, but what crosses the cut at layer "
-                f"{start} ({name}) cannot be split: give both stages equally many replicas, or cut elsewhere"
+                f"{start} ({name}) cannot be split: give both stages the same number of replicas, or cut elsewhere"
             )
 
 
 def _list_some(profile: Profile, start: int) -> str:
-    """The nearest positions where a stage may start."""
+    """Return the positions nearest to ``start`` where a stage may start, as text."""
     nearest = sorted(sorted(profile.positions(), key=lambda p: abs(p - start))[:4])
     return ", ".join(f"{p} ({profile.layers[p].name})" for p in nearest) or "none (use one stage)"

@@ -1,13 +1,13 @@
-"""``dapple.verify``: does the pipeline compute what one device computes?
+"""``dapple.verify``: check that a pipelined step computes what one device computes.
 
-Loss, every gradient and every updated variable are compared. The error of a tensor is the largest absolute
-difference over the largest absolute value of the one device's tensor. A difference below the rounding of the
-model's largest gradient is measured against that: some gradients (a bias before a normalisation) are zero but
-for rounding.
+The loss, every gradient and every updated variable are compared. The error of a tensor is the largest absolute
+difference, divided by the largest absolute value of the one device's tensor. A difference below the rounding error of
+the model's largest gradient is divided by that gradient instead: some gradients (of a bias before a normalization) are
+zero apart from rounding.
 
-Optimizers such as Adam divide a gradient by its own size, so where a gradient is nearly zero its rounding
-error becomes a whole step. The updates are therefore also compared given the *same* gradients (the
-pipeline's): a variable that is only then equal does not fail, and the report says so.
+Optimizers such as Adam divide a gradient by its own size, so where a gradient is nearly zero, its rounding error
+becomes a whole update. Updates are therefore also compared for the *same* gradients (the pipeline's): a variable that
+is equal only then does not fail, and the report says so.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is from one device's.
+    """The error of one tensor of the pipeline against one device.
 
-    ``kind``: loss, gradient, variable (after the step) or update (the variable, given the same gradients).
+    ``kind``: loss, gradient, variable (after the step), or update (the variable after a step with the same gradients).
     """
 
     kind: str
@@ -47,13 +47,13 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Within the tolerance (a NaN is not)."""
+        """Whether the error is within the tolerance (NaN is not)."""
         return self.error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of ``verify``; its text names the first tensor that diverges."""
+    """The result of ``verify``; its text names the first tensor that diverges."""
 
     plan: Plan
     differences: tuple[Difference, ...]
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is within its tolerance (variables at least given the same gradients)."""
+        """Whether every tensor is within its tolerance (variables at least for the same gradients)."""
         return self._first_bad() is None
 
     def _first_bad(self) -> Difference | None:
@@ -93,10 +93,8 @@ class Report:
     def __str__(self) -> str:
         plan = self.plan
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {plan.micro_batches} micro-batches"
-        lines = [
-            f"{head}, {abbreviate_schedule(plan.schedule)}: "
-            + ("equal to one device" if self.ok else "DIFFERS from one device")
-        ]
+        outcome = "equal to one device" if self.ok else "DIFFERS from one device"
+        lines = [f"{head}, {abbreviate_schedule(plan.schedule)}: {outcome}"]
         lines.append(
             f"largest relative errors: loss {self.max_loss_error:.1e}, gradients {self.max_gradient_error:.1e}, "
             f"variables after the step {self.max_variable_error:.1e}"
@@ -104,7 +102,7 @@ class Report:
         bad = self._first_bad()
         if bad is None and self.max_variable_error > max(d.tolerance for d in self.differences):
             lines.append(
-                "given the same gradients all updates are equal: "
+                "with the same gradients all updates are equal: "
                 "the optimizer enlarges the rounding errors of tiny gradients"
             )
         if bad is not None:
@@ -128,12 +126,12 @@ def verify(
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
-    """Run one step of the pipeline and one of a plain training step from the same variables, and compare.
+    """Run one step over the pipeline and one plain training step from the same variables, and compare them.
 
-    Arguments are those of ``pipeline``; ``batch`` is the tuple of its arguments. All variables (weights,
-    state, slots) have their values back afterwards. Where forward draws random numbers or writes variables
-    (dropout, batch norm), one device's result depends on how the batch is cut: the plain step then runs
-    the same micro-batches one after the other, and the report says so.
+    Arguments are those of ``pipeline``; ``batch`` is the tuple of the step's arguments. All variables (weights, state,
+    optimizer slots) have their old values afterwards. Where forward draws random numbers or writes variables (dropout,
+    batch norm), the result on one device depends on how the batch is divided: the plain step then runs the same
+    micro-batches one after the other, and the report says so.
     """
     request = Request(stages, replicas, micro_batches, schedule, recompute)
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
@@ -144,7 +142,7 @@ def verify(
     state = find_variables(model.graph).state
     parts = micro_batch_slices(batch_size(batch), step.plan.micro_batches) if stateful else [slice(None)]
     with unchanged_variables(variables.values()):
-        loss, gradients = _one_device(loss_fn, batch, parts, {n: variables[n] for n in model.gradients})
+        loss, gradients = _run_one_device(loss_fn, batch, parts, {n: variables[n] for n in model.gradients})
         _apply(optimizer, gradients, model.trained, list(gradients))
         wanted = {"loss": loss, "gradient": gradients, "variable": _values(variables)}
     with unchanged_variables(variables.values()):
@@ -155,19 +153,19 @@ def verify(
         wanted["update"], found["update"] = _values(variables), found["variable"]
     for name in state:  # written by forward, not by the optimizer
         wanted["update"][name] = wanted["variable"][name]
-    coarsest = _coarsest(model)
+    coarsest = _coarsest_tolerance(model)
     largest = max((float(np.max(np.abs(g), initial=0.0)) for g in wanted["gradient"].values()), default=0.0)
-    differences = [_difference("loss", "loss", found["loss"], wanted["loss"], coarsest)]
+    differences = [_compare_tensor("loss", "loss", found["loss"], wanted["loss"], coarsest)]
     for kind in ("gradient", "update", "variable"):
         floor = largest if kind == "gradient" else 0.0
         differences += [
-            _difference(kind, n, found[kind].get(n), wanted[kind][n], coarsest, floor) for n in wanted[kind]
+            _compare_tensor(kind, n, found[kind].get(n), wanted[kind][n], coarsest, floor) for n in wanted[kind]
         ]
     return Report(step.plan, tuple(differences), _note(stateful, step.plan))
 
 
-def _coarsest(model: StagedModel) -> float:
-    """The tolerance of the least precise type that the stages compute in (mixed precision)."""
+def _coarsest_tolerance(model: StagedModel) -> float:
+    """Return the tolerance of the least precise reduced-precision type in the stages; 0 where there is none."""
     types = {
         kind.dtype.name for f in model.graph.functions for node in f.graph.nodes for kind in node.outputs
     } & TOLERANCE.keys()
@@ -177,24 +175,24 @@ def _coarsest(model: StagedModel) -> float:
 def _note(stateful: bool, plan: Plan) -> str:
     if not stateful:
         return ""
-    note = "forward draws random numbers or writes variables: the one device ran the same micro-batches in turn"
+    note = "forward draws random numbers or writes variables, so the one device ran the same micro-batches one by one"
     if max(plan.replicas) > 1:
-        note += "; each replica works on its own copy of that state, so differences are expected with replicas"
+        note += "; each replica has its own copy of that state, so differences are expected with replicas"
     return note
 
 
 def micro_batch_slices(size: int, micro_batches: int) -> list[slice]:
-    """The samples of each micro-batch: m of M holds [N m / M, N (m+1) / M)."""
+    """Return the samples of each micro-batch: of N samples, micro-batch m of M holds [N m / M, N (m+1) / M)."""
     return [slice(size * m // micro_batches, size * (m + 1) // micro_batches) for m in range(micro_batches)]
 
 
-def _one_device(
+def _run_one_device(
     loss_fn: Callable[..., Any],
     batch: Sequence[Any],
     parts: Sequence[slice],
     trained: Mapping[str, tf.Variable],
 ) -> tuple[Any, dict[str, Any]]:
-    """Mean loss and gradients of the whole batch by a plain GradientTape, weighted over ``parts``."""
+    """Return mean loss and gradients of the whole batch from a GradientTape: the weighted sum over ``parts``."""
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(tuple(batch))]
 
     def compute(*flat: Any) -> Any:
@@ -226,10 +224,13 @@ def _values(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-def _difference(
+def _compare_tensor(
     kind: str, name: str, found: Any, wanted: Any, coarsest: float = 0.0, largest: float = 0.0
 ) -> Difference:
-    """``largest``: the largest entry of any gradient; what is below its rounding is measured against it."""
+    """Compare a tensor; see the top of this file.
+
+    ``coarsest``: the tolerance of the least precise type used. ``largest``: the largest entry of any gradient.
+    """
     wanted = np.asarray(wanted)
     tolerance = max(TOLERANCE.get(wanted.dtype.name, 0.0), coarsest)
     if found is None or np.shape(found) != wanted.shape:

@@ -1,1 +1,1 @@
-"""Ordinary TensorFlow and Keras models, with data, that know nothing of pipelines."""
+"""Ordinary TensorFlow and Keras models with data; nothing in them is about pipelines."""

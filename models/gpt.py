@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from models.text import BYTE_VALUES, read_corpus, windows
 
 INITIAL_STDDEV = 0.06
-"""Of every weight matrix and embedding; at a width of 128 it learns faster than the customary 0.02."""
+"""Standard deviation of every weight matrix and embedding; at a width of 128 it learns faster than the usual 0.02."""
 
 
 def gpt(
@@ -31,10 +31,10 @@ def gpt(
     corpus: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> dapple.Workload:
-    """Give a GPT its text and its optimizer.
+    """Return a GPT with its text and its optimizer.
 
-    The loss takes x and y, int32 [batch, context], and returns a scalar of `dtype`: the cross entropy in
-    nats, its mean taken over all batch x context positions. The same seed gives the same weights and batches.
+    The loss takes x and y, int32 [batch, context], and returns a scalar of `dtype`: the mean cross entropy in nats
+    over all batch x context positions. The same seed gives the same weights and batches.
 
     Raises ValueError if `heads` does not divide `width`, or if the corpus is missing, empty or shorter than
     the context.
@@ -89,7 +89,7 @@ def build_gpt(
 
 
 class Embed(keras.layers.Layer):
-    """What each byte is and where it stands: int32 [batch, context] to [batch, context, width]."""
+    """Sum of the embeddings of each byte and its position: int32 [batch, context] to [batch, context, width]."""
 
     def __init__(self, width: int, context: int, seeds: random.Random, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
@@ -101,7 +101,7 @@ class Embed(keras.layers.Layer):
 
 
 class Block(keras.layers.Layer):
-    """Adds attention, then an MLP, each to a normalized stream: [batch, context, width] to the same."""
+    """Attention, then an MLP, each on normalized input and with a residual connection; [batch, context, width]."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Block(keras.layers.Layer):
         dtype: str,
     ) -> None:
         super().__init__(name=name, dtype=dtype)
-        # The stream grows by two terms a block; scaled so, its variance at the top does not depend on depth.
+        # Each block adds two terms to the residual stream; scaled so, its variance at the top is the same at any depth.
         residual = INITIAL_STDDEV / (2 * layers) ** 0.5
         self.attention_norm = keras.layers.LayerNormalization(name="attention_norm", dtype=dtype)
         self.attention = CausalSelfAttention(width, heads, residual, seeds, name="attention", dtype=dtype)
@@ -131,7 +131,7 @@ class Block(keras.layers.Layer):
 
 
 class CausalSelfAttention(keras.layers.Layer):
-    """Each position looks at itself and those before it: [batch, context, width] to the same."""
+    """Attention of each position to itself and those before it; [batch, context, width]."""
 
     def __init__(self, width: int, heads: int, residual: float, seeds: random.Random, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
@@ -151,7 +151,7 @@ class CausalSelfAttention(keras.layers.Layer):
 
 
 class TiedHead(keras.layers.Layer):
-    """Scores each byte by its own embedding: [batch, context, width] to logits [batch, context, 256]."""
+    """Logits as products with the token embeddings: [batch, context, width] to [batch, context, 256]."""
 
     def __init__(self, embedding: keras.layers.Embedding, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)

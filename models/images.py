@@ -1,4 +1,4 @@
-"""Generated pictures whose labels can be learnt: one smooth random picture per class, made noisy."""
+"""Generated images with learnable labels: one smooth random image per class, plus noise."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def labelled_images(
     noise: float = 1.0,
     dtype: str = "float32",
 ) -> tf.data.Dataset:
-    """Generate batches without end; iterating again gives the same batches again.
+    """Return an endless data set of batches; iterating again gives the same batches again.
 
     Each element is (images, labels): `dtype` [batch_size, image_size, image_size, 3] and int32 [batch_size].
-    `noise` is its standard deviation in units of that of the pictures.
+    `noise`: its standard deviation, as a multiple of that of the images.
     """
     coarse = np.random.default_rng(seed).standard_normal((classes, 4, 4, 3))
-    pictures = tf.cast(tf.image.resize(coarse, (image_size, image_size), method="bicubic"), dtype)
+    class_images = tf.cast(tf.image.resize(coarse, (image_size, image_size), method="bicubic"), dtype)
 
     def draw(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stream = tf.stack([tf.constant(seed, tf.int64), number])
         labels = tf.random.stateless_uniform([batch_size], stream, maxval=classes, dtype=tf.int32)
-        grain = tf.random.stateless_normal([batch_size, image_size, image_size, 3], stream, dtype=pictures.dtype)
-        return tf.gather(pictures, labels) + noise * grain, labels
+        grain = tf.random.stateless_normal([batch_size, image_size, image_size, 3], stream, dtype=class_images.dtype)
+        return tf.gather(class_images, labels) + noise * grain, labels
 
     return tf.data.Dataset.counter().map(draw).prefetch(2)

@@ -1,4 +1,4 @@
-"""ResNet (He et al.): blocks of convolutions that add to what they were given, with batch normalization."""
+"""ResNet (He et al.): residual blocks of convolutions with batch normalization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 
 """Residual blocks in each of the four groups, by the number of layers with weights."""
 
 LARGE_IMAGE = 96
-"""From this size on, the stem brings images down to a quarter; smaller ones go in whole."""
+"""From this size on, the stem reduces height and width to a quarter; smaller images keep their size."""
 
 
 def resnet(
@@ -28,11 +28,11 @@ def resnet(
     learning_rate: float = 0.01,
     seed: int = 0,
 ) -> dapple.Workload:
-    """Give a ResNet generated pictures and its optimizer.
+    """Return a ResNet with generated images and its optimizer.
 
     The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
-    a scalar of `dtype`: the mean cross entropy in nats. Batch normalization is in training mode: it takes its
-    moments from the batch at hand, and every call moves the moving averages.
+    a scalar of `dtype`: the mean cross entropy in nats. Batch normalization is in training mode: it
+    normalizes by the moments of the batch, and every call updates the moving averages.
 
     Raises ValueError if `depth` is not 18, 34, 50 or 101.
     """
@@ -96,7 +96,7 @@ class ConvNorm(keras.layers.Layer):
 
 
 class Stem(keras.layers.Layer):
-    """From colours to `width` channels: [batch, h, w, 3] to [batch, h, w, width], or h/4 and w/4 if large."""
+    """First convolution: [batch, h, w, 3] to [batch, h, w, width], or with `large` to [batch, h/4, w/4, width]."""
 
     def __init__(self, width: int, large: bool, seeds: random.Random, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
@@ -110,7 +110,7 @@ class Stem(keras.layers.Layer):
 
 
 class Residual(keras.layers.Layer):
-    """Adds what a chain of convolutions makes of its input to that input, projected if the shape changes."""
+    """A chain of convolutions with a residual connection, which is projected if the shape changes."""
 
     def __init__(self, chain: list[ConvNorm], projection: ConvNorm | None, *, name: str, dtype: str) -> None:
         super().__init__(name=name, dtype=dtype)
@@ -125,7 +125,7 @@ class Residual(keras.layers.Layer):
 
 
 def basic_block(inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> Residual:
-    """Make a block of two 3x3 convolutions, from `inputs` channels to `width`."""
+    """Return a block of two 3x3 convolutions, from `inputs` channels to `width`."""
     chain = [
         ConvNorm(width, 3, stride, seeds, name="conv1", dtype=dtype),
         ConvNorm(width, 3, 1, seeds, name="conv2", dtype=dtype),
@@ -134,7 +134,7 @@ def basic_block(inputs: int, width: int, stride: int, seeds: random.Random, *, n
 
 
 def bottleneck(inputs: int, width: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> Residual:
-    """Make a block of a 3x3 convolution between two of 1x1, from `inputs` channels to 4 x `width`."""
+    """Return a block of a 3x3 convolution between two of 1x1, from `inputs` channels to 4 x `width`."""
     chain = [
         ConvNorm(width, 1, 1, seeds, name="conv1", dtype=dtype),
         ConvNorm(width, 3, stride, seeds, name="conv2", dtype=dtype),

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source files of Python's standard library, as windows of bytes."""
+"""Text as windows of bytes; by default the source files of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Corpus:
 
 
 def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 4_000_000) -> Corpus:
-    """Read at most `max_bytes` bytes of text, the same ones every time.
+    """Read the first `max_bytes` bytes of a text.
 
-    A `path` may be a file or a folder, of which every file that is not hidden is read; None means the
-    standard library's `.py` files, without its tests and whatever is installed beside it. Files follow one
-    another in the order of their names, a newline between them.
+    `path`: a file, or a folder, of which every file that is not hidden is read; None means the standard library's `.py`
+    files, without its tests and installed packages. Files are read in the order of their names, with a newline between
+    them.
 
     Raises ValueError if `path` does not exist or holds no text.
     """
@@ -55,9 +55,9 @@ def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
 
 
 def windows(corpus: Corpus, *, context: int, batch_size: int, seed: int = 0) -> tf.data.Dataset:
-    """Sample batches of windows without end; iterating again gives the same batches again.
+    """Return an endless data set of random windows; iterating again gives the same batches again.
 
-    Each element is (x, y), both int32 [batch_size, context]; y is x moved on by one byte.
+    Each element is (x, y), both int32 [batch_size, context]; y is x shifted by one byte.
 
     Raises ValueError if the corpus is shorter than one window of `context + 1` bytes.
     """

@@ -1,4 +1,4 @@
-"""VGG (Simonyan and Zisserman): stacks of 3x3 convolutions, each at half the resolution of the last."""
+"""VGG (Simonyan and Zisserman): stacks of 3x3 convolutions, each at half the resolution of the one before."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def vgg(
     learning_rate: float = 1e-4,
     seed: int = 0,
 ) -> dapple.Workload:
-    """Give a VGG generated pictures and its optimizer.
+    """Return a VGG with generated images and its optimizer.
 
     The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
     a scalar of `dtype`: the mean cross entropy in nats. VGG-16 of the paper has depth 16, hidden 4096,
     classes 1000, image_size 224 and dropout 0.5.
 
-    Raises ValueError if `depth` is not 11, 13, 16 or 19, or the images are too small to be halved five times.
+    Raises ValueError if `depth` is not 11, 13, 16 or 19, or if the images are smaller than 32 x 32.
     """
     model = build_vgg(
         depth=depth,

@@ -51,7 +51,7 @@ def test_a_plan_that_fits() -> None:
         (
             make_plan((0, 1, (0,)), (2, 2, (1,)), (3, 3, (0,))),
             FOUR,
-            "device 0 is in stage 0 and in stage 2: give each stage devices of its own",
+            "device 0 is in stage 0 and in stage 2: a device can be in only one stage",
         ),
         (
             GOOD,
@@ -76,7 +76,7 @@ def test_replicas_that_cannot_share_what_crosses() -> None:
     plan = make_plan((0, 1, (0, 1)), (2, 3, (2,)))
     said = (
         "stages 0 and 1 have 2 and 1 replicas, but what crosses the cut at layer 2 (layer2) cannot be split: "
-        "give both stages equally many replicas, or cut elsewhere"
+        "give both stages the same number of replicas, or cut elsewhere"
     )
     with refused(PlanError, said):
         check_plan(plan, dataclasses.replace(FOUR, unsplittable=(2,)), make_cluster(3))
