@@ -1,4 +1,4 @@
-"""The middle end: an immutable graph IR and the passes that turn a model into a pipeline.
+"""The middle end: an immutable intermediate representation, and the passes that turn a model into a pipeline.
 
-Nothing in this package imports TensorFlow, so a pass is tested in milliseconds.
+No module of this package imports TensorFlow, so the tests of a pass take milliseconds.
 """

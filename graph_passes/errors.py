@@ -1,19 +1,19 @@
-"""Errors of the middle end; every message names the node, the pass, and what to do."""
+"""Errors of the middle end. Each message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
 
 class GraphError(ValueError):
-    """A graph that breaks an invariant of the IR."""
+    """A graph breaks an invariant of the intermediate representation, or a pass its contract."""
 
 
 class TextError(ValueError):
-    """A text that is not a graph; names the line."""
+    """A text cannot be parsed as a graph; the message has the line number."""
 
 
 class PartitionError(ValueError):
-    """A cut that cannot be made; names the layer or the tensor in the way."""
+    """A model cannot be cut as asked; the message names the layer or the tensor that prevents it."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that is unknown, does not parse or cannot run."""
+    """A schedule is unknown, cannot be parsed or cannot run."""

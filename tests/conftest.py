@@ -1,4 +1,4 @@
-"""What every test starts from: eight logical devices, and how many examples Hypothesis draws.
+"""How many examples Hypothesis draws, for all tests. No TensorFlow here: see ``tests.tensorflow_start``.
 
 HYPOTHESIS_PROFILE chooses: ``ci`` (the same few examples every time), ``dev`` (the default) or ``thorough``.
 """
@@ -8,10 +8,6 @@ from __future__ import annotations
 import os
 
 import hypothesis
-
-import dapple_tf as dapple
-
-dapple.init(8)  # before TensorFlow starts, which any other test module may cause
 
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("dev", max_examples=40, deadline=None)

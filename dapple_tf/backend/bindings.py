@@ -12,6 +12,10 @@ from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import OpName
+
+# Ops that use a replica's copy of a variable, where it has one.
+_USE_COPIES = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.REFRESH, OpName.READ_STATE})
 
 
 class Buffers:
@@ -39,11 +43,11 @@ class StepVariables:
         self._updating = buffers.updating
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
         self._buffers: dict[tuple[int, int, str], tf.Variable] = {}
-        for node in nodes_of(graph, "refresh"):
+        for node in nodes_of(graph, OpName.REFRESH):
             for name in node.strings("variables"):
                 key = (node.integer("stage"), node.integer("replica"), name)
                 self._copies[key] = buffers.like(variables[name], node.device, f"copy of stage {key[0]}")
-        for node in nodes_of(graph, "gradients"):
+        for node in nodes_of(graph, OpName.GRADIENTS):
             if not node.inputs:
                 stage, replica = node.integer("stage"), node.integer("replica")
                 for name in node.strings("variables"):
@@ -52,7 +56,7 @@ class StepVariables:
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """See ``operations.Bindings``."""
-        if node.op in ("forward", "backward", "weights", "refresh", "state"):
+        if node.op in _USE_COPIES:
             key = (node.integer("stage"), node.integer("replica"), name)
             return self._copies.get(key, self._variables[name])
         return self._variables[name]
@@ -90,9 +94,9 @@ def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
 
     What several updates share (the step counter, the learning rate) stays where it is.
     """
-    device = {n.integer("stage"): n.device for n in nodes_of(graph, "forward") if n.integer("replica") == 0}
+    device = {n.integer("stage"): n.device for n in nodes_of(graph, OpName.FORWARD) if n.integer("replica") == 0}
     homes = {name: device[stages[0]] for name, stages in find_variables(graph).users}
-    updates = nodes_of(graph, "update")
+    updates = nodes_of(graph, OpName.UPDATE)
     used = [{port.name for _, port in graph.function(n.string("function")).input_ports("variable")} for n in updates]
     uses = Counter(name for names in used for name in names)
     for node, names in zip(updates, used, strict=True):

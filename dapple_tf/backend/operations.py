@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.stage_function import build_function
 from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.ops import OpName
 
 Outcome = tuple[list[Any], list[Any]]
 """A node's output tensors, and the ops that mark it done (none: those that make the outputs)."""
@@ -90,24 +92,23 @@ class Operations:
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:
         """Make the ops of ``node``, or run them where TensorFlow is eager."""
-        handler: Callable[[Node, list[Any]], Outcome] = getattr(self, f"_{node.op}")
-        return handler(node, inputs)
+        return HANDLERS[OpName(node.op)](self, node, inputs)
 
     def resources(self, node: Node) -> list[tf.Variable]:
         """The variables whose resources ``node`` takes."""
-        if node.op == "accumulate" or (node.op == "gradients" and not node.inputs):
+        if node.op == OpName.ACCUMULATE or (node.op == OpName.GRADIENTS and not node.inputs):
             return list(self.bindings.accumulators(node))
         if self._ranks is not None and node.has("ranks"):
             return [self._ranks.zero]
-        if node.op in ("read", "state"):
+        if node.op in (OpName.READ_VARIABLE, OpName.READ_STATE):
             return [self.bindings.variable(node, name) for name in node.strings("variables")]
-        if node.op == "mark":
+        if node.op == OpName.SET_UPDATING:
             return [self.bindings.updating]
-        if node.op == "refresh":
+        if node.op == OpName.REFRESH:
             names = node.strings("variables")
             owners = [self.bindings.owner(name) for name in names[len(node.inputs) :]]
             return [*owners, *(self.bindings.variable(node, name) for name in names)]
-        if node.op == "commit":
+        if node.op == OpName.COMMIT:
             return [v for n in node.strings("variables") for v in (self.bindings.owner(n), *self.bindings.copies(n))]
         if node.has("function"):
             ports = self.graph.function(node.string("function")).input_ports("variable")
@@ -122,8 +123,6 @@ class Operations:
             for port in function.inputs
         ]
         return call(self.functions[function.name], arguments)
-
-    _forward = _backward = _weights = _update = _call
 
     def _batch_size(self, node: Node, inputs: list[Any]) -> Outcome:
         return [tf.shape(inputs[0], out_type=tf.int64)[0]], []
@@ -181,17 +180,15 @@ class Operations:
     def _exchange(self, node: Node, inputs: list[Any]) -> Outcome:
         return self._others.exchange(node, inputs), []
 
-    def _average(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _average_state(self, node: Node, inputs: list[Any]) -> Outcome:
         return self._others.average(node, inputs), []
 
-    def _sent(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _collect_tokens(self, node: Node, inputs: list[Any]) -> Outcome:
         total = tf.add_n(inputs)
         return [self._others.sent(total)], [total.op]
 
-    def _read(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _read_variables(self, node: Node, inputs: list[Any]) -> Outcome:
         return [_read_variable(self.bindings.variable(node, name)) for name in node.strings("variables")], []
-
-    _state = _read
 
     @property
     def _others(self) -> Ranks:
@@ -207,7 +204,7 @@ class Operations:
     def _tied_sum(self, node: Node, inputs: list[Any]) -> Outcome:
         return [tf.add_n(inputs)], []
 
-    def _reduced(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _reduced_gradients(self, node: Node, inputs: list[Any]) -> Outcome:
         if not node.has("check"):
             return [tf.identity(tensor) for tensor in inputs], []
         where = f"on stage {node.integer('stage')} the gradient of variable"
@@ -264,15 +261,52 @@ class Operations:
     def _barrier(self, node: Node, inputs: list[Any]) -> Outcome:
         return ([self._others.meet(node)], []) if node.has("ranks") else ([], [tf.no_op()])
 
-    def _mark(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _set_updating(self, node: Node, inputs: list[Any]) -> Outcome:
         value = tf.constant(bool(node.attr("updating")))
         return [], [_assign(self.bindings.updating, value)]
 
     def _timestamp(self, node: Node, inputs: list[Any]) -> Outcome:
         return [tf.timestamp()], []
 
-    def _pack(self, node: Node, inputs: list[Any]) -> Outcome:
+    def _stack_timestamps(self, node: Node, inputs: list[Any]) -> Outcome:
         return [tf.stack(inputs)], []
+
+
+HANDLERS: Mapping[OpName, Callable[[Operations, Node, list[Any]], Outcome]] = MappingProxyType(
+    {
+        OpName.BATCH_SIZE: Operations._batch_size,
+        OpName.SLICE: Operations._slice,
+        OpName.FORWARD: Operations._call,
+        OpName.CAST: Operations._cast,
+        OpName.BACKWARD: Operations._call,
+        OpName.WEIGHTS: Operations._call,
+        OpName.SPLIT: Operations._split,
+        OpName.CONCAT: Operations._concat,
+        OpName.ADD: Operations._add,
+        OpName.ACCUMULATE: Operations._accumulate,
+        OpName.GRADIENTS: Operations._gradients,
+        OpName.ALLREDUCE: Operations._allreduce,
+        OpName.TIED_SUM: Operations._tied_sum,
+        OpName.REDUCED_GRADIENTS: Operations._reduced_gradients,
+        OpName.SQUARE_NORM: Operations._square_norm,
+        OpName.GLOBAL_NORM: Operations._global_norm,
+        OpName.CLIP: Operations._clip,
+        OpName.MERGE: Operations._merge,
+        OpName.BARRIER: Operations._barrier,
+        OpName.SET_UPDATING: Operations._set_updating,
+        OpName.UPDATE: Operations._call,
+        OpName.REFRESH: Operations._refresh,
+        OpName.COMMIT: Operations._commit,
+        OpName.READ_VARIABLE: Operations._read_variables,
+        OpName.READ_STATE: Operations._read_variables,
+        OpName.AVERAGE_STATE: Operations._average_state,
+        OpName.EXCHANGE: Operations._exchange,
+        OpName.COLLECT_TOKENS: Operations._collect_tokens,
+        OpName.TIMESTAMP: Operations._timestamp,
+        OpName.STACK_TIMESTAMPS: Operations._stack_timestamps,
+    }
+)
+"""The handler of each call-level op but ``input``, whose tensors ``emit`` and ``replay`` are given."""
 
 
 def call(function: Any, arguments: Sequence[Any]) -> Outcome:

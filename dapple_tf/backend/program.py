@@ -17,7 +17,7 @@ from dapple_tf.backend.replay import find_failure
 from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import StepError
 from graph_passes.ir.graph import Graph
-from graph_passes.passes.project import SENT
+from graph_passes.passes.project import TOKENS_NAME
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Program:
                     found = find_failure(self.graph, self.operations, batch)
             raise StepError(f"{damage} The step failed: {found or error.message}") from error
         # What a rank has sent is nothing to the user.
-        return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != SENT]
+        return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != TOKENS_NAME]
 
     def _damage(self) -> str:
         updating = self.operations.bindings.updating

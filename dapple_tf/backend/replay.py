@@ -13,9 +13,19 @@ import tensorflow as tf
 
 from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value
+from graph_passes.ir.ops import OpName
 
 # What a failed step must not do again, or what has no result.
-_LEFT_OUT = frozenset({"update", "commit", "mark", "barrier", "timestamp", "pack"})
+_LEFT_OUT = frozenset(
+    {
+        OpName.UPDATE,
+        OpName.COMMIT,
+        OpName.SET_UPDATING,
+        OpName.BARRIER,
+        OpName.TIMESTAMP,
+        OpName.STACK_TIMESTAMPS,
+    }
+)
 
 
 def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> str:

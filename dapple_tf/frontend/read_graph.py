@@ -103,7 +103,7 @@ def _read_type(tensor: Any) -> TensorType:
     return TensorType(DType(tensor.dtype.base_dtype.name), read_shape(tensor))
 
 
-def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any]) -> tuple[Effect, tuple[str, ...]]:
     """Return an op's side effect, and the names of the variables that it writes."""
     if op.type in _READS:
         return Effect.READ, ()

@@ -1,1 +1,1 @@
-"""Facts read off a graph: layers and cuts, variables, what can be re-computed. Nothing is rewritten."""
+"""Analyses of a graph: layers and cuts, variables, recomputation, costs of ops. They change no graph."""

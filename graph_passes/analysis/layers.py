@@ -1,12 +1,12 @@
-"""Layers of a model's graph, and the places where it can be cut into stages.
+"""The layers of a model's graph, and the places where it can be cut into stages.
 
-Capture leaves on each op the attribute ``layer`` (the path of the Keras layer whose call made it) or, where
-that layer holds other layers, ``within``. Consecutive ops of one ``layer`` form a layer; elsewhere every op is
-a layer of its own, named by its path and its op's name.
+Capture gives each op the attribute ``layer``, the path of the Keras layer that called it, or ``within``, where that
+layer contains other layers. Consecutive ops with the same ``layer`` form a layer. Every other op is a layer of its own,
+named by its path and the op's name.
 
-*Floating* nodes belong to no layer: constants, reads of variables that forward leaves alone, shapes of the
-batch arguments, and what is computed from those. They are repeated in every stage that uses them, so
-neither a weight nor a shape ever crosses a stage boundary. Terms of the weights alone do not float: see ``terms``.
+*Floating* nodes belong to no layer: constants, reads of variables that forward does not write, shapes of the batch's
+tensors, and what is computed from these. They are repeated in each stage that uses them, so neither a weight nor a
+shape crosses a stage boundary. Weight terms do not float: see ``weight_terms``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from graph_passes.analysis.weight_terms import find_weight_terms
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
 
-INPUT_OPS = frozenset({"arg", "variable", "capture"})
+CAPTURED_INPUTS = frozenset({"arg", "variable", "capture"})
+"""Ops of the inputs of a captured graph."""
+
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+"""Ops whose results depend on the shapes of their inputs only."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A run of ops that is never cut. ``name`` is unique: a path of Keras layers, or an op's name."""
+    """Ops that are never cut apart. ``name`` is unique: a path of Keras layers, or the name of an op."""
 
     name: str
     nodes: tuple[str, ...]
@@ -33,9 +36,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cut:
-    """The place before layer ``position``: what crosses, and why it cannot be cut there (else "").
+    """The cut before layer ``position``: the tensors that cross it, and why it is impossible ("" if it is possible).
 
-    ``splittable``: each tensor has one batch axis or is a term, so stages of different replica counts can meet here.
+    ``splittable``: each tensor has one batch axis or is a weight term, so the stages on both sides may have different
+    replica counts.
     """
 
     position: int
@@ -46,9 +50,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of ``graph`` in a topological order, and the cut before each but the first.
+    """The layers of ``graph`` in a topological order, and the cut before each layer but the first.
 
-    ``floating``: the nodes of no layer. ``weight_terms``: those that every replica of a stage computes alike.
+    ``floating``: the nodes of no layer. ``weight_terms``: nodes of layers that have equal results on all replicas.
     """
 
     graph: Graph
@@ -58,22 +62,22 @@ class Layers:
     weight_terms: frozenset[str]
 
     def cut(self, position: int) -> Cut:
-        """The cut before layer ``position`` (from 1)."""
+        """Return the cut before layer ``position``, which is at least 1."""
         return self.cuts[position - 1]
 
     def positions(self) -> tuple[int, ...]:
-        """Positions where the graph can be cut."""
+        """Return the positions where the graph can be cut."""
         return tuple(cut.position for cut in self.cuts if not cut.problem)
 
     def find(self, name: str) -> int:
-        """The first layer of the one called ``name``: a layer's name, or a part of its path.
+        """Return the index of the first layer that ``name`` matches: a layer's name, or a part of its path.
 
-        Raises PartitionError for a name that is unknown (naming the nearest) or ambiguous (naming all).
+        Raises PartitionError if the name is unknown (the message has the nearest names) or ambiguous (it has all).
         """
         return self.find_all(name)[0]
 
     def find_all(self, name: str) -> tuple[int, ...]:
-        """All layers that ``name`` stands for (see ``find``): one, or those whose paths have it as a part."""
+        """Return the indices of all layers that ``name`` matches. Raises PartitionError as ``find`` does."""
         for index, layer in enumerate(self.layers):
             if layer.name == name:
                 return (index,)
@@ -96,13 +100,13 @@ class Layers:
 
 
 def batch_axis(kind: TensorType) -> int | None:
-    """The axis that carries the batch: the only one that may be of its length (None when that cannot be told)."""
+    """Return the batch axis, the only axis of unknown length, or None if there is not exactly one."""
     unknown = [axis for axis, dim in enumerate(kind.shape.dims or ()) if dim is None]
     return unknown[0] if len(unknown) == 1 else None
 
 
 def written_variables(graph: Graph) -> dict[str, list[Node]]:
-    """Variables that forward writes, each with the nodes that write it."""
+    """Return the variables that the graph writes, each with the nodes that write it."""
     written: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.effect == Effect.WRITE:
@@ -112,17 +116,17 @@ def written_variables(graph: Graph) -> dict[str, list[Node]]:
 
 
 def variables_of(graph: Graph, node: Node) -> tuple[str, ...]:
-    """Names of the variables that a node takes as resources."""
+    """Return the names of the variables that a node takes as resources."""
     return tuple(v.node for v in node.inputs if graph.node(v.node).op == "variable")
 
 
 def find_floating(graph: Graph) -> frozenset[str]:
-    """Names of the nodes that every stage may repeat for itself (inputs included), terms among them."""
+    """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms."""
     written = written_variables(graph)
-    floating = {node.name for node in graph.nodes if node.op in INPUT_OPS}
+    floating = {node.name for node in graph.nodes if node.op in CAPTURED_INPUTS}
     args = {node.name for node in graph.nodes if node.op == "arg"}
     for node in graph.nodes:
-        if node.op in INPUT_OPS or node.effect not in (Effect.PURE, Effect.READ):
+        if node.op in CAPTURED_INPUTS or node.effect not in (Effect.PURE, Effect.READ):
             continue
         sources = set(node.predecessors())
         if sources & args and (node.op not in SHAPE_OPS or not sources <= args):
@@ -133,24 +137,27 @@ def find_floating(graph: Graph) -> frozenset[str]:
 
 
 def live_nodes(graph: Graph) -> set[str]:
-    """Nodes that the outputs need, or that act on something."""
+    """Return the names of the nodes that the outputs depend on, and of those that write or act on the outside world."""
     acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
     return ancestors(graph, [*(value.node for value in graph.outputs), *acting])
 
 
 def find_layers(graph: Graph) -> Layers:
-    """Group the forward ops of a captured graph into layers and examine every cut."""
+    """Group the ops of a captured graph into layers and examine each cut.
+
+    Raises PartitionError if the graph computes nothing from its arguments.
+    """
     floating, live = find_floating(graph), live_nodes(graph)
-    anchored = [node for node in graph.nodes if node.name in live and node.name not in floating]
-    if not anchored:
+    in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
+    if not in_layers:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
-    layers = _group(anchored)
-    terms = find_weight_terms(graph, floating, live, _homes(layers))
+    layers = _group(in_layers)
+    terms = find_weight_terms(graph, floating, live, _layer_of_nodes(layers))
     layers = _add_terms(layers, terms)
-    return Layers(graph, layers, _examine(graph, layers, terms.keys()), floating - terms.keys(), frozenset(terms))
+    return Layers(graph, layers, _find_cuts(graph, layers, terms.keys()), floating - terms.keys(), frozenset(terms))
 
 
-def _homes(layers: Sequence[Layer]) -> dict[str, int]:
+def _layer_of_nodes(layers: Sequence[Layer]) -> dict[str, int]:
     return {name: index for index, layer in enumerate(layers) for name in layer.nodes}
 
 
@@ -162,7 +169,7 @@ def _add_terms(layers: Sequence[Layer], terms: Mapping[str, int]) -> tuple[Layer
 
 
 def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
-    runs: list[tuple[str, bool, list[str]]] = []  # name, whether a leaf layer, ops
+    runs: list[tuple[str, bool, list[str]]] = []  # the name, whether it is a Keras layer without others in it, the ops
     for node in nodes:
         leaf = node.has("layer")
         name = node.string("layer") if leaf else node.name
@@ -184,35 +191,35 @@ def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _examine(graph: Graph, layers: Sequence[Layer], terms: Set[str]) -> tuple[Cut, ...]:
-    home = _homes(layers)
+def _find_cuts(graph: Graph, layers: Sequence[Layer], terms: Set[str]) -> tuple[Cut, ...]:
+    layer_of = _layer_of_nodes(layers)
     last_use: dict[Value, int] = {}
     for node in graph.nodes:
-        if node.name in home:
+        if node.name in layer_of:
             for value in node.inputs:
-                if value.node in home:
-                    last_use[value] = max(last_use.get(value, 0), home[node.name])
-    spans = _state_spans(graph, home)
+                if value.node in layer_of:
+                    last_use[value] = max(last_use.get(value, 0), layer_of[node.name])
+    spans = _state_spans(graph, layer_of)
     cuts = []
     for position in range(1, len(layers)):
-        crossing = tuple(v for v, last in last_use.items() if home[v.node] < position <= last)
+        crossing = tuple(v for v, last in last_use.items() if layer_of[v.node] < position <= last)
         batched = tuple(value for value in crossing if value.node not in terms)
         splittable = all(batch_axis(graph.type_of(value)) is not None for value in batched)
         cuts.append(Cut(position, crossing, splittable, _problem(graph, position, batched, spans)))
     return tuple(cuts)
 
 
-def _state_spans(graph: Graph, home: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """For each variable that forward writes, the first and the last layer that touch it."""
+def _state_spans(graph: Graph, layer_of: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return, for each variable that forward writes, the first and the last layer that use it."""
     spans: dict[str, tuple[int, int]] = {}
     written = written_variables(graph)
     for node in graph.nodes:
-        if node.name not in home:
+        if node.name not in layer_of:
             continue
         for variable in variables_of(graph, node):
             if variable in written:
-                first, last = spans.get(variable, (home[node.name], home[node.name]))
-                spans[variable] = (min(first, home[node.name]), max(last, home[node.name]))
+                first, last = spans.get(variable, (layer_of[node.name], layer_of[node.name]))
+                spans[variable] = (min(first, layer_of[node.name]), max(last, layer_of[node.name]))
     return spans
 
 

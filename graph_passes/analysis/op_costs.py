@@ -1,6 +1,6 @@
-"""Work of one op from shapes alone: floating-point operations, bytes moved, bytes of a tensor.
+"""The cost of an op from its shapes: floating-point operations, bytes moved, bytes of a tensor.
 
-These are the figures that a roofline turns into seconds: see ``profiler.peaks.Peak.seconds``.
+A roofline turns these into seconds: see ``profiler.peaks.Peak.seconds``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from graph_passes.analysis.layers import INPUT_OPS, SHAPE_OPS
+from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from graph_passes.ir.graph import Graph, Node, Shape, Value
 
 VIEW_OPS = frozenset(
@@ -16,20 +16,20 @@ VIEW_OPS = frozenset(
 )
 """Ops whose outputs are their inputs under another shape or name: the same memory."""
 
-FREE_OPS = VIEW_OPS | INPUT_OPS | SHAPE_OPS | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
+FREE_OPS = VIEW_OPS | CAPTURED_INPUTS | SHAPE_OPS | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
 """Ops that take no time worth counting: views, inputs, shapes, constants and reads of variables."""
 
 
 def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
-    """Return the bytes that an op moves: every input is read once and every output written once.
+    """Return the bytes that an op moves: it reads each input once and writes each output once.
 
-    ``shapes``: the output shapes of all nodes; ``unknown`` stands for each unknown length.
+    ``shapes``: the output shapes of all nodes; each unknown dimension counts as ``unknown``.
     """
     return sum(value_bytes(graph, value, shapes, unknown) for value in (*node.inputs, *node.values()))
 
 
 def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
-    """Return the bytes of one tensor, ``unknown`` standing for each unknown length; resource handles take 0."""
+    """Return the bytes of one tensor, each unknown dimension counting as ``unknown``; resource handles take 0."""
     kind = graph.type_of(value)
     if kind.dtype.name in ("resource", "variant"):
         return 0
@@ -59,8 +59,8 @@ def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> fl
             return 2.0 * out * prod(sizes[1][:-1])
         case "DepthwiseConv2dNative":
             return 2.0 * out * prod(sizes[1][:2])
-        # Backward of a convolution does forward's products once more for each of its two gradients: as many as
-        # the output's gradient (the last input) has elements, times the kernel's.
+        # Each of the two gradients of a convolution takes as many products as forward: the elements of the output's
+        # gradient (the last input), times those of the kernel.
         case "Conv2DBackpropInput" | "Conv3DBackpropInputV2":
             return 2.0 * prod(sizes[2]) * prod(sizes[1][:-1])
         case "Conv2DBackpropFilter" | "Conv3DBackpropFilterV2":
@@ -75,12 +75,12 @@ def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> fl
 
 
 def _known(shape: Shape) -> list[int]:
-    """The lengths of the axes, 1 where one is not known."""
+    """Return the dimensions, 1 for each that is unknown."""
     return [max(1, dim or 1) for dim in shape.dims or ()]
 
 
 def _einsum_summed(node: Node, sizes: Sequence[Sequence[int]]) -> int:
-    """The product of the lengths of the axes that are summed away (those of an ellipsis never are)."""
+    """Return the product of the dimensions that the equation sums over (those of an ellipsis never are)."""
     equation = node.attr("equation")
     assert isinstance(equation, bytes)
     terms, _, result = equation.decode().partition("->")

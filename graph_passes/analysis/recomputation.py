@@ -1,15 +1,16 @@
-"""What backward makes again where a stage is re-computed, and what it must be given for that.
+"""What backward recomputes of a stage, and what forward must stash for that.
 
-A *run* is a row of layers of one stage that are re-computed together; its nodes are the stage's own. Where a value that
-backward takes is made by a run, its nodes run again, back to what enters the run (which is stashed, unless it came
-with the micro-batch) and to what cannot run twice:
+A *run* is a row of consecutive layers of one stage that are recomputed together; its nodes are the stage's own. Where
+backward takes a value of a run, the nodes of the run that lead to it run again. They start from the inputs of the run
+(which are stashed, unless they come with the micro-batch) and from the results of nodes that cannot run twice:
 
-- what draws random numbers, writes a variable or acts on the outside, and reads of what forward writes. Its result is
-  stashed, or what is computed from nothing else where that is smaller: of dropout the mask, not the draw; of a draw
-  from a seed (Keras) the seed;
-- sizes, a few bytes each, which are stashed so that no tensor is made again for its shape alone.
+- nodes that draw random numbers, write a variable or act on the outside world, and reads of variables that forward
+  writes. Their result is stashed, or a smaller value computed from it alone: for dropout the mask and not the draw; for
+  a draw from a seed (Keras) the seed;
+- shapes and sizes, a few bytes each, so that no tensor is recomputed only for its shape.
 
-What depends on no sample but through its size (constants, reads of weights) belongs to no run and is repeated freely.
+Nodes that depend on the batch only through its size (constants, reads of weights) belong to no run: backward repeats
+them freely.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from graph_passes.analysis.layers import SHAPE_OPS, written_variables
 from graph_passes.ir.graph import OTHER, Effect, Function, Graph, TensorType, Value
 
-_UNKNOWN_LENGTH = 256  # of a batch, say: only which of two tensors is smaller matters
+_UNKNOWN_DIMENSION = 256  # such as a batch; only which of two tensors is smaller matters
 _UNKNOWN_BYTES = 2**40
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Of one stage: nodes that each run makes again, nodes all may repeat, and the whole stash of forward."""
+    """The nodes of one stage that each run recomputes, those that backward repeats freely, and forward's stash."""
 
     runs: tuple[frozenset[str], ...]
     free: frozenset[str]
@@ -34,22 +35,22 @@ class Recomputation:
 
 
 def find_recomputation(forward: Function, runs: Sequence[Set[str]]) -> Recomputation:
-    """What backward repeats of ``forward`` where the nodes of these ``runs`` (in order) are made again."""
+    """Return what backward repeats of ``forward`` to recompute ``runs``: the names of each run's nodes, in order."""
     graph = forward.graph
-    kept = [v for port, v in zip(forward.outputs, graph.outputs, strict=True) if port.role == "stash"]
-    homes = {name: index for index, run in enumerate(runs) for name in run}
-    walk = _Walk(graph, find_run_once(forward), homes)
-    walk.stash.update(value for value in kept if value.node not in homes)
-    for index in reversed(range(len(runs))):  # a run's turn comes when it is known what later ones take of it
-        walk.make([value for value in kept if homes.get(value.node) == index])
+    old_stash = [v for port, v in zip(forward.outputs, graph.outputs, strict=True) if port.role == "stash"]
+    run_of = {name: index for index, run in enumerate(runs) for name in run}
+    search = _Search(graph, find_run_once(forward), run_of)
+    search.stash.update(value for value in old_stash if value.node not in run_of)
+    for index in reversed(range(len(runs))):  # later runs first: they may take values of earlier ones
+        search.recompute([value for value in old_stash if run_of.get(value.node) == index])
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    stash = sorted(walk.stash, key=lambda value: (position[value.node], value.index))
-    made = [frozenset(n for n in walk.made if homes.get(n) == i) - walk.light for i in range(len(runs))]
-    return Recomputation(tuple(made), frozenset(walk.made).difference(*made), tuple(stash))
+    stash = sorted(search.stash, key=lambda value: (position[value.node], value.index))
+    nodes = [frozenset(n for n in search.repeated if run_of.get(n) == i) - search.free for i in range(len(runs))]
+    return Recomputation(tuple(nodes), frozenset(search.repeated).difference(*nodes), tuple(stash))
 
 
 def find_run_once(forward: Function) -> frozenset[str]:
-    """Nodes of a forward function that may not run a second time, or would give something else if they did."""
+    """Return the nodes of a forward function that must run once: with effects, or with other results if run again."""
     graph = forward.graph
     variables = {
         node: port.name for node, port in zip(graph.inputs, forward.inputs, strict=True) if port.role == "variable"
@@ -62,80 +63,83 @@ def find_run_once(forward: Function) -> frozenset[str]:
     return frozenset(found)
 
 
-class _Walk:
-    """Goes back from what backward takes; ``made`` and ``stash`` grow."""
+class _Search:
+    """Searches backwards from the values that backward takes; ``repeated`` and ``stash`` grow.
 
-    def __init__(self, graph: Graph, once: Set[str], homes: dict[str, int]) -> None:
+    ``run_once``: see ``find_run_once``. ``run_of``: the run of each node that is in one. ``constant``: nodes that do
+    not depend on the batch. ``free``: nodes that depend on it at most through its size.
+    """
+
+    def __init__(self, graph: Graph, run_once: Set[str], run_of: dict[str, int]) -> None:
         self.graph = graph
-        self.once = once
-        self.homes = homes
+        self.run_once = run_once
+        self.run_of = run_of
         self.inputs = set(graph.inputs)
-        self.constant, self.light = self._find_light()
-        self.drawn: dict[str, int] = self._weigh_draws()
-        self.made: set[str] = set()
+        self.constant, self.free = self._find_free()
+        self.draw_bytes = self._count_draw_bytes()
+        self.repeated: set[str] = set()
         self.stash: set[Value] = set()
 
-    def _find_light(self) -> tuple[set[str], set[str]]:
-        """Nodes that depend on no sample, and those that do through sizes only (the former among them)."""
+    def _find_free(self) -> tuple[set[str], set[str]]:
         constant = {name for name in self.inputs if self.graph.node(name).op == "variable"}
-        light = set(constant)
+        free = set(constant)
         for node in self.graph.nodes:
-            if node.name in self.inputs or node.name in self.once:
+            if node.name in self.inputs or node.name in self.run_once:
                 continue
             sources = {value.node for value in node.inputs}
             if sources <= constant:
                 constant.add(node.name)
-            if sources <= light or node.op in SHAPE_OPS:
-                light.add(node.name)
-        return constant, light
+            if sources <= free or node.op in SHAPE_OPS:
+                free.add(node.name)
+        return constant, free
 
-    def _weigh_draws(self) -> dict[str, int]:
-        """For what is computed from nothing but draws (and the like) and sizes: the bytes to stash for it."""
-        weights: dict[str, int] = {}
+    def _count_draw_bytes(self) -> dict[str, int]:
+        """Return the bytes to stash for each node that depends on nodes that run once, and on free ones, only."""
+        found: dict[str, int] = {}
         for node in self.graph.nodes:
-            own = sum(map(_weight, node.outputs))
-            sources = {value.node for value in node.inputs} - self.light
-            if node.name in self.once:
-                weights[node.name] = own
-            elif sources and sources <= weights.keys():
-                weights[node.name] = min(own, sum(weights[name] for name in sources))
-        return weights
+            own = sum(map(_bytes, node.outputs))
+            sources = {value.node for value in node.inputs} - self.free
+            if node.name in self.run_once:
+                found[node.name] = own
+            elif sources and sources <= found.keys():
+                found[node.name] = min(own, sum(found[name] for name in sources))
+        return found
 
-    def make(self, values: Sequence[Value]) -> None:
-        """Have ``values`` made again, as far as they can be."""
+    def recompute(self, values: Sequence[Value]) -> None:
+        """Have ``values`` recomputed, or stashed where they cannot be."""
         pending = list(values)
         while pending:
             value = pending.pop()
             name = value.node
-            if value in self.stash or name in self.made or name in self.inputs:
+            if value in self.stash or name in self.repeated or name in self.inputs:
                 continue
             node = self.graph.node(name)
-            if name in self.light:
-                again = name in self.constant or node.op not in SHAPE_OPS
+            if name in self.free:
+                repeat = name in self.constant or node.op not in SHAPE_OPS
             else:
-                again = name in self.homes and not self._stops(name)
-            if not again:
+                repeat = name in self.run_of and not self._is_stashed(name)
+            if not repeat:
                 self.stash.add(value)
                 continue
-            self.made.add(name)
+            self.repeated.add(name)
             for source in node.inputs:
-                apart = source.node not in self.light and self.homes.get(source.node) != self.homes.get(name)
-                if apart and source.node not in self.inputs:
-                    self.stash.add(source)  # it enters the run
+                enters_run = source.node not in self.free and self.run_of.get(source.node) != self.run_of.get(name)
+                if enters_run and source.node not in self.inputs:
+                    self.stash.add(source)
                 pending.append(source)
 
-    def _stops(self, name: str) -> bool:
-        """Whether it is this node's result that is stashed, for what it was drawn from is no smaller."""
-        if name in self.once:
+    def _is_stashed(self, name: str) -> bool:
+        """Return whether this node's result is stashed: it runs once, or is no larger than the draws it comes from."""
+        if name in self.run_once:
             return True
-        return name in self.drawn and sum(map(_weight, self.graph.node(name).outputs)) <= self.drawn[name]
+        return name in self.draw_bytes and sum(map(_bytes, self.graph.node(name).outputs)) <= self.draw_bytes[name]
 
 
-def _weight(kind: TensorType) -> int:
-    """Bytes of a tensor, as far as they are known."""
+def _bytes(kind: TensorType) -> int:
+    """Return the bytes of a tensor, with guesses for what is unknown."""
     if kind.shape.dims is None:
         return _UNKNOWN_BYTES
-    lengths = [_UNKNOWN_LENGTH if dim in (None, OTHER) else dim for dim in kind.shape.dims]
+    lengths = [_UNKNOWN_DIMENSION if dim in (None, OTHER) else dim for dim in kind.shape.dims]
     total = kind.dtype.size
     for length in lengths:
         total *= length or 0

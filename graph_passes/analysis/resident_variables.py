@@ -1,4 +1,4 @@
-"""Which variables a rank needs to hold: those whose own values its graph reads or writes."""
+"""Which variables must be resident on a rank: those whose values its graph reads or writes."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from collections.abc import Sequence
 
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import OpName
 
-# Work on a replica's copy of a variable, where it has one.
-_ON_COPIES = frozenset({"forward", "backward", "weights", "state"})
+# Ops that use a replica's copy of a variable, where it has one.
+_USE_COPIES = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.READ_STATE})
+_USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT})
 
 
 def resident_variables(graph: Graph) -> frozenset[str]:
-    """Names of the variables that a rank's graph (see ``project``) reads or writes itself.
+    """Return the names of the variables that a rank's graph (see ``project``) reads or writes itself.
 
-    A copy is another variable: of what comes from the stage that owns it (tied weights) the rank holds nothing else.
+    A copy is a variable of its own: where another stage owns a variable (tied weights), only its copy is resident.
     """
     copies = {
         (node.integer("stage"), node.integer("replica"), name)
-        for node in nodes_of(graph, "refresh")
+        for node in nodes_of(graph, OpName.REFRESH)
         for name in node.strings("variables")
     }
-    held: set[str] = set()
+    resident: set[str] = set()
     for node in graph.nodes:
-        names = _named(graph, node)
-        if node.op in _ON_COPIES:
+        names = _variables_of(graph, node)
+        if node.op in _USE_COPIES:
             place = node.integer("stage"), node.integer("replica")
             names = [name for name in names if (*place, name) not in copies]
-        held.update(names)
-    return frozenset(held)
+        resident.update(names)
+    return frozenset(resident)
 
 
-def _named(graph: Graph, node: Node) -> Sequence[str]:
-    """Names of the variables, or of what it has copies of, that a node reads or writes."""
+def _variables_of(graph: Graph, node: Node) -> Sequence[str]:
+    """Return the names of the variables that a node reads or writes, itself or a copy."""
     if node.has("function"):
         return [port.name for _, port in graph.function(node.string("function")).input_ports("variable")]
-    if node.op == "refresh":
-        return node.strings("variables")[len(node.inputs) :]  # the first come as values
-    return node.strings("variables") if node.op in ("read", "state", "commit") else ()
+    if node.op == OpName.REFRESH:
+        return node.strings("variables")[len(node.inputs) :]  # the values of the first are inputs
+    return node.strings("variables") if node.op in _USE_OWN else ()

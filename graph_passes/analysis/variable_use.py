@@ -1,4 +1,4 @@
-"""Which stage owns a variable, who else uses it, and which ones forward writes."""
+"""Which stage owns a variable, which others use it, and which variables forward writes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from dataclasses import dataclass
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
 
 
 @dataclass(frozen=True)
 class Variables:
-    """``users``: for each variable the stages that use it, the owner first; ``state``: those forward writes."""
+    """``users``: for each variable the stages that use it, the owner first; ``state``: those that forward writes."""
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
     state: frozenset[str]
 
     def owned(self, stage: int) -> tuple[str, ...]:
-        """Variables that live on ``stage``."""
+        """Return the variables that ``stage`` owns."""
         return tuple(name for name, stages in self.users if stages[0] == stage)
 
     def used(self, stage: int) -> tuple[str, ...]:
-        """Variables that ``stage`` reads or writes."""
+        """Return the variables that ``stage`` reads or writes."""
         return tuple(name for name, stages in self.users if stage in stages)
 
     def owner(self, name: str) -> int:
-        """The stage that holds the variable and its update: the first that uses it."""
+        """Return the stage that has the variable and its update: the first that uses it."""
         return dict(self.users)[name][0]
 
     def copied(self, stage: int, replica: int) -> tuple[str, ...]:
-        """Variables of which this replica works on a copy of its own.
+        """Return the variables of which this replica uses a copy.
 
-        Those owned elsewhere (another device, or another stage: tied weights), and those that forward
-        writes: the copy is committed only when the step has succeeded.
+        These are the variables owned elsewhere (by another device, or by another stage: tied weights) and those that
+        forward writes, whose copies are committed only if the step succeeds.
         """
         return tuple(
             name for name in self.used(stage) if name in self.state or replica > 0 or self.owner(name) != stage
@@ -40,14 +41,15 @@ class Variables:
 
 
 def find_variables(graph: Graph) -> Variables:
-    """Read the use of variables off the stage functions of a graph."""
+    """Return the use of variables by the stage functions of ``graph``."""
     users: dict[str, list[int]] = {}
     state: set[str] = set()
-    count = sum(1 for function in graph.functions if function.name.endswith("/forward"))
+    count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
-        split = at(stage, what="weights") in graph.function_by_name
-        for what in ("forward", "backward", "weights") if split else ("forward", "backward"):
-            function = graph.function(at(stage, what=what))
+        names = [at(stage, what=op) for op in (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)]
+        if names[-1] not in graph.function_by_name:  # backward is not split
+            names.pop()
+        for function in map(graph.function, names):
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])
                 if stage not in stages:

@@ -1,1 +1,1 @@
-"""The intermediate representation: graphs, their text form and their invariants."""
+"""The intermediate representation: graphs, their ops, their text form and their invariants."""

@@ -1,28 +1,26 @@
-"""Cut some nodes of a graph out into a function: what they take from outside becomes its inputs."""
+"""Extract nodes of a graph into a function of their own, whose inputs are the values that they take from outside."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from graph_passes.ir.graph import Function, Graph, Node, Port, Value, attributes, topological
+from graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, attributes, topological
 
-ROLES = ("arg", "boundary", "gradient", "seed", "stash", "carry", "variable")  # the order of a function's inputs
-
-PortOf = Callable[[Value], tuple[str, str] | None]
-"""The role and name under which a value enters the function; None for a value that is made inside."""
+PortOf = Callable[[Value], tuple[Role, str] | None]
+"""Maps a value to the role and the name of the input that carries it, or to None if the function computes it."""
 
 
 def extract_function(
     name: str, graph: Graph, members: set[str], port_of: PortOf, outputs: Sequence[Port], values: Sequence[Value]
 ) -> Function:
-    """The function of the nodes ``members`` that gives ``values`` as ``outputs``.
+    """Return the function ``name`` that runs the nodes ``members`` of ``graph`` and gives ``values`` as ``outputs``.
 
-    Batch arguments and variables among the members become inputs; control edges are kept between members.
+    Batch arguments and variables among the members become inputs. Control edges between members are kept.
     """
     inputs: dict[Value, tuple[Port, Node]] = {}
 
-    def take(value: Value) -> Value:
+    def inside(value: Value) -> Value:
         port = port_of(value)
         if port is None:
             return value
@@ -35,14 +33,14 @@ def extract_function(
     body = [
         dataclasses.replace(
             node,
-            inputs=tuple(map(take, node.inputs)),
+            inputs=tuple(map(inside, node.inputs)),
             controls=tuple(control for control in node.controls if control.source in members),
         )
         for node in graph.nodes
         if node.name in members and node.op not in ("arg", "variable")
     ]
-    results = tuple(map(take, values))
+    results = tuple(map(inside, values))
     ordered = sorted(inputs.values(), key=lambda entry: ROLES.index(entry[0].role))
     nodes = topological([*(node for _, node in ordered), *body])
-    inside = Graph(name, nodes, tuple(node.name for _, node in ordered), results)
-    return Function(name, inside, tuple(port for port, _ in ordered), tuple(outputs))
+    extracted = Graph(name, nodes, tuple(node.name for _, node in ordered), results)
+    return Function(name, extracted, tuple(port for port, _ in ordered), tuple(outputs))

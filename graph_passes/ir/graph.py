@@ -1,9 +1,8 @@
-"""The IR: immutable nodes and edges, data apart from control.
+"""The intermediate representation: immutable nodes, with data edges and control edges kept apart.
 
-Two levels share these types. At the *op level* a node is a TensorFlow operation (``MatMul``), or one of
-the lower-case inputs ``arg``, ``variable``, ``capture``, ``boundary``, ``seed``, ``stash``. At the *call
-level* (the pipelined graph) a node is a whole piece of a stage (``forward``, ``backward``, ``split`` ...),
-named after where it lives: ``stage1/replica0/mb3/forward``.
+Two levels share these types. At the *op level* a node is a TensorFlow operation (``MatMul``) or an input, whose op is
+lower-case (``ops.INPUT_OPS``). At the *call level*, the pipelined graph, a node calls a stage function or connects such
+calls (``forward``, ``split`` ...; see ``ops.OPS``), and its name says where it runs: ``stage1/replica0/mb3/forward``.
 """
 
 from __future__ import annotations
@@ -13,47 +12,50 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 from graph_passes.errors import GraphError
+from graph_passes.ir.str_enum import StrEnum
 
 
 @dataclass(frozen=True)
 class DType:
-    """The name of an element type, as TensorFlow writes it: ``float32``."""
+    """An element type, by TensorFlow's name for it: ``float32``."""
 
     name: str
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients flow through tensors of this type."""
+        """Whether tensors of this type have gradients."""
         return self.name in {"bfloat16", "half", "float16", "float32", "float64", "complex64", "complex128"}
 
     @property
     def transferable(self) -> bool:
-        """Whether a tensor of this type may leave its device (handles and strings may not)."""
+        """Whether a tensor of this type can be sent to another device (handles and strings cannot)."""
         return self.name not in {"resource", "variant", "string"}
 
     @property
     def size(self) -> int:
-        """Bytes of one element (booleans take one; handles count as eight)."""
+        """Bytes of one element (a boolean takes 1, a handle counts as 8)."""
         digits = re.search(r"\d+", self.name)  # the first: float8_e5m2
         return max(1, int(digits[0]) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
 
 
-OTHER = -1  # an unknown length that is not the batch's: rows of several samples, of a mask's choice
+OTHER = -1
+"""An unknown dimension that is known not to be the batch, such as the rows that a mask selects."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions; ``dims=None`` when even the rank is unknown.
+    """The dimensions of a tensor; ``dims`` is None where the rank is unknown.
 
-    ``None`` is an unknown length that may be the batch's, ``OTHER`` one that is known not to be.
+    A dimension of None is unknown and may be the batch; ``OTHER`` is unknown and is not the batch.
     """
 
     dims: tuple[int | None, ...] | None
 
     def elements(self, unknown: int = 1) -> int:
-        """The number of elements, with ``unknown`` standing for each unknown dimension."""
+        """Return the number of elements, counting ``unknown`` for each unknown dimension."""
         total = 1
         for dim in self.dims or ():
             total *= unknown if dim in (None, OTHER) else int(dim or 0)
@@ -62,31 +64,31 @@ class Shape:
 
 @dataclass(frozen=True)
 class TensorType:
-    """What an output carries: element type and shape."""
+    """The element type and the shape of a tensor."""
 
     dtype: DType
     shape: Shape
 
     def bytes(self, unknown: int = 1) -> int:
-        """Bytes of such a tensor, ``unknown`` standing for each unknown dimension."""
+        """Return the bytes of a tensor of this type, counting ``unknown`` for each unknown dimension."""
         return self.dtype.size * self.shape.elements(unknown)
 
 
 def tensor(dtype: str, *dims: int | None) -> TensorType:
-    """Shorthand: ``tensor("float32", None, 8)``."""
+    """Return a tensor type, as in ``tensor("float32", None, 8)``."""
     return TensorType(DType(dtype), Shape(tuple(dims)))
 
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """An attribute that names a function of the library (the body of a While, an If, a call)."""
+    """An attribute that names a function of TensorFlow's library: the body of a While, an If or a call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """An attribute only TensorFlow understands (a constant's tensor), kept as serialised bytes."""
+    """An attribute that only TensorFlow reads, such as the tensor of a constant, as serialised bytes."""
 
     data: bytes
 
@@ -96,7 +98,7 @@ Attr = bool | int | float | str | bytes | DType | Shape | FunctionRef | Opaque |
 
 @dataclass(frozen=True, order=True)
 class Value:
-    """One output of one node; prints as ``%node:index``."""
+    """One output of a node; prints as ``%node:index``."""
 
     node: str
     index: int = 0
@@ -107,27 +109,30 @@ class Value:
 
 @dataclass(frozen=True)
 class Control:
-    """A control edge: this node runs after ``source``, for a reason that can be printed."""
+    """A control edge: the node that holds it runs after the node ``source``, for the printed ``reason``."""
 
     source: str
     reason: str
 
 
-class Effect:
-    """What running a node does besides computing its outputs."""
+class Effect(StrEnum):
+    """What a node does besides computing its outputs."""
 
-    PURE = "pure"  # nothing: may be repeated or left out
-    READ = "read"  # reads variables
-    WRITE = "write"  # writes variables
-    RANDOM = "random"  # draws from a hidden generator: must run exactly once
-    SIDE = "side"  # acts on the outside world (print, assert, python): must run exactly once
-
-    ALL = (PURE, READ, WRITE, RANDOM, SIDE)
+    PURE = "pure"
+    """Nothing: the node may run several times or not at all."""
+    READ = "read"
+    """It reads variables."""
+    WRITE = "write"
+    """It writes variables."""
+    RANDOM = "random"
+    """It draws random numbers from a generator's hidden state: it must run exactly once."""
+    SIDE = "side"
+    """It acts on the outside world (print, assert, Python code): it must run exactly once."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation. ``inputs`` are data edges, ``controls`` are control edges."""
+    """An operation. ``inputs`` are its data edges, ``controls`` its control edges, ``attrs`` sorted by name."""
 
     name: str
     op: str
@@ -135,64 +140,64 @@ class Node:
     outputs: tuple[TensorType, ...] = ()
     attrs: tuple[tuple[str, Attr], ...] = ()
     controls: tuple[Control, ...] = ()
-    effect: str = Effect.PURE
+    effect: Effect = Effect.PURE
     device: str = ""
 
     def attr(self, key: str) -> Attr:
-        """The attribute ``key``; GraphError where the node has none."""
+        """Return the attribute ``key``. Raises GraphError if the node has no such attribute."""
         for name, value in self.attrs:
             if name == key:
                 return value
         raise GraphError(f"node {self.name!r} ({self.op}) has no attribute {key!r}")
 
     def integer(self, key: str) -> int:
-        """The integer attribute ``key``."""
+        """Return the attribute ``key``, which must be an integer."""
         value = self.attr(key)
         if not isinstance(value, int):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not an integer")
         return value
 
     def string(self, key: str) -> str:
-        """The string attribute ``key``."""
+        """Return the attribute ``key``, which must be a string."""
         value = self.attr(key)
         if not isinstance(value, str):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a string")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """The attribute ``key``, a tuple of strings."""
+        """Return the attribute ``key``, which must be a tuple of strings."""
         value = self.attr(key)
         if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of strings")
         return tuple(item for item in value if isinstance(item, str))
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """The attribute ``key``, a tuple of integers."""
+        """Return the attribute ``key``, which must be a tuple of integers."""
         value = self.attr(key)
         if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of integers")
         return tuple(item for item in value if isinstance(item, int))
 
     def has(self, key: str) -> bool:
-        """Whether the node has the attribute ``key``."""
+        """Return whether the node has the attribute ``key``."""
         return any(name == key for name, _ in self.attrs)
 
     def with_attrs(self, **attrs: Attr) -> Node:
-        """This node with these attributes added or replaced."""
+        """Return this node with these attributes added or replaced."""
         return dataclasses.replace(self, attrs=attributes({**dict(self.attrs), **attrs}))
 
     def after(self, source: str, reason: str) -> Node:
-        """This node with one more control edge (none is added twice)."""
+        """Return this node with a control edge from ``source``; unchanged if it has one from there."""
         if any(control.source == source for control in self.controls):
             return self
         return dataclasses.replace(self, controls=(*self.controls, Control(source, reason)))
 
     def values(self) -> tuple[Value, ...]:
-        """A reference to each of the node's outputs."""
+        """Return the node's outputs, in order."""
         return tuple(Value(self.name, i) for i in range(len(self.outputs)))
 
     def predecessors(self) -> Iterator[str]:
-        """Names of the nodes that must run before this one, data edges first."""
+        """Yield the names of the nodes that must run before this one, those of data edges first."""
         for value in self.inputs:
             yield value.node
         for control in self.controls:
@@ -200,49 +205,55 @@ class Node:
 
 
 def attributes(attrs: Mapping[str, Attr]) -> tuple[tuple[str, Attr], ...]:
-    """Attributes in the canonical (sorted) order."""
+    """Return attributes sorted by name, as ``Node`` holds them."""
     return tuple(sorted(attrs.items()))
+
+
+Role = Literal["arg", "boundary", "gradient", "seed", "stash", "carry", "variable", "loss", "aux"]
+"""What an input or output of a stage function is; inputs are in this order.
+
+``arg``: a tensor of the batch; ``boundary``: a tensor from the stage before, or to the next; ``gradient``: the gradient
+of a boundary tensor; ``seed``: the gradient of the loss, which is the micro-batch's share of the samples; ``stash``: a
+tensor that forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight
+gradients, where there is one; ``variable``: a resource, or its gradient; ``loss`` and ``aux``: outputs of the model.
+"""
+
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
 class Port:
-    """What one input or output of a stage function is: a role and the name it has there.
+    """An input or output of a stage function: its role, the name that it has in that role, and its type."""
 
-    Roles: ``arg`` (a batch argument), ``boundary`` (a tensor from the stage before, or to the next),
-    ``gradient`` (of a boundary tensor), ``seed`` (the weight of this slice in the loss), ``stash`` (a
-    forward tensor that backward needs), ``carry`` (what backward makes and the weights' part of it needs, where
-    that is a function of its own), ``variable`` (a resource, or its gradient), ``loss``, ``aux``.
-    """
-
-    role: str
+    role: Role
     name: str
     type: TensorType
 
 
 @dataclass(frozen=True)
 class Function:
-    """A stage function: an op-level graph whose inputs and outputs are known by ports."""
+    """A stage function: an op-level graph, with a port for each of its inputs and outputs."""
 
     name: str
     graph: Graph
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
-    def input_ports(self, *roles: str) -> tuple[tuple[int, Port], ...]:
-        """Inputs with one of these roles, each with its position."""
+    def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
+        """Return the inputs that have one of these roles, each with its position."""
         return tuple((i, port) for i, port in enumerate(self.inputs) if port.role in roles)
 
-    def output_ports(self, *roles: str) -> tuple[tuple[int, Port], ...]:
-        """Outputs with one of these roles, each with its position."""
+    def output_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
+        """Return the outputs that have one of these roles, each with its position."""
         return tuple((i, port) for i, port in enumerate(self.outputs) if port.role in roles)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in a topological order, and which values leave.
+    """Nodes in a topological order, and the graph's outputs.
 
-    ``inputs`` names the input nodes in the order of the call. ``functions`` are the stage functions that
-    call-level nodes name; ``library`` holds TensorFlow's own function bodies, serialised and opaque.
+    ``inputs`` names the input nodes, in the order of the arguments. ``functions`` are the stage functions that
+    call-level nodes name; ``library`` has the functions of TensorFlow's own (loop bodies, for instance), serialised.
     """
 
     name: str
@@ -254,37 +265,37 @@ class Graph:
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
-        """Nodes by name."""
+        """The nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def function_by_name(self) -> Mapping[str, Function]:
-        """Stage functions by name."""
+        """The stage functions by name."""
         return {function.name: function for function in self.functions}
 
     def node(self, name: str) -> Node:
-        """The node called ``name``; GraphError where there is none."""
+        """Return the node called ``name``. Raises GraphError if there is none."""
         try:
             return self.by_name[name]
         except KeyError:
             raise GraphError(f"graph {self.name!r} has no node {name!r}") from None
 
     def type_of(self, value: Value) -> TensorType:
-        """The type of a value."""
+        """Return the type of ``value``. Raises GraphError if there is no such output."""
         node = self.node(value.node)
         if value.index >= len(node.outputs):
             raise GraphError(f"{value} does not exist: {node.op} has {len(node.outputs)} outputs")
         return node.outputs[value.index]
 
     def function(self, name: str) -> Function:
-        """The stage function called ``name``; GraphError where there is none."""
+        """Return the stage function called ``name``. Raises GraphError if there is none."""
         try:
             return self.function_by_name[name]
         except KeyError:
             raise GraphError(f"graph {self.name!r} has no function {name!r}") from None
 
     def consumers(self) -> dict[str, list[Node]]:
-        """For each node, the nodes that take one of its outputs, in order."""
+        """Return, for the name of each node, the nodes that take one of its outputs, in order."""
         users: dict[str, list[Node]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             for source in dict.fromkeys(value.node for value in node.inputs):
@@ -292,25 +303,25 @@ class Graph:
         return users
 
     def sorted(self) -> Graph:
-        """The same graph with its nodes in a topological order again, after edges were added."""
+        """Return this graph with its nodes in a topological order, which added edges may have broken."""
         return self.replace(nodes=topological(self.nodes))
 
     def replace(self, **changes: object) -> Graph:
-        """A copy with these fields changed."""
+        """Return a copy of this graph with these fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # the fields are checked by name
 
 
 def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """The nodes in a topological order that keeps the given order wherever it is allowed.
+    """Return ``nodes`` in a topological order that keeps their order wherever their edges allow it.
 
-    Raises GraphError naming the nodes of a cycle.
+    Raises GraphError that names the nodes of a cycle.
     """
-    given = list(nodes)
-    names = {node.name for node in given}
-    by_name = {node.name: node for node in given}
-    state: dict[str, bool] = {}  # absent: not seen; False: being visited; True: placed
-    placed: list[Node] = []
-    for root in given:
+    unsorted = list(nodes)
+    names = {node.name for node in unsorted}
+    by_name = {node.name: node for node in unsorted}
+    state: dict[str, bool] = {}  # absent: not visited; False: being visited; True: in the result
+    result: list[Node] = []
+    for root in unsorted:
         stack: list[tuple[Node, Iterator[str]]] = []
         if root.name not in state:
             state[root.name] = False
@@ -329,13 +340,13 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
                 break
             else:
                 state[node.name] = True
-                placed.append(node)
+                result.append(node)
                 stack.pop()
-    return tuple(placed)
+    return tuple(result)
 
 
 def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = ()) -> set[str]:
-    """``roots`` and all nodes they need, not going past (nor into) the nodes in ``stop``."""
+    """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on."""
     barred = set(stop)
     found: set[str] = set()
     stack = [name for name in roots if name not in barred]

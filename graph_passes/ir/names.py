@@ -1,12 +1,13 @@
-"""Where a call-level node lives, said once: its name and its attributes."""
+"""Names of call-level nodes, and what is read off them: stages, replicas and micro-batches of a pipelined graph."""
 
 from __future__ import annotations
 
 from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.ops import OpName
 
 
 def at(stage: int, replica: int | None = None, micro_batch: int | None = None, what: str = "") -> str:
-    """``stage1/replica0/mb3/forward``, leaving out what is None."""
+    """Return the name of a node from its place: ``stage1/replica0/mb3/forward``, without parts that are None."""
     parts = [f"stage{stage}"]
     if replica is not None:
         parts.append(f"replica{replica}")
@@ -15,25 +16,25 @@ def at(stage: int, replica: int | None = None, micro_batch: int | None = None, w
     return "/".join([*parts, what] if what else parts)
 
 
-def nodes_of(graph: Graph, *ops: str) -> tuple[Node, ...]:
-    """The nodes of these ops, in order."""
+def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:
+    """Return the nodes that have one of these ops, in order."""
     return tuple(node for node in graph.nodes if node.op in ops)
 
 
-def gradient_function(graph: Graph, stage: int) -> str:
-    """What the calls of a stage that give its variables' gradients are called: ``weights`` where backward is split."""
-    return "weights" if at(stage, what="weights") in graph.function_by_name else "backward"
+def weight_gradient_op(graph: Graph, stage: int) -> OpName:
+    """Return the op whose calls give the gradients of a stage's variables: ``weights`` if its backward is split."""
+    return OpName.WEIGHTS if at(stage, what=OpName.WEIGHTS) in graph.function_by_name else OpName.BACKWARD
 
 
 def replica_counts(graph: Graph) -> tuple[int, ...]:
-    """Replicas of each stage, read off the forward calls."""
+    """Return the number of replicas of each stage, from the forward calls."""
     counts: dict[int, int] = {}
-    for node in nodes_of(graph, "forward"):
+    for node in nodes_of(graph, OpName.FORWARD):
         stage = node.integer("stage")
         counts[stage] = max(counts.get(stage, 0), node.integer("replica") + 1)
     return tuple(counts[stage] for stage in sorted(counts))
 
 
 def micro_batch_count(graph: Graph) -> int:
-    """M, read off the forward calls."""
-    return max(node.integer("micro_batch") for node in nodes_of(graph, "forward")) + 1
+    """Return M, the number of micro-batches, from the forward calls."""
+    return max(node.integer("micro_batch") for node in nodes_of(graph, OpName.FORWARD)) + 1

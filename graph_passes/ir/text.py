@@ -4,7 +4,7 @@ One node a line::
 
     %stage0/forward = MatMul(%x:0, %w:0) {transpose_a=False} -> (float32[?,8]) @"/device:CPU:0" !read ^%init "order"
 
-A graph prints to a text that parses to an equal graph, stage functions and library included.
+A printed graph parses to an equal graph, stage functions and library included.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from graph_passes.errors import TextError
 from graph_passes.ir.graph import (
     OTHER,
+    ROLES,
     Attr,
     Control,
     DType,
@@ -28,6 +29,7 @@ from graph_passes.ir.graph import (
     Node,
     Opaque,
     Port,
+    Role,
     Shape,
     TensorType,
     Value,
@@ -38,6 +40,7 @@ _NODE = re.compile(rf"%({_NAME}) = ([A-Za-z0-9_.>]+)\(([^)]*)\)")
 _VALUE = re.compile(rf"%({_NAME}):(\d+)")
 _CONTROL = re.compile(rf"\^%({_NAME}) ")
 _TYPE = re.compile(r"([a-z_0-9]+)\[([^\]]*)\]")
+_ROLES: dict[str, Role] = {role: role for role in ROLES}
 
 
 # --- printing
@@ -52,7 +55,7 @@ def _parse_dim(text: str) -> int | None:
 
 
 def print_type(kind: TensorType) -> str:
-    """``float32[?,8]``; ``_`` for a length that is not the batch's; ``float32[*]`` when the rank is unknown."""
+    """Return a type as text: ``float32[?,8]``, with ``_`` for ``OTHER``, or ``float32[*]`` for an unknown rank."""
     dims = kind.shape.dims
     inside = "*" if dims is None else ",".join(_print_dim(dim) for dim in dims)
     return f"{kind.dtype.name}[{inside}]"
@@ -78,7 +81,7 @@ def _print_attr(value: Attr) -> str:
 
 
 def print_node(node: Node) -> str:
-    """The line of one node."""
+    """Return the line of one node."""
     line = f"%{node.name} = {node.op}({', '.join(map(str, node.inputs))})"
     if node.attrs:
         line += " {" + ", ".join(f"{key}={_print_attr(value)}" for key, value in node.attrs) + "}"
@@ -94,9 +97,9 @@ def print_node(node: Node) -> str:
 
 
 def print_graph(graph: Graph, *, functions: bool = True) -> str:
-    """The text of a graph.
+    """Return the text of a graph.
 
-    ``functions=False`` leaves out stage functions and library: it reads better, and parses to the call level alone.
+    ``functions=False`` leaves out the stage functions and the library: the text is short, and has the call level only.
     """
     return "\n".join(_lines(graph, functions)) + "\n"
 
@@ -124,7 +127,7 @@ def _lines(graph: Graph, functions: bool) -> Iterator[str]:
 
 
 def parse_type(text: str) -> TensorType:
-    """The type that ``text`` names: ``float32[?,8]``."""
+    """Return the type that a text such as ``float32[?,8]`` describes. Raises TextError for any other text."""
     match = _TYPE.fullmatch(text)
     if not match:
         raise TextError(f"{text!r} is not a type such as float32[?,8]")
@@ -133,7 +136,7 @@ def parse_type(text: str) -> TensorType:
         dims = tuple(_parse_dim(dim) for dim in inside.split(",")) if inside else ()
     except ValueError:
         if inside != "*":
-            raise TextError(f"{text!r} is not a type: {inside!r} are no dimensions") from None
+            raise TextError(f"{text!r} is not a type: {inside!r} is not a list of dimensions") from None
         return TensorType(DType(name), Shape(None))
     return TensorType(DType(name), Shape(dims))
 
@@ -163,7 +166,7 @@ def _parse_attr(tree: ast.expr) -> Attr:
 
 
 class _Cursor:
-    """The rest of one line."""
+    """The part of a line that has not been parsed."""
 
     def __init__(self, line: str) -> None:
         self.rest = line
@@ -180,15 +183,15 @@ class _Cursor:
         return word
 
     def literal(self) -> str:
-        """A python string literal at the head of the line."""
+        """Take a Python string literal."""
         match = re.match(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", self.rest)
         if not match:
-            raise TextError(f"a quoted string is wanted at {self.rest[:40]!r}")
+            raise TextError(f"expected a quoted string at {self.rest[:40]!r}")
         self.rest = self.rest[match.end() :]
         return str(ast.literal_eval(match.group()))
 
     def braces(self) -> str:
-        """What stands between the opening brace, already taken, and its closing one."""
+        """Take the text up to the closing brace; the opening one has been taken."""
         position, quote = 0, ""
         while position < len(self.rest):
             char = self.rest[position]
@@ -203,21 +206,34 @@ class _Cursor:
                 inside, self.rest = self.rest[:position], self.rest[position + 1 :]
                 return inside
             position += 1
-        raise TextError("a brace is not closed")
+        raise TextError("a closing brace is missing")
 
 
 def _parse_value(text: str) -> Value:
     match = _VALUE.fullmatch(text)
     if not match:
-        raise TextError(f"not a value such as %node:0: {text[:60]!r}")
+        raise TextError(f"expected a value such as %node:0, not {text[:60]!r}")
     return Value(match[1], int(match[2]))
 
 
+def _parse_effect(text: str) -> Effect:
+    try:
+        return Effect(text)
+    except ValueError:
+        raise TextError(f"unknown effect {text!r}; the effects are {', '.join(Effect)}") from None
+
+
+def _parse_port(role: str, name: str, kind: str) -> Port:
+    if role not in _ROLES:
+        raise TextError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
+    return Port(_ROLES[role], name, parse_type(kind))
+
+
 def parse_node(line: str) -> Node:
-    """The node that one line describes."""
+    """Return the node that a line describes. Raises TextError saying what is wrong with the line."""
     head = _NODE.match(line)
     if not head:
-        raise TextError(f"not a node: {line[:60]!r}")
+        raise TextError(f"expected a node such as %name = Op(), not {line[:60]!r}")
     name, op, inputs = head.groups()
     cursor = _Cursor(line[head.end() :])
     attrs: tuple[tuple[str, Attr], ...] = ()
@@ -226,7 +242,7 @@ def parse_node(line: str) -> Node:
     if cursor.take(" {"):
         call = ast.parse(f"f({cursor.braces()})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
-            raise TextError("attributes are written {key=value, ...}")
+            raise TextError("expected attributes as in {key=value, ...}")
         attrs = tuple((str(word.arg), _parse_attr(word.value)) for word in call.keywords)
     if cursor.take(" -> ("):
         inside, _, cursor.rest = cursor.rest.partition(")")
@@ -234,33 +250,30 @@ def parse_node(line: str) -> Node:
     if cursor.take(" @"):
         device = cursor.literal()
     if cursor.take(" !"):
-        effect = cursor.word()
+        effect = _parse_effect(cursor.word())
     controls = []
     while match := _CONTROL.match(cursor.rest.lstrip()):
         cursor.rest = cursor.rest.lstrip()[match.end() :]
         controls.append(Control(match.group(1), cursor.literal()))
     if cursor.rest.strip():
-        raise TextError(f"what is this? {cursor.rest[:60]!r}")
+        raise TextError(f"unexpected text after the node: {cursor.rest[:60]!r}")
     values = tuple(map(_parse_value, inputs.split(", "))) if inputs else ()
     return Node(name, op, values, outputs, attrs, tuple(controls), effect, device)
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that ``text`` describes.
-
-    Raises TextError naming the line and what is wrong with it.
-    """
+    """Return the graph that ``text`` describes. Raises TextError with the number of the line and what is wrong."""
     lines = iter([(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()])
     graph = _parse(lines)
     for number, line in lines:
-        raise TextError(f"line {number}: nothing may follow the graph's end, but {line[:60]!r} does")
+        raise TextError(f"line {number}: expected nothing after the end of the graph, not {line[:60]!r}")
     return graph
 
 
 def _parse(lines: Iterator[tuple[int, str]]) -> Graph:
     number, line = next(lines, (0, ""))
     if not line.startswith("graph "):
-        raise TextError(f"line {number}: a graph starts with 'graph NAME', not {line[:60]!r}")
+        raise TextError(f"line {number}: expected 'graph NAME', not {line[:60]!r}")
     graph = Graph(line.removeprefix("graph "), ())
     nodes: list[Node] = []
     library: list[tuple[str, bytes]] = []
@@ -285,7 +298,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Graph:
             if str(error).startswith("line "):
                 raise
             raise TextError(f"line {number}: {error}") from error
-    raise TextError(f"line {number}: the graph {graph.name!r} has no end")
+    raise TextError(f"line {number}: graph {graph.name!r} has no line 'end'")
 
 
 def _parse_function(name: str, lines: Iterator[tuple[int, str]]) -> Function:
@@ -297,7 +310,7 @@ def _parse_function(name: str, lines: Iterator[tuple[int, str]]) -> Function:
             return Function(name, graph, tuple(ports["takes"]), tuple(ports["gives"]))
         try:
             role, kind, port = rest.split(" ", 2)
-            ports[keyword].append(Port(role, str(ast.literal_eval(port)), parse_type(kind)))
+            ports[keyword].append(_parse_port(role, str(ast.literal_eval(port)), kind))
         except (ValueError, SyntaxError) as error:
             raise TextError(f"line {number}: {error}") from error
     raise TextError(f"function {name!r} has no graph")

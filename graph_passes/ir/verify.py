@@ -1,33 +1,45 @@
-"""Verifiers: what must hold of every graph, whatever its level."""
+"""What must hold of every graph: unique names, edges that exist, calls that fit their functions, ops of the table."""
 
 from __future__ import annotations
 
 from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Effect, Graph, topological
+from graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
+from graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 
 
 def verify(graph: Graph) -> None:
-    """Check names, edges, types of calls, order and acyclicity.
+    """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
-    Raises GraphError naming the first node that breaks an invariant.
+    A graph with an op of the table is at the call level, and has no others. Raises GraphError naming the first node
+    that breaks an invariant.
     """
+    _verify_nodes(graph)
+    call_level = any(node.op in OPS for node in graph.nodes)
+    for node in graph.nodes:
+        if node.op in OPS:
+            _verify_call_level_op(graph, node)
+        elif call_level or node.op[0].islower():
+            _verify_input_op(graph, node, allowed=not call_level)
+    for node in graph.nodes:
+        if node.has("function"):
+            _verify_call(graph, node)
+    for function in graph.functions:
+        _verify_function(function)
+
+
+def _verify_nodes(graph: Graph) -> None:
     _verify_names(graph)
     _verify_edges(graph)
-    _verify_calls(graph)
     _verify_order(graph)
-    for function in graph.functions:
-        _verify_names(function.graph)
-        _verify_edges(function.graph)
-        _verify_order(function.graph)
 
 
 def _verify_order(graph: Graph) -> None:
-    topological(graph.nodes)  # names the nodes of a cycle
+    topological(graph.nodes)  # raises GraphError for a cycle
     seen: set[str] = set()
     for node in graph.nodes:
         for source in node.predecessors():
             if source not in seen:
-                raise GraphError(f"node {node.name!r} stands before {source!r}, which it needs")
+                raise GraphError(f"node {node.name!r} stands before {source!r}, on which it depends")
         seen.add(node.name)
 
 
@@ -36,8 +48,6 @@ def _verify_names(graph: Graph) -> None:
     for node in graph.nodes:
         if node.name in seen:
             raise GraphError(f"graph {graph.name!r} has two nodes called {node.name!r}")
-        if node.effect not in Effect.ALL:
-            raise GraphError(f"node {node.name!r} has the unknown effect {node.effect!r}")
         seen.add(node.name)
     for name in graph.inputs:
         if name not in seen:
@@ -59,22 +69,77 @@ def _verify_edges(graph: Graph) -> None:
         graph.type_of(value)
 
 
-def _verify_calls(graph: Graph) -> None:
-    for node in graph.nodes:
-        if not node.has("function"):
-            continue
-        function = graph.function(node.string("function"))
-        ports = [port for port in function.inputs if port.role != "variable"]
-        if len(ports) != len(node.inputs):
+def _verify_call_level_op(graph: Graph, node: Node) -> None:
+    op = OPS[node.op]
+    _verify_attributes(node, op)
+    _verify_operands(node, "inputs", op.inputs, tuple(map(graph.type_of, node.inputs)))
+    _verify_operands(node, "outputs", op.outputs, node.outputs)
+
+
+def _verify_attributes(node: Node, op: Op) -> None:
+    for attribute in op.attributes:
+        if attribute.required and not node.has(attribute.name):
+            raise GraphError(f"node {node.name!r} ({node.op}) lacks the attribute {attribute.name!r}")
+    for name, value in node.attrs:
+        known = op.attribute(name)
+        if known is None:
+            names = ", ".join(attribute.name for attribute in op.attributes) or "none"
+            raise GraphError(f"node {node.name!r} ({node.op}) has the unknown attribute {name!r}; known are: {names}")
+        if not known.accepts(value):
+            raise GraphError(f"attribute {name!r} of {node.name!r} ({node.op}) is {value!r}, not of type {known.type}")
+
+
+def _verify_operands(node: Node, kind: str, operands: Operands, found: tuple[TensorType, ...]) -> None:
+    count, wanted = operands.count, operands.meaning
+    if isinstance(count, str):
+        items = node.attr(count)
+        assert isinstance(items, tuple)  # its type has been checked
+        count, wanted = len(items), f"{wanted}, one for each item of {count!r}"
+    if count is not None and len(found) != count:
+        raise GraphError(f"node {node.name!r} ({node.op}) has {len(found)} {kind}, not {count}: {wanted}")
+    for index, dtype in enumerate(operands.dtypes):
+        if index >= len(found) or found[index].dtype.name != dtype:
+            is_there = found[index].dtype.name if index < len(found) else "missing"
+            raise GraphError(f"{kind}[{index}] of {node.name!r} ({node.op}) is {is_there}, not {dtype}: {wanted}")
+
+
+def _verify_input_op(graph: Graph, node: Node, *, allowed: bool) -> None:
+    if not (allowed and node.op in INPUT_OPS):
+        where = "" if allowed else "of the call level "
+        raise GraphError(
+            f"node {node.name!r} of graph {graph.name!r} has the op {node.op!r}, but no op {where}is called so"
+        )
+
+
+def _verify_call(graph: Graph, node: Node) -> None:
+    function = graph.function(node.string("function"))
+    ports = [port for port in function.inputs if port.role != "variable"]
+    if len(ports) != len(node.inputs):
+        raise GraphError(
+            f"call {node.name!r} passes {len(node.inputs)} values to {function.name!r}, which takes {len(ports)}"
+        )
+    for value, port in zip(node.inputs, ports, strict=True):
+        passed = graph.type_of(value).dtype
+        if passed != port.type.dtype:
             raise GraphError(
-                f"call {node.name!r} passes {len(node.inputs)} values to {function.name!r}, which takes {len(ports)}"
+                f"call {node.name!r} passes {passed.name} as {port.role} {port.name!r} of {function.name!r}, "
+                f"which takes {port.type.dtype.name}"
             )
-        for value, port in zip(node.inputs, ports, strict=True):
-            given = graph.type_of(value).dtype
-            if given != port.type.dtype:
-                raise GraphError(
-                    f"call {node.name!r} passes {given.name} as {port.role} {port.name!r} of {function.name!r}, "
-                    f"which takes {port.type.dtype.name}"
-                )
-        if tuple(port.type.dtype for port in function.outputs) != tuple(t.dtype for t in node.outputs):
-            raise GraphError(f"call {node.name!r} does not have the outputs of {function.name!r}")
+    if tuple(port.type.dtype for port in function.outputs) != tuple(t.dtype for t in node.outputs):
+        raise GraphError(f"call {node.name!r} does not have the outputs of {function.name!r}")
+
+
+def _verify_function(function: Function) -> None:
+    graph = function.graph
+    _verify_nodes(graph)
+    for node in graph.nodes:
+        if node.op[0].islower():
+            _verify_input_op(graph, node, allowed=True)
+    roles = tuple(port.role for port in function.inputs)
+    ops = tuple(graph.node(name).op for name in graph.inputs)
+    if roles != ops:
+        raise GraphError(f"function {function.name!r} has inputs of the roles {roles}, but its graph has inputs {ops}")
+    if len(function.outputs) != len(graph.outputs):
+        raise GraphError(
+            f"function {function.name!r} has {len(function.outputs)} outputs, but its graph has {len(graph.outputs)}"
+        )

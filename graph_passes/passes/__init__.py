@@ -1,1 +1,1 @@
-"""Rewrites of a graph, one a file; each is a pure function from a valid graph to a valid graph."""
+"""The passes, one a file; ``dapple_tf.compiler`` has their order."""

@@ -1,33 +1,40 @@
-"""Gradient accumulation: every device sums the gradients of its micro-batches (DAPPLE, V.A.3, Fig. 10: GA)."""
+"""Gradient accumulation: each replica sums the gradients of its micro-batches (DAPPLE, section V.A.3, Fig. 10: GA)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.ir.graph import Attr, Control, Graph, Node, attributes
 from graph_passes.ir.names import at, micro_batch_count, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add ``accumulate`` after each call that gives gradients of weights, and ``gradients``: the sum of a replica."""
+    """Add an ``accumulate`` after each call that gives gradients of weights, and a ``gradients`` for each replica."""
 
     name: str = "accumulate"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        forbids=frozenset({OpName.ACCUMULATE, OpName.GRADIENTS, OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS}),
+        may_produce=frozenset({OpName.ACCUMULATE, OpName.GRADIENTS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return accumulate_gradients(graph)
 
 
 def accumulate_gradients(graph: Graph) -> Graph:
-    """The graph with one ``gradients`` node for each replica of each stage that has gradients.
+    """Return the graph with a ``gradients`` node for each replica of each stage that has gradients.
 
-    With several micro-batches they are summed in buffers that live on the device, in micro-batch order, so
-    that no micro-batch's gradients stay alive; a single micro-batch's are passed on as they are.
+    Several micro-batches are summed in micro-batch order, in buffers on the replica's device, so that no micro-batch's
+    gradients stay in memory. The gradients of a single micro-batch are passed on as they are.
     """
     last = micro_batch_count(graph) - 1
     added: list[Node] = []
-    for node in nodes_of(graph, "backward", "weights"):
+    for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
         ports = graph.function(node.string("function")).output_ports("variable")
         if not ports:
             continue
@@ -37,14 +44,14 @@ def accumulate_gradients(graph: Graph) -> Graph:
         attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "variables": names}
         controls: tuple[Control, ...] = ()
         if last:
-            here = at(stage, replica, m, "accumulate")
-            before = at(stage, replica, m - 1, "accumulate")
-            order = () if m == 0 else (Control(before, f"accumulate: micro-batch {m} after {m - 1}"),)
-            more = attributes({**attrs, "first": m == 0, "micro_batch": m})
-            added.append(Node(here, "accumulate", values, (), more, order))
-            values, controls = (), (Control(here, "accumulate: all micro-batches are summed"),)
+            name = at(stage, replica, m, OpName.ACCUMULATE)
+            previous = at(stage, replica, m - 1, OpName.ACCUMULATE)
+            order = () if m == 0 else (Control(previous, f"accumulate: micro-batch {m} after {m - 1}"),)
+            own_attrs = attributes({**attrs, "first": m == 0, "micro_batch": m})
+            added.append(Node(name, OpName.ACCUMULATE, values, (), own_attrs, order))
+            values, controls = (), (Control(name, "accumulate: all micro-batches are summed"),)
         if m == last:
             kinds = tuple(port.type for _, port in ports)
-            name = at(stage, replica, what="gradients")
-            added.append(Node(name, "gradients", values, kinds, attributes(attrs), controls))
+            name = at(stage, replica, what=OpName.GRADIENTS)
+            added.append(Node(name, OpName.GRADIENTS, values, kinds, attributes(attrs), controls))
     return graph.replace(nodes=(*graph.nodes, *added)).sorted()

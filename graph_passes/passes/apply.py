@@ -1,16 +1,19 @@
-"""Weight update: once every gradient is there, each stage updates what it owns (DAPPLE, V.A.3, Fig. 10: Apply)."""
+"""Weight update: when all gradients are there, each stage updates its variables (DAPPLE, V.A.3, Fig. 10: Apply)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Control, Function, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 from graph_passes.passes.split_update import Updates
 
 _NORM = tensor("float64")
-BARRIER = "update/barrier"
+BARRIER_NAME = "update/barrier"
 
 
 @dataclass(frozen=True)
@@ -20,100 +23,97 @@ class Apply:
     updates: Updates
     global_clipnorm: float | None = None
     name: str = "apply"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MERGE}),
+        forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.TIMESTAMP}),
+        produces=frozenset({OpName.BARRIER, OpName.SET_UPDATING}),
+        may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return apply_updates(graph, self.updates, self.global_clipnorm)
 
 
 def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None = None) -> Graph:
-    """The graph with ``stageN/update`` calls behind a barrier, and ``done`` behind everything.
+    """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
-    Nothing is written before the barrier, and the barrier waits for every gradient and for the loss: a step
-    that fails in forward, backward or AllReduce leaves all variables as they were.
+    No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
+    fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
+    gradient of a variable that no backward call gives.
     """
-    reduced = nodes_of(graph, "reduced")
+    reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
     waits = [Control(node.name, "barrier: no weight changes before every gradient is there") for node in reduced]
     waits += [Control(value.node, "barrier: no weight changes before the loss is there") for value in graph.outputs]
-    added = [Node(BARRIER, "barrier", controls=tuple(waits))]
+    added = [Node(BARRIER_NAME, OpName.BARRIER, controls=tuple(waits))]
     gradients: dict[str, tuple[Value, TensorType]] = {}
     for node in reduced:
         for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
             gradients[name] = (value, kind)
     if global_clipnorm is not None:
-        added += _clip(reduced, gradients, global_clipnorm)
+        added += _clip(reduced, gradients, float(global_clipnorm))
     functions: list[Function] = []
-    begin = Node("update/begin", "mark", attrs=attributes({"updating": True}))
-    added.append(begin.after(BARRIER, "barrier: from here on a failure leaves the step half-applied"))
+    begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    added.append(begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied"))
     last = begin.name
     if updates.before is not None:
-        added.append(_update(updates.before, None, gradients, (last, "barrier: before all updates")))
+        added.append(_update(updates.before, None, gradients, Control(last, "barrier: before all updates")))
         functions.append(updates.before)
         last = added[-1].name
     ends = []
-    commits = [node.name for node in nodes_of(graph, "commit")]
+    commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
+    start = Control(last, "barrier: nothing is half-updated by a failure")
     for stage, function in updates.stages:
-        update = _update(function, stage, gradients, (last, "barrier: nothing is half-updated by a failure"))
+        update = _update(function, stage, gradients, start)
         for name in commits:
             update = update.after(name, "update: the optimizer steps from what forward wrote")
         added.append(update)
         functions.append(function)
         ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
     if updates.after is not None:
-        node = _update(updates.after, None, gradients, (last, "barrier: nothing is half-updated by a failure"))
+        node = _update(updates.after, None, gradients, start)
         added.append(Node(node.name, node.op, node.inputs, attrs=node.attrs, controls=(*node.controls, *ends)))
         functions.append(updates.after)
-        ends = [Control(node.name, "the step ends with the optimizer's")]
+        ends = [Control(node.name, "the step ends after the optimizer")]
     nodes = []
     for node in graph.nodes:
-        if node.op == "commit":
+        if node.op == OpName.COMMIT:
             node = node.after(begin.name, "barrier: nothing is half-written by a failure")
             ends.append(Control(node.name, "the step ends when all state is written"))
         nodes.append(node)
     ends = ends or [Control(begin.name, "the step ends after its barrier")]
-    done = Node("update/done", "mark", attrs=attributes({"updating": False}), controls=tuple(ends))
+    done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
     added.append(done)
     return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *functions)).sorted()
 
 
 def _clip(reduced: tuple[Node, ...], gradients: dict[str, tuple[Value, TensorType]], limit: float) -> list[Node]:
-    """Scale all gradients so that their common norm is at most ``limit``."""
+    """Return nodes that scale all gradients to a global norm of at most ``limit``, and put them in ``gradients``."""
     squares, clips = [], []
+    norm = "update/global_norm"
     for node in reduced:
         stage = node.integer("stage")
-        place = {"replica": 0, "stage": stage}
-        squares.append(
-            Node(at(stage, what="square_norm"), "square_norm", node.values(), (_NORM,), attributes(dict(place)))
-        )
-        inputs = (Value("update/global_norm"), *node.values())
+        place: dict[str, Attr] = {"replica": 0, "stage": stage}
+        name = at(stage, what=OpName.SQUARE_NORM)
+        squares.append(Node(name, OpName.SQUARE_NORM, node.values(), (_NORM,), attributes(place)))
         attrs = attributes({**place, "limit": limit})
-        clip = Node(at(stage, what="clip"), "clip", inputs, node.outputs, attrs)
+        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, (Value(norm), *node.values()), node.outputs, attrs)
         clips.append(clip)
-        for name, value, kind in zip(node.strings("variables"), clip.values(), clip.outputs, strict=True):
-            gradients[name] = (value, kind)
+        for variable, value, kind in zip(node.strings("variables"), clip.values(), clip.outputs, strict=True):
+            gradients[variable] = (value, kind)
     parts = tuple(Value(node.name) for node in squares)
-    return [*squares, Node("update/global_norm", "global_norm", parts, (_NORM,)), *clips]
+    return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *clips]
 
 
 def _update(
-    function: Function,
-    stage: int | None,
-    gradients: dict[str, tuple[Value, TensorType]],
-    after: tuple[str, str],
+    function: Function, stage: int | None, gradients: dict[str, tuple[Value, TensorType]], after: Control
 ) -> Node:
-    wanted = [port.name for _, port in function.input_ports("gradient")]
-    for name in wanted:
+    taken = [port.name for _, port in function.input_ports("gradient")]
+    for name in taken:
         if name not in gradients:
             raise GraphError(f"{function.name!r} updates {name!r}, but no backward gives its gradient")
-    inputs = tuple(gradients[name][0] for name in wanted)
+    inputs = tuple(gradients[name][0] for name in taken)
     attrs: dict[str, Attr] = {"function": function.name}
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}
-    return Node(
-        function.name.replace("optimizer", "update"),
-        "update",
-        inputs,
-        (),
-        attributes(attrs),
-        (Control(*after),),
-    )
+    name = function.name.replace("optimizer", "update")
+    return Node(name, OpName.UPDATE, inputs, (), attributes(attrs), (after,))

@@ -1,8 +1,7 @@
-"""Split the differentiated graph of each stage into a forward and a backward function.
+"""Split the differentiated graph of each stage into a forward and a backward function (DAPPLE, section V.A.1).
 
-Forward graphs of all stages are built first, recording the boundary tensors; then backward graphs in
-reverse order (DAPPLE, section V.A.1). Differentiation itself is TensorFlow's (``dapple_tf.frontend.gradients``);
-here the joint graph is cut into two functions and what crosses from one to the other, the *stash*, is found.
+TensorFlow differentiates (``dapple_tf.frontend.gradients``), which leaves forward and backward in one *joint* graph.
+Here it is cut into the two functions, and the *stash* is found: the values of forward that backward takes.
 """
 
 from __future__ import annotations
@@ -10,31 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import INPUT_OPS, SHAPE_OPS
+from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from graph_passes.errors import PartitionError
 from graph_passes.ir.extract import PortOf, extract_function
-from graph_passes.ir.graph import (
-    Effect,
-    Function,
-    Graph,
-    Port,
-    Value,
-    ancestors,
-)
+from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
 from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
 from graph_passes.passes.partition import Stage, StageGraph
 
-# Ops that turn tensors into small integers. Computed in forward where they need nothing else, so that no
-# activation is kept only to ask for its shape later.
+# Ops that give small integers. They run in forward where their inputs are there, so that no activation is stashed only
+# for its shape.
 _SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 
 
 @dataclass(frozen=True)
 class StageGradients:
-    """What TensorFlow's differentiation of one stage left in the joint graph.
+    """The gradients of one stage in the joint graph.
 
-    ``seeds``: (output of the stage, the placeholder that stands for its gradient);
-    ``boundary``: (tensor that entered the stage, its gradient); ``variables``: (variable, its gradient).
+    ``seeds``: (output of the stage, the placeholder of its gradient); ``boundary``: (tensor that enters the stage, its
+    gradient); ``variables``: (variable, its gradient).
     """
 
     seeds: tuple[tuple[Value, str], ...] = ()
@@ -43,25 +36,25 @@ class StageGradients:
 
 
 def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[StageGradients, ...]:
-    """Drop the boundary gradients that the stage before has no use for (it cannot differentiate further)."""
-    kept: list[StageGradients] = []
+    """Return ``gradients`` without the boundary gradients that the stage before does not take, and their seeds."""
+    pruned: list[StageGradients] = []
     used: set[Value] | None = None
     for found in gradients:
         boundary = tuple((x, g) for x, g in found.boundary if used is None or x in used)
         needed = ancestors(joint, [g.node for _, g in (*boundary, *found.variables)])
         seeds = tuple((value, name) for value, name in found.seeds if name in needed)
-        kept.append(StageGradients(seeds, boundary, found.variables))
+        pruned.append(StageGradients(seeds, boundary, found.variables))
         used = {value for value, _ in seeds}
-    return tuple(kept)
+    return tuple(pruned)
 
 
 def split_backward(
     stages: StageGraph, joint: Graph, gradients: Sequence[StageGradients]
 ) -> tuple[tuple[Function, Function], ...]:
-    """The forward and the backward function of every stage.
+    """Return the forward and the backward function of each stage.
 
-    ``joint`` is the graph after differentiation, ``gradients`` holds one entry a stage. Raises
-    PartitionError when a gradient needs a tensor that belongs to another stage.
+    ``joint``: the graph after differentiation; ``gradients``: an entry for each stage. Raises PartitionError if a
+    gradient needs a tensor of another stage that does not cross the boundary.
     """
     return tuple(_split(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True))
 
@@ -71,7 +64,9 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
     loss, *aux = stages.graph.outputs
     results = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
     values = list(stage.outputs)
-    for role, name, value in [("loss", "loss", loss), *(("aux", str(i), v) for i, v in enumerate(aux))]:
+    model_outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
+    model_outputs += [("aux", str(i), value) for i, value in enumerate(aux)]
+    for role, name, value in model_outputs:
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
             results.append(Port(role, name, joint.type_of(value)))
@@ -91,24 +86,24 @@ def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradi
     repeated = (used & forward & stages.floating) - _from_args(joint)
     backward |= repeated
 
-    stash = _crossing(joint, backward, forward - repeated, stage.inputs, wanted)
+    stash = _find_stash(joint, backward, forward - repeated, stage.inputs, wanted)
     forward_ports = [*results, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
-    name = at(stage.index, what="forward")
+    name = at(stage.index, what=OpName.FORWARD)
     ports = _ports(name, joint, forward, stage, {})
     forward_function = extract_function(name, joint, forward, ports, forward_ports, [*values, *stash])
 
     outputs = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
     outputs += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
-    named: dict[Value, tuple[str, str]] = {v: ("stash", str(v)) for v in stash}
+    named: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}
     for value, placeholder in gradients.seeds:
         named[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
-    name = at(stage.index, what="backward")
+    name = at(stage.index, what=OpName.BACKWARD)
     ports = _ports(name, joint, backward, stage, named)
     return forward_function, extract_function(name, joint, backward, ports, outputs, wanted)
 
 
 def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
-    """Those candidates that are small integers computed from what forward has anyway."""
+    """Return the candidates that are small integers computed from values that forward has."""
     entering = set(inputs)
     hoisted: set[str] = set()
     for node in joint.nodes:
@@ -119,7 +114,7 @@ def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence
 
 
 def _from_args(joint: Graph) -> set[str]:
-    """Nodes that depend on a batch argument."""
+    """Return the nodes that depend on a tensor of the batch."""
     found: set[str] = set()
     for node in joint.nodes:
         if node.op == "arg" or not found.isdisjoint(node.predecessors()):
@@ -127,33 +122,37 @@ def _from_args(joint: Graph) -> set[str]:
     return found
 
 
-def _crossing(
+def _find_stash(
     joint: Graph, backward: set[str], forward: set[str], inputs: Sequence[Value], wanted: Iterable[Value]
 ) -> tuple[Value, ...]:
-    """Values made by forward's own nodes that backward takes, in the order of the graph."""
+    """Return the values computed by nodes of forward only that backward takes or returns, in the order of the graph."""
     entering = set(inputs)
     taken = {value for name in backward for value in joint.node(name).inputs} | set(wanted)
-    found = [v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in INPUT_OPS]
+    found = [
+        v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in CAPTURED_INPUTS
+    ]
     position = {node.name: i for i, node in enumerate(joint.nodes)}
     return tuple(sorted(found, key=lambda v: (position[v.node], v.index)))
 
 
-def _ports(name: str, joint: Graph, members: set[str], stage: Stage, named: Mapping[Value, tuple[str, str]]) -> PortOf:
-    """How values enter a function of ``stage``: boundary tensors, those ``named``, arguments and variables."""
+def _ports(name: str, joint: Graph, members: set[str], stage: Stage, named: Mapping[Value, tuple[Role, str]]) -> PortOf:
+    """Return the ports of a function of ``stage``: boundary tensors, the values ``named``, arguments and variables."""
 
-    def port_of(value: Value) -> tuple[str, str] | None:
+    def port_of(value: Value) -> tuple[Role, str] | None:
         source = joint.node(value.node)
         if value in stage.inputs:
             return "boundary", str(value)
         if value in named:
             return named[value]
-        if source.op in ("arg", "variable"):
-            return source.op, source.name
+        if source.op == "arg":
+            return "arg", source.name
+        if source.op == "variable":
+            return "variable", source.name
         if value.node in members:
             return None
         raise PartitionError(
-            f"{name} needs {value}, which another stage computes and does not send: a custom gradient of this "
-            f"stage closes over it. Start the stage before {value.node!r}"
+            f"{name} needs {value}, which another stage computes and does not send: a custom gradient of this stage "
+            f"uses it. Start the stage before {value.node!r}"
         )
 
     return port_of

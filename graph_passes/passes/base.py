@@ -1,44 +1,88 @@
-"""Passes: frozen values whose fields are their options, run one after the other under observation."""
+"""Passes: frozen dataclasses whose fields are their options, run in order, checked, and observed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph
+from graph_passes.ir.ops import OPS, OpName
 from graph_passes.ir.verify import verify
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The call-level ops that a pass needs, and those that it leaves.
+
+    ``requires``: ops of which the graph must have nodes before the pass. ``forbids``: ops of which it must have none
+    before, since the pass would not change them, or adds them itself. ``produces``: ops of which it has nodes after the
+    pass. ``may_produce``: further ops of which the pass adds nodes to some graphs; it adds nodes of no other op.
+    """
+
+    requires: frozenset[OpName] = frozenset()
+    forbids: frozenset[OpName] = frozenset()
+    produces: frozenset[OpName] = frozenset()
+    may_produce: frozenset[OpName] = frozenset()
 
 
 @runtime_checkable
 class Pass(Protocol):
-    """A pure function from a valid graph to a valid graph."""
+    """A pure function from a valid graph to a valid graph, which keeps its ``contract``.
+
+    A pass is a frozen dataclass whose fields are its options. Its ``__call__`` calls a plain function.
+    """
 
     @property
     def name(self) -> str:
-        """How errors and dumps call the pass."""
+        """The name of the pass in errors and dumps."""
 
-    def __call__(self, graph: Graph) -> Graph:
-        """The rewritten graph."""
+    @property
+    def contract(self) -> Contract:
+        """The ops that the pass needs before it, and those that it leaves."""
+
+    def __call__(self, graph: Graph) -> Graph: ...
 
 
 Observer = Callable[[str, Graph], None]
-"""Called with the name of each pass and the graph it left."""
+"""Called after each pass with the name of the pass and the graph that it returned."""
 
 
 def run_passes(graph: Graph, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> Graph:
-    """Apply ``passes`` in order, verifying the graph after each.
+    """Return what ``passes`` make of ``graph``, in order. The graph is verified after each of them.
 
-    Raises GraphError that names the pass that left an invalid graph, and the pass before it.
+    Raises GraphError that names the pass, the one before it, and the op or node, if a pass breaks its contract or
+    returns an invalid graph.
     """
-    before = "the input"
+    previous = "the input"
     for step in passes:
-        graph = step(graph)
+        name = f"pass {step.name!r} (after {previous})"
+        before = graph
+        _check_before(name, step.contract, before)
+        graph = step(before)
         try:
             verify(graph)
         except GraphError as error:
-            raise GraphError(f"pass {step.name!r} (after {before}) left an invalid graph: {error}") from error
+            raise GraphError(f"{name} returned an invalid graph: {error}") from error
+        _check_after(name, step.contract, before, graph)
         for observe in observers:
             observe(step.name, graph)
-        before = repr(step.name)
+        previous = repr(step.name)
     return graph
+
+
+def _check_before(name: str, contract: Contract, graph: Graph) -> None:
+    found = {node.op for node in graph.nodes}
+    for op in sorted(contract.requires - found):
+        raise GraphError(f"{name} requires {op!r} nodes, and the graph has none: run it after the pass that adds them")
+    for op in sorted(contract.forbids & found):
+        raise GraphError(f"{name} forbids {op!r} nodes, and the graph has some: run it before the pass that adds them")
+
+
+def _check_after(name: str, contract: Contract, before: Graph, after: Graph) -> None:
+    old, new = {node.op for node in before.nodes}, {node.op for node in after.nodes}
+    for op in sorted(contract.produces - new):
+        raise GraphError(f"{name} must produce {op!r} nodes, and it returned a graph without any")
+    for added in sorted((new & OPS.keys()) - old - contract.produces - contract.may_produce):
+        raise GraphError(f"{name} added {added!r} nodes, which its contract does not name")

@@ -1,23 +1,31 @@
-"""Have a step fail where its loss or a gradient is NaN or infinite, before any weight changes."""
+"""Make a step fail if its loss or a gradient is NaN or infinite, before any variable changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)
 class CheckNumerics:
-    """Mark with ``check`` what gives the loss, and every stage's complete gradients: the update waits for them."""
+    """Set the attribute ``check`` of the loss and of each ``reduced_gradients``: the update waits for them."""
 
     name: str = "check_numerics"
+    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.MERGE}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
-        loss = graph.outputs[0].node
+        return check_numerics(graph)
 
-        def mark(node: Node) -> Node:
-            return node.with_attrs(check=True) if node.op == "reduced" or node.name == loss else node
 
-        return graph.replace(nodes=tuple(map(mark, graph.nodes)))
+def check_numerics(graph: Graph) -> Graph:
+    """Return the graph that checks its loss (its first output) and its complete gradients."""
+    loss = graph.outputs[0].node
+
+    def checked(node: Node) -> Node:
+        return node.with_attrs(check=True) if node.op == OpName.REDUCED_GRADIENTS or node.name == loss else node
+
+    return graph.replace(nodes=tuple(map(checked, graph.nodes)))

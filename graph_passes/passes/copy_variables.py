@@ -1,38 +1,45 @@
 """Copies of variables: refreshed before a replica's first call, committed when the step has succeeded.
 
-A variable has one owner; its value is sent once a step to the other devices that use it (other replicas,
-other stages for tied weights). What forward writes (batch norm, counters, seed states) is written to a copy,
-in micro-batch order; ``commit`` stores the result at the owner: floats averaged over the replicas, others as
-replica 0 has them. A step that fails half-way thus changes nothing.
+A variable has one owner. Once a step its value is sent to the other devices that use it: other replicas, and other
+stages for tied weights. What forward writes (batch norm, counters, seed states) is written to a copy, in micro-batch
+order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. A
+step that fails before its barrier thus changes no variable.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Graph, Node, attributes
 from graph_passes.ir.names import at, nodes_of, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
-_CALLS = ("forward", "backward", "weights")
+_CALLS = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)
 
 
 @dataclass(frozen=True)
 class CopyVariables:
-    """Add the ``refresh`` and ``commit`` nodes."""
+    """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes."""
 
-    name: str = "mirror"
+    name: str = "copy_variables"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        forbids=frozenset({OpName.REFRESH, OpName.COMMIT, OpName.BARRIER}),
+        may_produce=frozenset({OpName.REFRESH, OpName.COMMIT}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return copy_variables(graph)
 
 
 def copy_variables(graph: Graph) -> Graph:
-    """The graph with a ``refresh`` for every replica that works on copies.
+    """Return the graph with these nodes, and a control edge to each call of a replica from its ``refresh``.
 
-    Every call of it waits by an edge of its own: a schedule may begin with any micro-batch, and where TensorFlow
-    inlines the calls, backward's reads of a copy do not wait for forward.
+    Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of a
+    copy do not wait for forward where TensorFlow inlines the calls.
     """
     variables = find_variables(graph)
     refreshes: dict[tuple[int, int], Node] = {}
@@ -42,13 +49,14 @@ def copy_variables(graph: Graph) -> Graph:
             names = variables.copied(stage, replica)
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-                refreshes[stage, replica] = Node(at(stage, replica, what="refresh"), "refresh", attrs=attrs)
+                name = at(stage, replica, what=OpName.REFRESH)
+                refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
         state = tuple(name for name in variables.owned(stage) if name in variables.state)
         if state:
             attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})
-            commits.append(Node(at(stage, what="commit"), "commit", attrs=attrs))
+            commits.append(Node(at(stage, what=OpName.COMMIT), OpName.COMMIT, attrs=attrs))
     for i, commit in enumerate(commits):
-        for node in nodes_of(graph, "forward"):
+        for node in nodes_of(graph, OpName.FORWARD):
             if node.integer("stage") == commit.integer("stage"):
                 commit = commit.after(node.name, "commit: every forward has written its copy")
         commits[i] = commit
@@ -57,7 +65,7 @@ def copy_variables(graph: Graph) -> Graph:
         place = (node.integer("stage"), node.integer("replica")) if node.op in _CALLS else None
         if place in refreshes:
             refresh = refreshes[place]
-            if node.op == "forward" and not node.integer("micro_batch"):
+            if node.op == OpName.FORWARD and not node.integer("micro_batch"):
                 nodes.append(refresh)
             node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
         nodes.append(node)

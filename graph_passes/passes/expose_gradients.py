@@ -1,25 +1,33 @@
-"""Make the complete gradients outputs of the graph, so that they can be compared with one device's."""
+"""Return the complete gradients with the loss, to compare them with those of one device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)
 class ExposeGradients:
     """Add the gradients of all variables as last outputs, in the order of ``exposed_gradients``."""
 
-    name: str = "expose"
+    name: str = "expose_gradients"
+    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
-        values = tuple(value for node in nodes_of(graph, "reduced") for value in node.values())
-        return graph.replace(outputs=(*graph.outputs, *values))
+        return expose_gradients(graph)
+
+
+def expose_gradients(graph: Graph) -> Graph:
+    """Return the graph with the outputs of all ``reduced_gradients`` as further outputs."""
+    values = tuple(value for node in nodes_of(graph, OpName.REDUCED_GRADIENTS) for value in node.values())
+    return graph.replace(outputs=(*graph.outputs, *values))
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:
-    """The variables whose gradients ``ExposeGradients`` returns, in order."""
-    return tuple(name for node in nodes_of(graph, "reduced") for name in node.strings("variables"))
+    """Return the variables whose gradients ``ExposeGradients`` adds as outputs, in order."""
+    return tuple(name for node in nodes_of(graph, OpName.REDUCED_GRADIENTS) for name in node.strings("variables"))

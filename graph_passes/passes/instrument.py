@@ -1,33 +1,40 @@
-"""Time stamps around every call, exchange, AllReduce and update, so that what ran, and when, can be seen."""
+"""Time stamps around each call, exchange, AllReduce and update, from which the timeline of a step is made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 _STAMP = tensor("float64")
-_TIMED = frozenset({"forward", "backward", "weights", "exchange", "allreduce", "update"})
+_TIMED = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
 
 
 @dataclass(frozen=True)
 class Instrument:
-    """Add a last output: start and end of every node of ``timed_nodes``, in that order [2 x nodes], seconds."""
+    """Add a last output, float64 [2 x nodes]: the start and the end of each of ``timed_nodes``, in seconds."""
 
     name: str = "instrument"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        forbids=frozenset({OpName.TIMESTAMP, OpName.STACK_TIMESTAMPS}),
+        produces=frozenset({OpName.TIMESTAMP, OpName.STACK_TIMESTAMPS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return stamp_nodes(graph)
 
 
 def timed_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that are timed, in the order of the graph's nodes."""
+    """Return the nodes that are timed, in the order of the graph's nodes."""
     return tuple(node for node in graph.nodes if node.op in _TIMED)
 
 
 def stamp_nodes(graph: Graph) -> Graph:
-    """The graph with a ``timestamp`` before each timed node, once all it waits for is there, and one after it."""
+    """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it."""
     nodes: list[Node] = []
     stamps: list[Value] = []
     for node in graph.nodes:
@@ -39,9 +46,10 @@ def stamp_nodes(graph: Graph) -> Graph:
             f"{name}/end" if graph.node(name).op in _TIMED else name for name in dict.fromkeys(node.predecessors())
         )
         waits = tuple(Control(name, "time: it could start") for name in ready)
-        start = Node(f"{node.name}/start", "timestamp", (), (_STAMP,), place, waits)
-        end = Node(f"{node.name}/end", "timestamp", (), (_STAMP,), place, (Control(node.name, "time: it has ended"),))
+        start = Node(f"{node.name}/start", OpName.TIMESTAMP, (), (_STAMP,), place, waits)
+        ended = Control(node.name, "time: it has ended")
+        end = Node(f"{node.name}/end", OpName.TIMESTAMP, (), (_STAMP,), place, (ended,))
         nodes += [start, node.after(start.name, "time: the start is taken before"), end]
         stamps += [Value(start.name), Value(end.name)]
-    pack = Node("timeline", "pack", tuple(stamps), (tensor("float64", len(stamps)),))
-    return graph.replace(nodes=(*nodes, pack), outputs=(*graph.outputs, Value(pack.name))).sorted()
+    stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
+    return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()

@@ -1,7 +1,7 @@
 """Control edges that make each device run its calls in the schedule's order (DAPPLE, section V.C, Fig. 11).
 
-A call also waits until the gradients of the one before it have been added up, or those of several micro-batches would
-be alive at once.
+A call also waits until the gradients of the call before it have been added to the sums. Otherwise the gradients of
+several micro-batches would be in memory at once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.analysis.layers import written_variables
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule
 
 _WRITING: tuple[Kind, ...] = ("F", "B")  # the kinds of action that may write variables
@@ -21,28 +24,30 @@ _WRITING: tuple[Kind, ...] = ("F", "B")  # the kinds of action that may write va
 
 @dataclass(frozen=True)
 class Order:
-    """Chain the calls of every replica as ``schedule`` says."""
+    """Join the calls of each replica by control edges in the order of ``schedule``."""
 
     schedule: Schedule
     name: str = "order"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        forbids=frozenset({OpName.TIMESTAMP}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return order_calls(graph, self.schedule)
 
 
 def call_name(action: Action, replica: int) -> str:
-    """The node that runs ``action`` on one replica of its stage."""
+    """Return the name of the node that runs ``action`` on a replica of its stage."""
     return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
 
 
 def order_calls(graph: Graph, schedule: Schedule) -> Graph:
-    """The graph with an edge between each two neighbours of a stage's schedule that no data edge orders.
+    """Return the graph with a control edge between each two consecutive calls of a device that no data edge joins.
 
-    And with an edge to the second from the sums of the first's gradients, where what is summed before has run by then.
-
-    Raises ScheduleError when the schedule is for other stages or micro-batches than the graph's, or would have a
-    variable written out of micro-batch order.
+    The second call also gets an edge from each node that accumulates the first one's gradients, unless the order of
+    accumulation has that node wait for later calls. Raises ScheduleError if the schedule is for another number of
+    stages or micro-batches than the graph's, or writes a variable out of micro-batch order.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
     shape = (len(schedule.stages), schedule.micro_batches)
@@ -52,22 +57,22 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
             f"{micro_batches}"
         )
     check_writes(graph, schedule)
-    after: dict[str, tuple[str, str]] = {}
-    summed: set[str] = set()
+    previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge
+    accumulated: set[str] = set()
     for stage, actions in enumerate(schedule.stages):
         for replica in range(replicas[stage]):
-            summed |= {call_name(action, replica) for action in _summed(actions)}
+            accumulated |= {call_name(action, replica) for action in _accumulated_at_once(actions)}
             for first, second in itertools.pairwise(actions):
                 source, target = call_name(first, replica), call_name(second, replica)
-                after[target] = (source, f"order: {second} after {first}")
+                previous[target] = (source, f"order: {second} after {first}")
     sums: dict[str, list[str]] = {}
-    for node in nodes_of(graph, "accumulate"):
-        if node.inputs[0].node in summed:
+    for node in nodes_of(graph, OpName.ACCUMULATE):
+        if node.inputs[0].node in accumulated:
             sums.setdefault(node.inputs[0].node, []).append(node.name)
     nodes = []
     for node in graph.nodes:
-        if node.name in after:
-            source, reason = after[node.name]
+        if node.name in previous:
+            source, reason = previous[node.name]
             if source not in {v.node for v in node.inputs}:
                 node = node.after(source, reason)
             for name in sums.get(source, ()):
@@ -76,18 +81,21 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     return graph.replace(nodes=tuple(nodes)).sorted()
 
 
-def _summed(actions: Sequence[Action]) -> Iterator[Action]:
-    """The calls after which all micro-batches up to theirs have run: sums are in the order of these."""
+def _accumulated_at_once(actions: Sequence[Action]) -> Iterator[Action]:
+    """Yield the actions whose gradients can be added right after them.
+
+    Gradients are added in micro-batch order, so these are the actions before which all earlier micro-batches have run.
+    """
     ran: dict[str, set[int]] = {}
     for action in actions:
-        known = ran.setdefault(action.kind, set())
-        known.add(action.micro_batch)
-        if known.issuperset(range(action.micro_batch)):
+        micro_batches = ran.setdefault(action.kind, set())
+        micro_batches.add(action.micro_batch)
+        if micro_batches.issuperset(range(action.micro_batch)):
             yield action
 
 
 def check_writes(graph: Graph, schedule: Schedule) -> None:
-    """ScheduleError where a stage's calls that write a variable (batch norm, seeds) are not in micro-batch order."""
+    """Raise ScheduleError if calls that write a variable (batch norm, seeds) are not in micro-batch order."""
     for stage, actions in enumerate(schedule.stages):
         for kind in _WRITING:
             function = graph.function_by_name.get(at(stage, what=CALL_OF_KIND[kind]))
@@ -97,6 +105,6 @@ def check_writes(graph: Graph, schedule: Schedule) -> None:
                 if first.micro_batch > second.micro_batch:
                     raise ScheduleError(
                         f"the schedule runs {first} before {second}, but {CALL_OF_KIND[kind]} of stage {stage} writes "
-                        f"{min(written)!r}, as one device would in the order of the samples: run the {kind} of this "
-                        "stage by rising micro-batch"
+                        f"{min(written)!r}, which one device would write in the order of the samples: run the {kind} "
+                        "of this stage in micro-batch order"
                     )

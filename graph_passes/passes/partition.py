@@ -1,4 +1,4 @@
-"""Cut a model's layers into stages (DAPPLE, section V.A: forward stages and their boundary tensors)."""
+"""Cut the layers of a model into stages with their boundary tensors (DAPPLE, section V.A)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from graph_passes.ir.graph import Graph, Value
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its layers, its own nodes, and the tensors that enter from before and leave to the next.
+    """A stage: its layers, its nodes, and the tensors that it takes from the stage before and gives to the next.
 
-    A tensor used further down enters and leaves every stage in between: skips are routed through.
+    A tensor that a later stage uses enters and leaves each stage in between.
     """
 
     index: int
@@ -30,9 +30,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A captured graph and its cut into stages; the graph's first output is the loss, the rest are aux.
+    """A captured graph and its stages; the graph's first output is the loss, the others are aux.
 
-    ``floating``: the nodes of no stage. ``shared``: boundary tensors that every replica of a stage has alike.
+    ``floating``: the nodes of no stage. ``shared``: boundary tensors that are equal on all replicas of a stage.
     """
 
     graph: Graph
@@ -41,18 +41,18 @@ class StageGraph:
     shared: frozenset[Value]
 
     def stage_of(self, node: str) -> int | None:
-        """The stage that holds ``node``, or None for a floating node."""
-        return self._homes.get(node)
+        """Return the stage of ``node``, or None for a floating node."""
+        return self._stages_by_node.get(node)
 
     @cached_property
-    def _homes(self) -> dict[str, int]:
+    def _stages_by_node(self) -> dict[str, int]:
         return {name: stage.index for stage in self.stages for name in stage.nodes}
 
 
 def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
     """Cut before each layer position in ``starts`` (ascending, without 0).
 
-    Raises PartitionError where a cut is out of range, repeated, or impossible (saying why).
+    Raises PartitionError that says why a cut is out of range, out of order, repeated, or impossible.
     """
     count = len(layers.layers)
     if list(starts) != sorted(set(starts)):
@@ -83,11 +83,11 @@ def _nearest(layers: Layers, position: int) -> str:
 
 
 def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
-    """Starts of ``stages`` contiguous stages that minimise the largest stage cost.
+    """Return the first layers of all stages but the first, for ``stages`` stages whose largest cost is minimal.
 
-    ``costs`` are per layer (any unit), ``positions`` the allowed cuts, ``crossing[i]`` what sending the tensors
-    of ``positions[i]`` costs, added to the stage that sends. Equal maxima are decided by the sum of squares.
-    Raises PartitionError when there are fewer places than cuts.
+    ``costs``: of each layer, in any unit; ``positions``: the layers before which the model can be cut; ``crossing[i]``:
+    the cost of sending the tensors that cross at ``positions[i]``, added to the stage that sends them. Of equal maxima
+    the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts.
     """
     if stages - 1 > len(positions):
         raise PartitionError(
@@ -104,8 +104,8 @@ def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence
         return total[ends[e]] - total[first] + sending[e]
 
     def cut(limit: float, weigh: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """The least (weight, starts) among cuts without a stage above ``limit``."""
-        # best[e]: the least of a cut of the layers before ends[e] into k stages, None where there is none
+        """Return the least (weight, starts) of the cuts without a stage above ``limit``."""
+        # best[e]: the least of the cuts of the layers before ends[e] into k stages, None where there is none
         best: list[tuple[float, tuple[int, ...]] | None] = [
             (weigh(0.0, cost), ()) if (cost := stage(0, e)) <= limit else None for e in range(len(ends))
         ]

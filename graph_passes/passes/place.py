@@ -1,54 +1,60 @@
-"""Put every node on a device: what belongs to a replica of a stage on its device, the rest at home."""
+"""Put each node on a device: the nodes of a replica of a stage on its device, all others on the ``home`` device."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)
 class Place:
-    """``devices[s][r]`` is the device of replica r of stage s; ``home`` that of inputs, loss and aux."""
+    """``devices[s][r]`` is the device of replica r of stage s, ``home`` that of the inputs, the loss and the aux."""
 
     devices: tuple[tuple[str, ...], ...]
     home: str
     name: str = "place"
+    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return place_nodes(graph, self.devices, self.home)
 
 
 @dataclass(frozen=True)
 class PlaceRank:
-    """Put a rank's nodes on its ``device``, and what belongs to no stage ``home``."""
+    """Put the nodes of a rank's stage on ``device``, and those that belong to no stage on ``home``."""
 
     device: str
     home: str
     name: str = "place_rank"
+    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
-        nodes = [
-            dataclasses.replace(node, device=self.device if node.has("stage") else self.home) for node in graph.nodes
-        ]
-        return graph.replace(nodes=tuple(nodes))
+        return place_rank(graph, self.device, self.home)
 
 
 def place_nodes(graph: Graph, devices: Sequence[Sequence[str]], home: str) -> Graph:
-    """The graph with a device on every node; GraphError when the devices do not match its replicas."""
-    wanted, given = replica_counts(graph), tuple(len(names) for names in devices)
-    if wanted != given:
-        raise GraphError(f"the stages have {wanted} replicas, but devices are given for {given}")
+    """Return the graph with a device on each node. Raises GraphError if ``devices`` do not match its replicas."""
+    replicas, device_counts = replica_counts(graph), tuple(len(names) for names in devices)
+    if replicas != device_counts:
+        raise GraphError(f"the stages have {replicas} replicas, but there are {device_counts} devices for them")
     nodes = []
     for node in graph.nodes:
         device = home
         if node.has("stage"):
             device = devices[node.integer("stage")][node.integer("replica")]
         nodes.append(dataclasses.replace(node, device=device))
+    return graph.replace(nodes=tuple(nodes))
+
+
+def place_rank(graph: Graph, device: str, home: str) -> Graph:
+    """Return a rank's graph with a device on each node."""
+    nodes = [dataclasses.replace(node, device=device if node.has("stage") else home) for node in graph.nodes]
     return graph.replace(nodes=tuple(nodes))

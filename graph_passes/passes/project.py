@@ -1,7 +1,7 @@
-"""One rank's share of a pipelined graph: its own nodes, and exchanges in place of the edges that leave or enter it.
+"""One rank's part of a pipelined graph: its own nodes, and exchanges in place of the edges to and from other ranks.
 
-A rank is one process with one device. What belongs to no stage (inputs, loss, barrier, the optimizer's own steps) runs
-on every rank; a stage's reduction and update run on each of its ranks, from equal gradients.
+A rank is one process with one device. Nodes without a stage (inputs, loss, barrier, the optimizer's shared steps) run
+on every rank. A stage's reduction and update run on each of its ranks, from equal gradients.
 """
 
 from __future__ import annotations
@@ -10,102 +10,120 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.ir.names import replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
 TOKEN = tensor("int64")
-SENT = "sent"
-# What each rank of a stage does for itself: all have the same inputs.
+TOKENS_NAME = "tokens"
+"""The node that collects all tokens of a rank's graph; it is the last output."""
+
+OPS_WITH_TOKEN = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.BARRIER})
+"""Ops that have a token as their last output on a rank."""
+
+# Ops that run on every rank of a stage, with equal inputs on all.
 _ON_EVERY_REPLICA = frozenset(
-    {"allreduce", "tied_sum", "reduced", "square_norm", "clip", "update", "commit", "average"}
+    {
+        OpName.ALLREDUCE,
+        OpName.TIED_SUM,
+        OpName.REDUCED_GRADIENTS,
+        OpName.SQUARE_NORM,
+        OpName.CLIP,
+        OpName.UPDATE,
+        OpName.COMMIT,
+        OpName.AVERAGE_STATE,
+    }
 )
-# Have a token as their last output.
-TOKENS = frozenset({"exchange", "allreduce", "barrier"})
-# Sums over the ranks of a stage: each puts in what its own replica has.
-_COLLECTIVE = frozenset({"allreduce", "average"})
+# Sums over the ranks of a stage: each rank passes the values of its own replica.
+_REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.AVERAGE_STATE})
 
 
 @dataclass(frozen=True)
 class Project:
-    """``ranks[s][r]`` is the rank of replica r of stage s; the graph becomes that of ``rank``."""
+    """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s."""
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
     name: str = "project"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        forbids=frozenset({OpName.EXCHANGE, OpName.COLLECT_TOKENS, OpName.TIMESTAMP}),
+        may_produce=frozenset({OpName.EXCHANGE, OpName.COLLECT_TOKENS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return project(graph, self.ranks, self.rank)
 
 
 def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
-    """The graph of ``rank``, out of one that ``rank_variables`` made.
+    """Return the graph of ``rank``, from a graph that ``rank_variables`` returned.
 
-    An ``exchange`` stands under one name on every rank that takes part in it: ``ranks``. Its inputs are what this rank
-    sends (``to`` says where), its outputs what it receives (``source`` says from where) and at last a token. The
-    graph's outputs collect the tokens of exchanges, sums and barriers, so that TensorFlow never leaves one out whose
-    results this rank does not need but others wait for. Raises GraphError where ``ranks`` do not
-    give each replica of each stage a rank of its own.
+    An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
+    this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
+    The graph's last output collects the tokens of exchanges, sums and barriers, so that TensorFlow never leaves out one
+    whose results this rank does not need but for which others wait. Raises GraphError unless ``ranks`` give each
+    replica of each stage a rank of its own.
     """
-    _check(graph, ranks)
-    homes = _Homes(graph, ranks)
-    exchanges = _find_exchanges(graph, homes)
+    _check_ranks(graph, ranks)
+    placement = _Placement(graph, ranks)
     received: dict[Value, Value] = {}
     nodes: list[Node] = []
-    for exchange in exchanges.values():
+    for exchange in _find_exchanges(graph, placement).values():
         node = exchange.node_of(rank, graph)
         if node is not None:
             nodes.append(node)
-            values = [need.value for need in exchange.into(rank)]
+            values = [transfer.value for transfer in exchange.received_by(rank)]
             received |= dict(zip(values, node.values(), strict=False))
-    own = [node for node in graph.nodes if rank in homes.of(node)]
+    own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
     names = {node.name for node in own}
-    nodes += [_localise(node, rank, homes, names, received) for node in own]
-    tokens = tuple(node.values()[-1] for node in nodes if node.op in TOKENS)
+    nodes += [_on_rank(node, rank, placement, names, received) for node in own]
+    tokens = tuple(node.values()[-1] for node in nodes if node.op in OPS_WITH_TOKEN)
     if tokens:
-        nodes.append(Node(SENT, "sent", tokens, (TOKEN,)))
-    outputs = (*graph.outputs, Value(SENT)) if tokens else graph.outputs
+        nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
+    outputs = (*graph.outputs, Value(TOKENS_NAME)) if tokens else graph.outputs
     called = {node.string("function") for node in nodes if node.has("function")}
     functions = tuple(function for function in graph.functions if function.name in called)
     return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
 
 
-def _check(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
-    counts, given = replica_counts(graph), tuple(len(stage) for stage in ranks)
-    if counts != given:
-        raise GraphError(f"the stages have {counts} replicas, but ranks are given for {given}")
-    everybody = sorted(rank for stage in ranks for rank in stage)
-    if everybody != list(range(len(everybody))):
+def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
+    replicas, rank_counts = replica_counts(graph), tuple(len(stage) for stage in ranks)
+    if replicas != rank_counts:
+        raise GraphError(f"the stages have {replicas} replicas, but there are {rank_counts} ranks for them")
+    all_ranks = sorted(rank for stage in ranks for rank in stage)
+    if all_ranks != list(range(len(all_ranks))):
         raise GraphError(
-            f"the stages are on ranks {[list(s) for s in ranks]}: give each of 0 to {len(everybody) - 1} once"
+            f"the stages are on ranks {[list(s) for s in ranks]}: use each of 0 to {len(all_ranks) - 1} once"
         )
 
 
 @dataclass(frozen=True)
-class _Homes:
-    """On which ranks a node runs."""
+class _Placement:
+    """The ranks on which each node runs."""
 
     graph: Graph
     ranks: Sequence[Sequence[int]]
 
-    def of(self, node: Node) -> tuple[int, ...]:
+    def ranks_of(self, node: Node) -> tuple[int, ...]:
         if not node.has("stage"):
             return tuple(sorted(rank for stage in self.ranks for rank in stage))
         stage = self.ranks[node.integer("stage")]
         return tuple(stage) if node.op in _ON_EVERY_REPLICA else (stage[node.integer("replica")],)
 
     def inputs(self, node: Node, rank: int) -> tuple[Value, ...]:
-        """What ``node`` takes where it runs on ``rank``: of a sum over replicas only its own part."""
-        if node.op not in _COLLECTIVE:
+        """Return the inputs of ``node`` on ``rank``: for a sum over replicas, only those of its own replica."""
+        if node.op not in _REDUCTIONS:
             return node.inputs
-        return tuple(value for value in node.inputs if rank in self.of(self.graph.node(value.node)))
+        return tuple(value for value in node.inputs if rank in self.ranks_of(self.graph.node(value.node)))
 
 
 @dataclass(frozen=True)
-class _Need:
-    """A value that ``source`` has and ``to`` needs."""
+class _Transfer:
+    """A value that the rank ``source`` has and the rank ``to`` needs."""
 
     value: Value
     source: int
@@ -115,105 +133,114 @@ class _Need:
 @dataclass
 class _Exchange:
     name: str
-    needs: list[_Need] = field(default_factory=list)
+    transfers: list[_Transfer] = field(default_factory=list)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({rank for need in self.needs for rank in (need.source, need.to)}))
+        return tuple(sorted({rank for transfer in self.transfers for rank in (transfer.source, transfer.to)}))
 
-    def out_of(self, rank: int) -> list[_Need]:
-        """What ``rank`` sends, by receiver; between two ranks the order is that of the needs."""
-        return sorted((need for need in self.needs if need.source == rank), key=lambda need: need.to)
+    def sent_by(self, rank: int) -> list[_Transfer]:
+        """Return what ``rank`` sends, by receiver; between two ranks the order is that of the transfers."""
+        return sorted((t for t in self.transfers if t.source == rank), key=lambda transfer: transfer.to)
 
-    def into(self, rank: int) -> list[_Need]:
-        """What ``rank`` receives, by sender."""
-        return sorted((need for need in self.needs if need.to == rank), key=lambda need: need.source)
+    def received_by(self, rank: int) -> list[_Transfer]:
+        """Return what ``rank`` receives, by sender."""
+        return sorted((t for t in self.transfers if t.to == rank), key=lambda transfer: transfer.source)
 
     def node_of(self, rank: int, graph: Graph) -> Node | None:
+        """Return the node of the exchange on ``rank``, or None if the rank takes no part in it."""
         if rank not in self.ranks:
             return None
-        sends, receives = self.out_of(rank), self.into(rank)
-        types = [graph.type_of(need.value) for need in self.needs]
+        sent, received = self.sent_by(rank), self.received_by(rank)
+        types = [graph.type_of(transfer.value) for transfer in self.transfers]
         attrs: dict[str, Attr] = {
             "dtypes": tuple(dict.fromkeys(kind.dtype.name for kind in types)),
             "header": self._needs_header(graph),
             "ranks": self.ranks,
-            "source": tuple(need.source for need in receives),
-            "to": tuple(need.to for need in sends),
+            "source": tuple(transfer.source for transfer in received),
+            "to": tuple(transfer.to for transfer in sent),
         }
-        outputs = (*(graph.type_of(need.value) for need in receives), TOKEN)
-        return Node(self.name, "exchange", tuple(need.value for need in sends), outputs, attributes(attrs))
+        outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
+        return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
 
     def _needs_header(self, graph: Graph) -> bool:
-        """Whether receivers cannot tell the shapes: of more than one unknown length between two ranks in one dtype.
+        """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.
 
-        Nor does any number of elements tell the length of an empty tensor.
+        They cannot where the tensors of one dtype between two ranks have more than one unknown dimension, or where a
+        tensor with an unknown dimension is empty.
         """
         unknown: dict[tuple[int, int, str], int] = {}
-        for need in self.needs:
-            kind = graph.type_of(need.value)
-            key = (need.source, need.to, kind.dtype.name)
-            lengths = _unknown_lengths(kind)
-            if lengths and kind.shape.elements() == 0:
+        for transfer in self.transfers:
+            kind = graph.type_of(transfer.value)
+            key = (transfer.source, transfer.to, kind.dtype.name)
+            dims = _unknown_dims(kind)
+            if dims and kind.shape.elements() == 0:
                 return True
-            unknown[key] = unknown.get(key, 0) + lengths
+            unknown[key] = unknown.get(key, 0) + dims
         return max(unknown.values()) > 1
 
 
-def _unknown_lengths(kind: TensorType) -> int:
+def _unknown_dims(kind: TensorType) -> int:
     if kind.shape.dims is None:
         raise GraphError(
-            "a tensor of unknown rank would have to travel between ranks: give it a shape (tf.ensure_shape)"
+            "a tensor of unknown rank would have to be sent between ranks: give it a shape (tf.ensure_shape)"
         )
     return sum(1 for dim in kind.shape.dims if dim is None or dim < 0)
 
 
-def _find_exchanges(graph: Graph, homes: _Homes) -> dict[str, _Exchange]:
-    """All exchanges of all ranks, by name."""
+def _find_exchanges(graph: Graph, placement: _Placement) -> dict[str, _Exchange]:
+    """Return all exchanges of all ranks, by name."""
     found: dict[str, _Exchange] = {}
-    known: set[tuple[str, _Need]] = set()
+    known: set[tuple[str, _Transfer]] = set()
     for node in graph.nodes:
-        for need in _needs(node, homes):
-            name = _exchange_name(graph, node, need.value)
-            if (name, need) not in known:
-                known.add((name, need))
-                found.setdefault(name, _Exchange(name)).needs.append(need)
+        for transfer in _transfers(node, placement):
+            name = _exchange_name(graph, node, transfer.value)
+            if (name, transfer) not in known:
+                known.add((name, transfer))
+                found.setdefault(name, _Exchange(name)).transfers.append(transfer)
     return found
 
 
-def _needs(node: Node, homes: _Homes) -> Iterator[_Need]:
-    for rank in homes.of(node):
-        for value in homes.inputs(node, rank):
-            there = homes.of(homes.graph.node(value.node))
-            if rank not in there:
-                yield _Need(value, there[0], rank)
+def _transfers(node: Node, placement: _Placement) -> Iterator[_Transfer]:
+    """Yield a transfer for each input that a rank of ``node`` does not compute itself."""
+    for rank in placement.ranks_of(node):
+        for value in placement.inputs(node, rank):
+            sources = placement.ranks_of(placement.graph.node(value.node))
+            if rank not in sources:
+                yield _Transfer(value, sources[0], rank)
 
 
 def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
-    """One exchange carries all that crosses a boundary in one direction for one micro-batch."""
+    """Return the name of the exchange that carries ``value`` to ``node``.
+
+    One exchange carries all tensors that cross a boundary in one direction for one micro-batch.
+    """
     producer = graph.node(value.node)
     if node.has("micro_batch") and producer.has("micro_batch"):
         here, there = node.integer("stage"), producer.integer("stage")
-        way = "forward" if there < here else "backward"
-        return f"exchange/stage{there}_to_stage{here}/mb{node.integer('micro_batch')}/{way}"
-    if node.op == "merge":
+        direction = "forward" if there < here else "backward"
+        return f"exchange/stage{there}_to_stage{here}/mb{node.integer('micro_batch')}/{direction}"
+    if node.op == OpName.MERGE:
         return "exchange/outputs"
     return f"exchange/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
 
 
-def parse_exchange_name(exchange: str) -> tuple[int, int, int] | None:
-    """The stages that an exchange leads from and to, and its micro-batch, by its name; None where it has none."""
-    match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)/(?:forward|backward)", exchange)
+def parse_exchange_name(name: str) -> tuple[int, int, int] | None:
+    """Return the sending stage, the receiving stage and the micro-batch of an exchange between two stages.
+
+    None for an exchange that is not of one micro-batch.
+    """
+    match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)/(?:forward|backward)", name)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
-def _localise(node: Node, rank: int, homes: _Homes, names: set[str], received: dict[Value, Value]) -> Node:
-    """The node as it stands on ``rank``: inputs from here or from an exchange, controls from here."""
-    inputs = tuple(value if value.node in names else received[value] for value in homes.inputs(node, rank))
+def _on_rank(node: Node, rank: int, placement: _Placement, names: set[str], received: dict[Value, Value]) -> Node:
+    """Return ``node`` as it is on ``rank``: inputs from the rank or an exchange, control edges from the rank only."""
+    inputs = tuple(value if value.node in names else received[value] for value in placement.inputs(node, rank))
     controls = tuple(control for control in node.controls if control.source in names)
     node = dataclasses.replace(node, inputs=inputs, controls=controls)
-    if node.op in TOKENS:
+    if node.op in OPS_WITH_TOKEN:
         node = dataclasses.replace(node, outputs=(*node.outputs, TOKEN))
-    if node.op in _COLLECTIVE or node.op == "barrier":
-        return node.with_attrs(ranks=tuple(sorted(homes.of(node))))
+    if node.op in _REDUCTIONS or node.op == OpName.BARRIER:
+        return node.with_attrs(ranks=tuple(sorted(placement.ranks_of(node))))
     return node

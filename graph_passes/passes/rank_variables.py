@@ -1,8 +1,8 @@
-"""What changes where every replica is a process of its own: who keeps a variable, and how its value travels.
+"""Where each replica is a process (rank) of its own: which rank keeps a variable, and how its value reaches others.
 
-Each rank of a stage keeps the stage's variables itself and updates them from equal gradients, so replicas need no
-copies. Copies remain of what forward writes (a failed step must change nothing), and of variables that another stage
-owns (tied weights), whose values that stage sends at the start of the step.
+Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies.
+Copies remain of what forward writes (a failed step must change no variable), and of variables that another stage owns
+(tied weights), whose values that stage sends at the start of the step.
 """
 
 from __future__ import annotations
@@ -10,89 +10,105 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.graph import Control, Graph, Node, TensorType, Value, attributes
+from graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
 from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+_ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.AVERAGE_STATE})
 
 
 @dataclass(frozen=True)
 class RankVariables:
-    """Rewrite copies of variables for one process a replica; ``types`` are those of the variables' values."""
+    """Change the copies of variables to those that ranks need; ``types``: the type of each variable's value."""
 
     types: tuple[tuple[str, TensorType], ...]
-    name: str = "spread"
+    name: str = "rank_variables"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},
+        may_produce=_ADDED,
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return rank_variables(graph, dict(self.types))
 
 
 def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
-    """The graph with ``read`` at owners, ``refresh`` from what they send, and state averaged before ``commit``."""
+    """Return the graph with variables read at owners, refreshed from there, and state averaged before ``commit``."""
     variables = find_variables(graph)
     nodes: list[Node] = []
     reads: dict[str, Node] = {}
-    dropped: set[str] = set()
+    removed: set[str] = set()
     for node in graph.nodes:
-        if node.op == "refresh":
-            refreshed = _refresh(node, variables, types, reads)
-            nodes += [] if refreshed is None else [refreshed]
-            dropped |= {node.name} if refreshed is None else set()
-        elif node.op == "commit" and node.integer("replicas") > 1:
+        if node.op == OpName.REFRESH:
+            refresh = _rank_refresh(node, variables, types, reads)
+            nodes += [] if refresh is None else [refresh]
+            removed |= {node.name} if refresh is None else set()
+        elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
             nodes += _average(graph, node, types)
-        elif node.op == "barrier":
+        elif node.op == OpName.BARRIER:
             nodes.append(_after_averages(graph, node))
         else:
             nodes.append(node)
-    kept = [
-        dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in dropped)) for node in nodes
+    connected = [
+        dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed)) for node in nodes
     ]
-    return graph.replace(nodes=(*reads.values(), *kept)).sorted()
+    return graph.replace(nodes=(*reads.values(), *connected)).sorted()
 
 
-def _refresh(node: Node, variables: Variables, types: Mapping[str, TensorType], reads: dict[str, Node]) -> Node | None:
-    """The copies that are still needed: those another stage owns, from its ``read``, and those that forward writes."""
+def _rank_refresh(
+    node: Node, variables: Variables, types: Mapping[str, TensorType], reads: dict[str, Node]
+) -> Node | None:
+    """Return the refresh of the copies that a rank needs, or None if it needs none.
+
+    It takes the values of variables that another stage owns (a ``read_variable`` there is added to ``reads``), and
+    reads those that forward writes itself.
+    """
     stage = node.integer("stage")
     foreign = [name for name in node.strings("variables") if variables.owner(name) != stage]
     state = [name for name in node.strings("variables") if name in variables.state and name not in foreign]
     if not foreign and not state:
         return None
+    op = OpName.READ_VARIABLE
     for name in foreign:
         owner = variables.owner(name)
         attrs = attributes({"replica": 0, "stage": owner, "variables": (name,)})
-        reads.setdefault(name, Node(at(owner, what=f"read/{name}"), "read", (), (types[name],), attrs))
+        reads.setdefault(name, Node(at(owner, what=f"{op}/{name}"), op, (), (types[name],), attrs))
     inputs = tuple(Value(reads[name].name) for name in foreign)
-    return dataclasses.replace(node, inputs=inputs).with_attrs(variables=(*foreign, *state), received=len(foreign))
+    return dataclasses.replace(node, inputs=inputs).with_attrs(variables=(*foreign, *state))
 
 
 def _average(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> list[Node]:
-    """``state`` on every replica (what its forwards wrote), ``average`` over them, and the commit of that."""
+    """Return a ``read_state`` on each replica of what its forwards wrote, their average, and the commit of that."""
     stage, names = commit.integer("stage"), commit.strings("variables")
     kinds = tuple(types[name] for name in names)
     states: list[Node] = []
     for replica in range(commit.integer("replicas")):
         attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-        state = Node(at(stage, replica, what="state"), "state", (), kinds, attrs)
-        for node in nodes_of(graph, "forward"):
+        state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
+        for node in nodes_of(graph, OpName.FORWARD):
             if (node.integer("stage"), node.integer("replica")) == (stage, replica):
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())
     attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage})
-    average = Node(at(stage, what="average"), "average", inputs, kinds, attrs)
-    controls = tuple(c for c in commit.controls if not _is_forward(graph, c))
+    average = Node(_average_name(stage), OpName.AVERAGE_STATE, inputs, kinds, attrs)
+    controls = tuple(c for c in commit.controls if graph.node(c.source).op != OpName.FORWARD)
     return [*states, average, dataclasses.replace(commit, inputs=average.values(), controls=controls)]
 
 
+def _average_name(stage: int) -> str:
+    return at(stage, what=OpName.AVERAGE_STATE)
+
+
 def _after_averages(graph: Graph, barrier: Node) -> Node:
-    """The barrier, which opens when all that ``_average`` adds has been averaged: that too may fail."""
-    for commit in nodes_of(graph, "commit"):
+    """Return the barrier with control edges from all averages of state, since these may fail too."""
+    for commit in nodes_of(graph, OpName.COMMIT):
         if commit.integer("replicas") > 1:
-            average = at(commit.integer("stage"), what="average")
+            average = _average_name(commit.integer("stage"))
             barrier = barrier.after(average, "barrier: no variable changes before all state is averaged")
     return barrier
-
-
-def _is_forward(graph: Graph, control: Control) -> bool:
-    return graph.node(control.source).op == "forward"

@@ -1,6 +1,6 @@
-"""Re-computation: backward makes a stage's activations again instead of keeping them (DAPPLE, section VI.E).
+"""Recomputation: backward recomputes activations of a stage instead of keeping them (DAPPLE, section VI.E).
 
-What is repeated, and what for: see ``remake``; when: see ``gates``.
+``analysis.recomputation`` finds what is recomputed, ``recompute_gates`` sets when.
 """
 
 from __future__ import annotations
@@ -9,39 +9,43 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.analysis.recomputation import Recomputation, find_recomputation
 from graph_passes.errors import GraphError
-from graph_passes.ir.extract import ROLES
 from graph_passes.ir.graph import (
+    ROLES,
     Effect,
     Function,
     Graph,
     Node,
     Port,
+    Role,
     Value,
     ancestors,
     attributes,
     topological,
 )
 from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 from graph_passes.passes.recompute_gates import add_recompute_gates
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Make ``runs`` again in backward: for each stage, its runs in order, each as the names of its nodes."""
+    """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes."""
 
     runs: tuple[tuple[frozenset[str], ...], ...]
     name: str = "recompute"
+    contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
         return recompute_stages(graph, self.runs)
 
 
 def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...]:
-    """The rows of neighbours among ``layers`` that are in a stage of the layers ``first`` to ``end`` (exclusive)."""
+    """Return the runs of consecutive ``layers`` within a stage of the layers ``first`` to ``end`` (exclusive)."""
     runs: list[range] = []
     for layer in sorted(layers):
         if first <= layer < end:
@@ -51,21 +55,23 @@ def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...
 
 
 def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]]) -> Graph:
-    """The graph whose stage functions do so. Raises GraphError where the stages have been called already."""
+    """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already."""
     if any(node.has("function") for node in graph.nodes):
-        raise GraphError("re-computation changes what a stage's functions take: it comes before they are called")
+        raise GraphError(
+            "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
+        )
     changed: dict[str, Function] = {}
-    for stage, chosen in enumerate(runs):
-        if chosen:
-            forward, backward = (graph.function(at(stage, what=what)) for what in ("forward", "backward"))
-            remade = find_recomputation(forward, chosen)
-            changed[forward.name] = keep_less(forward, remade.stash)
-            changed[backward.name] = make_again(forward, backward, remade)
+    for stage, stage_runs in enumerate(runs):
+        if stage_runs:
+            forward, backward = (graph.function(at(stage, what=op)) for op in (OpName.FORWARD, OpName.BACKWARD))
+            recomputation = find_recomputation(forward, stage_runs)
+            changed[forward.name] = reduce_stash(forward, recomputation.stash)
+            changed[backward.name] = recompute_in_backward(forward, backward, recomputation)
     return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))
 
 
-def keep_less(forward: Function, stash: Sequence[Value]) -> Function:
-    """The forward function with this stash, less what it then computes for nothing."""
+def reduce_stash(forward: Function, stash: Sequence[Value]) -> Function:
+    """Return the forward function with this stash, without the nodes whose results are no longer used."""
     graph = forward.graph
     results = [pair for pair in zip(forward.outputs, graph.outputs, strict=True) if pair[0].role != "stash"]
     results += [(Port("stash", str(value), graph.type_of(value)), value) for value in stash]
@@ -76,68 +82,74 @@ def keep_less(forward: Function, stash: Sequence[Value]) -> Function:
     return dataclasses.replace(forward, graph=body, outputs=tuple(port for port, _ in results))
 
 
-def make_again(forward: Function, backward: Function, remade: Recomputation) -> Function:
-    """The backward function that takes this stash only, and repeats forward's nodes behind gates."""
-    inputs = _Inputs(forward, backward, remade.stash)
+def recompute_in_backward(forward: Function, backward: Function, recomputation: Recomputation) -> Function:
+    """Return the backward function that takes this stash, and repeats nodes of forward behind recompute gates."""
+    inputs = _Inputs(forward, backward, recomputation.stash)
     own = backward.graph.by_name
-    again = remade.free.union(*remade.runs)
+    repeated = recomputation.free.union(*recomputation.runs)
     added = [
         dataclasses.replace(
             node,
-            inputs=tuple(map(inputs.enter, node.inputs)),
-            controls=tuple(c for c in node.controls if c.source in again),
+            inputs=tuple(map(inputs.for_repeated, node.inputs)),
+            controls=tuple(c for c in node.controls if c.source in repeated),
         )
         for node in forward.graph.nodes
-        if node.name in again and node.name not in own
+        if node.name in repeated and node.name not in own
     ]
     kept = [
-        dataclasses.replace(node, inputs=tuple(map(inputs.without_stash, node.inputs)))
+        dataclasses.replace(node, inputs=tuple(map(inputs.for_backward, node.inputs)))
         for node in backward.graph.nodes
         if node.name not in backward.graph.inputs
     ]
-    outputs = tuple(map(inputs.without_stash, backward.graph.outputs))
+    outputs = tuple(map(inputs.for_backward, backward.graph.outputs))
     ports = inputs.ports()
     nodes = topological([*(node for _, node in ports), *added, *kept])
-    entries = {port.role: {node.name for other, node in ports if other.role == port.role} for port, _ in ports}
-    gated = add_recompute_gates(nodes, remade.runs, entries)
+    entries: dict[Role, set[str]] = {}
+    for port, node in ports:
+        entries.setdefault(port.role, set()).add(node.name)
+    gated = add_recompute_gates(nodes, recomputation.runs, entries)
     graph = Graph(backward.name, gated, tuple(node.name for _, node in ports), outputs)
     return Function(backward.name, graph, tuple(port for port, _ in ports), backward.outputs)
 
 
 class _Inputs:
-    """The inputs of the new backward function: the old ones less the stash that is made again, and new ones."""
+    """The inputs of the new backward function: the old ones without the stash that is recomputed, and new ones.
+
+    ``by_port``: port and input node, by role and name. ``recomputed``: for each old stash input that is recomputed, the
+    value that takes its place.
+    """
 
     def __init__(self, forward: Function, backward: Function, stash: Sequence[Value]) -> None:
         self.forward = forward
         self.stash = {str(value): value for value in stash}
-        self.given = {
+        self.by_port = {
             (port.role, port.name): (port, backward.graph.node(name))
             for port, name in zip(backward.inputs, backward.graph.inputs, strict=True)
         }
-        values = zip(forward.outputs, forward.graph.outputs, strict=True)
-        made = {port.name: value for port, value in values if port.role == "stash" and port.name not in self.stash}
-        self.remade = {Value(self.given.pop(("stash", name))[1].name): value for name, value in made.items()}
-        self.entries = dict(zip(forward.graph.inputs, forward.inputs, strict=True))
+        results = zip(forward.outputs, forward.graph.outputs, strict=True)
+        gone = {port.name: value for port, value in results if port.role == "stash" and port.name not in self.stash}
+        self.recomputed = {Value(self.by_port.pop(("stash", name))[1].name): value for name, value in gone.items()}
+        self.forward_ports = dict(zip(forward.graph.inputs, forward.inputs, strict=True))
         self.numbers = itertools.count(len(backward.inputs))
 
-    def enter(self, value: Value) -> Value:
-        """Forward's ``value`` as a node that is made again takes it, before gates."""
-        if value.node in self.entries:
-            port = self.entries[value.node]
+    def for_repeated(self, value: Value) -> Value:
+        """Return what a repeated node takes in place of forward's ``value``, before gates."""
+        if value.node in self.forward_ports:
+            port = self.forward_ports[value.node]
         elif str(value) in self.stash:
             port = Port("stash", str(value), self.forward.graph.type_of(value))
         else:
             return value
         key = (port.role, port.name)
-        if key not in self.given:
+        if key not in self.by_port:
             name = f"{port.role}/{next(self.numbers)}"
-            self.given[key] = port, Node(name, port.role, (), (port.type,), attributes({"port": port.name}))
-        return Value(self.given[key][1].name)
+            self.by_port[key] = port, Node(name, port.role, (), (port.type,), attributes({"port": port.name}))
+        return Value(self.by_port[key][1].name)
 
-    def without_stash(self, value: Value) -> Value:
-        """What backward's own nodes take in place of ``value``."""
-        return self.remade.get(value, value)
+    def for_backward(self, value: Value) -> Value:
+        """Return what a node of backward takes in place of ``value``."""
+        return self.recomputed.get(value, value)
 
     def ports(self) -> list[tuple[Port, Node]]:
-        """All inputs, in the order of a function's."""
-        return sorted(self.given.values(), key=lambda entry: ROLES.index(entry[0].role))
+        """Return all inputs, sorted by role."""
+        return sorted(self.by_port.values(), key=lambda entry: ROLES.index(entry[0].role))

@@ -1,12 +1,13 @@
-"""When activations are made again: a gate before each run of re-computed layers.
+"""When activations are recomputed: a recompute gate before each run of recomputed layers.
 
-The gate of a run (see ``remake``) waits for the first gradients that backward takes beside what the run makes; what
-enters the run waits for the gate, by an edge of control (TensorFlow takes an IdentityN of both apart). So a run is made
-again when its gradient is there, not before: of several runs one after the other is made again. And TensorFlow does not
-see the two computations as one where it inlines both functions: one of them waits.
+The gate of a run (see ``analysis.recomputation``) waits for the first gradients that backward combines with what the
+run computes, and the inputs of the run wait for the gate. So a run is recomputed when its gradient is there and not
+earlier: of several runs, one at a time is in memory. The inputs wait by a control edge, since TensorFlow takes an
+IdentityN of both apart. The edge also keeps TensorFlow from merging the two computations of the run where it inlines
+forward and backward.
 
-Where a call is inlined, its inputs wait for the edges of control that lead to it: so a gradient that is known before
-forward has run (the loss's own) does not open a gate.
+Where a call is inlined, its inputs wait for the control edges of the call. So a gradient that is known before forward
+has run (that of the loss itself) does not open a gate.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
-from graph_passes.ir.graph import Control, Node, TensorType, Value, attributes, topological
+from graph_passes.ir.graph import Control, Node, Role, TensorType, Value, attributes, topological
 
 
 def add_recompute_gates(
-    nodes: Sequence[Node], runs: Sequence[Set[str]], entries: Mapping[str, Set[str]]
+    nodes: Sequence[Node], runs: Sequence[Set[str]], entries: Mapping[Role, Set[str]]
 ) -> tuple[Node, ...]:
-    """The nodes with a gate before each run, behind which it takes the ``entries`` (inputs by role) that it needs."""
+    """Return the nodes of a backward function with a recompute gate before each of ``runs`` (names of nodes).
+
+    ``entries``: the function's input nodes by role. Those that a run takes, but for variables, pass the run's gate.
+    """
     incoming = {*entries.get("gradient", ()), *entries.get("seed", ())}
     gated = {name for role, names in entries.items() if role != "variable" for name in names}
-    graded = _reached(nodes, incoming)
+    from_gradients = _dependents(nodes, incoming)
     types = {value: kind for node in nodes for value, kind in zip(node.values(), node.outputs, strict=True)}
     added: list[Node] = []
-    behind: dict[str, dict[Value, Value]] = {}
+    replaced: dict[str, dict[Value, Value]] = {}  # for each node of a run, the inputs that pass the gate
     for index, run in enumerate(runs):
         entering = tuple(dict.fromkeys(v for n in nodes if n.name in run for v in n.inputs if v.node in gated))
-        # A run's gate must not wait for the run, nor for one before it, whose gate may wait for this run.
-        tainted = _reached(nodes, set().union(*runs[: index + 1]))
-        waits = _meetings(nodes, run, graded, tainted) or tuple(map(Value, sorted(incoming)))
+        # A run's gate must not wait for the run, nor for an earlier run, whose gate may wait for this one.
+        circular = _dependents(nodes, set().union(*runs[: index + 1]))
+        waits = _first_gradients(nodes, run, from_gradients, circular) or tuple(map(Value, sorted(incoming)))
         if entering and waits:
             gate = _make_gate(f"recompute{index}/gate", waits, types)
-            entered = [_enter(f"recompute{index}/enter{i}", v, types[v], gate) for i, v in enumerate(entering)]
-            added += [gate, *entered]
+            passed = [_pass(f"recompute{index}/enter{i}", v, types[v], gate) for i, v in enumerate(entering)]
+            added += [gate, *passed]
             for name in run:
-                behind[name] = {value: Value(node.name) for value, node in zip(entering, entered, strict=True)}
-    return topological([*(_reroute(node, behind.get(node.name, {})) for node in nodes), *added])
+                replaced[name] = {value: Value(node.name) for value, node in zip(entering, passed, strict=True)}
+    return topological([*(_replace_inputs(node, replaced.get(node.name, {})) for node in nodes), *added])
 
 
 def _make_gate(name: str, waits: tuple[Value, ...], types: Mapping[Value, TensorType]) -> Node:
@@ -46,28 +50,30 @@ def _make_gate(name: str, waits: tuple[Value, ...], types: Mapping[Value, Tensor
     return Node(name, "IdentityN", waits, kinds, attributes({"T": tuple(kind.dtype for kind in kinds)}))
 
 
-def _enter(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
-    """The value, behind the gate."""
+def _pass(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
+    """Return a node that gives ``value`` when ``gate`` has run."""
     controls = (Control(gate.name, "recompute: its gradients have come"),)
     return Node(name, "Identity", (value,), (kind,), attributes({"T": kind.dtype}), controls)
 
 
-def _meetings(nodes: Sequence[Node], run: Set[str], graded: Set[str], tainted: Set[str]) -> tuple[Value, ...]:
-    """The gradients that meet what ``run`` makes, or what is computed from that alone."""
-    alone = set(run)
+def _first_gradients(
+    nodes: Sequence[Node], run: Set[str], from_gradients: Set[str], circular: Set[str]
+) -> tuple[Value, ...]:
+    """Return the gradients that are combined with values of ``run``, or with values computed from these alone."""
+    without_gradients = set(run)
     found: dict[Value, None] = {}
     for node in nodes:
-        if alone.isdisjoint(value.node for value in node.inputs):
+        if without_gradients.isdisjoint(value.node for value in node.inputs):
             continue
-        if node.name in graded:
-            found |= dict.fromkeys(v for v in node.inputs if v.node in graded and v.node not in tainted)
+        if node.name in from_gradients:
+            found |= dict.fromkeys(v for v in node.inputs if v.node in from_gradients and v.node not in circular)
         else:
-            alone.add(node.name)
+            without_gradients.add(node.name)
     return tuple(found)
 
 
-def _reached(nodes: Sequence[Node], roots: Set[str]) -> set[str]:
-    """``roots`` and all nodes that depend on them."""
+def _dependents(nodes: Sequence[Node], roots: Set[str]) -> set[str]:
+    """Return ``roots`` and all nodes that depend on them."""
     found = set(roots)
     for node in nodes:
         if not found.isdisjoint(node.predecessors()):
@@ -75,5 +81,5 @@ def _reached(nodes: Sequence[Node], roots: Set[str]) -> set[str]:
     return found
 
 
-def _reroute(node: Node, through: Mapping[Value, Value]) -> Node:
-    return dataclasses.replace(node, inputs=tuple(through.get(value, value) for value in node.inputs))
+def _replace_inputs(node: Node, by: Mapping[Value, Value]) -> Node:
+    return dataclasses.replace(node, inputs=tuple(by.get(value, value) for value in node.inputs))

@@ -1,11 +1,12 @@
-"""Replicate stages, and put split and concat between neighbours of different counts (DAPPLE, V.A.2, Fig. 9).
+"""Replicate stages; split and concatenate tensors between different replica counts (DAPPLE, section V.A.2, Fig. 9).
 
-Replica i of r holds samples [n i / r, n (i+1) / r) of a micro-batch of n. Two replicas exchange the rows that
-their intervals share: neighbours with equal counts are wired one to one and get no extra nodes.
+Replica i of r has the samples [n i / r, n (i+1) / r) of a micro-batch of n. Replicas of neighbouring stages exchange
+the rows that both have. With equal counts each replica is connected to one other, without extra nodes.
 
-What does not depend on the batch is *shared*: every replica has it alike, so a receiver takes it whole from the first
-that overlaps. Its gradient goes back to that one alone, which adds what comes from several; where none comes, it is
-zeros. The producers' gradients are summed by AllReduce in any case, so each part counts once.
+A boundary tensor that does not depend on the batch is *shared*: all replicas have the same value, so a receiver takes
+it whole from the first replica that has samples in common with it. The gradient of the tensor goes back to that replica
+alone, which adds those of several receivers, and takes zeros where it gets none. AllReduce sums the gradients over the
+sending replicas, so each part counts once.
 """
 
 from __future__ import annotations
@@ -14,76 +15,89 @@ import dataclasses
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, topological
 from graph_passes.ir.names import at, micro_batch_count, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+from graph_passes.passes.microbatch import BATCH_SIZE_NAME
+
+_ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
 
 @dataclass(frozen=True)
 class SplitConcat:
-    """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that all replicas have alike."""
+    """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that do not depend on the batch."""
 
     replicas: tuple[int, ...]
     shared: frozenset[str] = frozenset()
     name: str = "split_concat"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
+        forbids=_ADDED | {OpName.REFRESH, OpName.COMMIT, OpName.ACCUMULATE, OpName.GRADIENTS},
+        may_produce=_ADDED,
+    )
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
-        return replicate(graph, self.replicas, self.shared)
+        return replicate_stages(graph, self.replicas, self.shared)
 
 
 def overlaps(i: int, r: int, q: int) -> tuple[int, ...]:
-    """The replicas j of q that share samples with replica i of r.
+    """Return the replicas j of q that have samples in common with replica i of r.
 
-    The integer bounds floor(n i / r) are monotone in i / r, so fractions that do not overlap share no row.
+    The bounds floor(n i / r) are monotone in i / r, so fractions that do not overlap have no row in common.
     """
     low, high = Fraction(i, r), Fraction(i + 1, r)
     return tuple(j for j in range(q) if Fraction(j, q) < high and low < Fraction(j + 1, q))
 
 
-def replicate(graph: Graph, replicas: Sequence[int], shared: Set[str] = frozenset()) -> Graph:
-    """The graph with every stage's nodes once per replica, and exchanges where counts differ; see ``SplitConcat``.
+def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = frozenset()) -> Graph:
+    """Return the graph with the nodes of each stage once for each of its replicas, connected as the module says.
 
-    Raises PartitionError where a tensor without a batch axis would have to be split.
+    Raises PartitionError if a stage gets no replica, or if a tensor without a batch axis would have to be split.
     """
     stages = len(replica_counts(graph))
     if len(replicas) != stages or min(replicas) < 1:
         raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
     micro_batches = micro_batch_count(graph)
-    exchanges = _Exchanges(graph, tuple(replicas), shared, micro_batches)
+    boundaries = _Boundaries(graph, tuple(replicas), shared, micro_batches)
     nodes: list[Node] = []
     for node in graph.nodes:
         if not node.has("stage"):
-            nodes.append(_merge_all(node, graph, replicas) if node.op == "merge" else node)
+            nodes.append(_merge_all(node, graph, replicas) if node.op == OpName.MERGE else node)
             continue
         stage = node.integer("stage")
         for replica in range(replicas[stage]):
-            inputs = tuple(exchanges.source(node, value, replica) for value in node.inputs)
-            copy = dataclasses.replace(node, name=_rename(node.name, replica), inputs=inputs)
+            inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
+            copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs)
             copy = copy.with_attrs(replica=replica)
-            if node.op == "slice":
+            if node.op == OpName.SLICE:
                 copy = copy.with_attrs(replicas=replicas[stage])
             nodes.append(copy)
-    return graph.replace(nodes=topological([*nodes, *exchanges.nodes.values()]))
+    return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
 
 
-def _rename(name: str, replica: int) -> str:
+def _of_replica(name: str, replica: int) -> str:
     return name.replace("/replica0/", f"/replica{replica}/")
 
 
 def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
-    """Loss and aux gather (value, weight) pairs of every replica, in sample order."""
+    """Return the merge of the (value, share of the samples) pairs of all replicas, in sample order."""
     inputs: list[Value] = []
-    for value, weight in zip(node.inputs[::2], node.inputs[1::2], strict=True):
+    for value, share in zip(node.inputs[::2], node.inputs[1::2], strict=True):
         for replica in range(replicas[graph.node(value.node).integer("stage")]):
-            inputs += [Value(_rename(v.node, replica), v.index) for v in (value, weight)]
+            inputs += [Value(_of_replica(v.node, replica), v.index) for v in (value, share)]
     return dataclasses.replace(node, inputs=tuple(inputs))
 
 
-class _Exchanges:
-    """Makes split, concat and add nodes on demand, one of each for all tensors of a boundary."""
+class _Boundaries:
+    """Connects the replicas of neighbouring stages.
+
+    ``nodes``: the split, concat and add nodes, made when a replica first needs them, one for all tensors of a boundary.
+    """
 
     def __init__(self, graph: Graph, replicas: tuple[int, ...], shared: Set[str], micro_batches: int) -> None:
         self.graph = graph
@@ -91,44 +105,48 @@ class _Exchanges:
         self.shared = shared
         self.micro_batches = micro_batches
         self.nodes: dict[str, Node] = {}
-        self._crosses: dict[tuple[str, int, bool], list[Value]] = {}
+        self._crossing: dict[tuple[str, int, bool], list[Value]] = {}
 
     def source(self, node: Node, value: Value, replica: int) -> Value:
-        """Where replica ``replica`` of ``node`` takes ``value`` from."""
+        """Return what replica ``replica`` of ``node`` takes as ``value``."""
         producer = self.graph.node(value.node)
         if not producer.has("stage"):
             return value
         here, there = node.integer("stage"), producer.integer("stage")
         if here == there or self.replicas[here] == self.replicas[there]:
-            return Value(_rename(value.node, replica), value.index)
+            return Value(_of_replica(value.node, replica), value.index)
         if not self._is_shared(value):
-            return self._exchange(producer, value, here, replica)
-        if producer.op == "backward":
+            return self._concat(producer, value, here, replica)
+        if producer.op == OpName.BACKWARD:
             return self._add(producer, value, here, replica)
         first = overlaps(replica, self.replicas[here], self.replicas[there])[0]
-        return Value(_rename(value.node, first), value.index)
+        return Value(_of_replica(value.node, first), value.index)
 
     def _add(self, producer: Node, value: Value, here: int, replica: int) -> Value:
-        """The gradient of a shared ``value``: that of the replicas whose first is ``replica`` of stage ``here``."""
+        """Return the gradient of a shared ``value`` for ``replica`` of stage ``here``.
+
+        It is the sum over the replicas of the producer that took the value from ``replica``.
+        """
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         r, q = self.replicas[there], self.replicas[here]
         senders = [j for j in range(r) if overlaps(j, r, q)[0] == replica]
         if len(senders) == 1:
-            return Value(_rename(value.node, senders[0]), value.index)
-        tensors = self._crossing(producer, here, shared=True)
+            return Value(_of_replica(value.node, senders[0]), value.index)
+        tensors = self._crossing_tensors(producer, here, shared=True)
         name = at(here, replica, m, f"add_{producer.op}")
-        inputs = tuple(Value(_rename(v.node, j), v.index) for v in tensors for j in senders)
+        inputs = tuple(Value(_of_replica(v.node, j), v.index) for v in tensors for j in senders)
         kinds = tuple(self.graph.type_of(v) for v in tensors)
         attrs: dict[str, Attr] = {"micro_batch": m, "pieces": len(senders), "replica": replica, "stage": here}
-        self.nodes[name] = Node(name, "add", inputs, kinds, attributes(attrs))
+        self.nodes[name] = Node(name, OpName.ADD, inputs, kinds, attributes(attrs))
         return Value(name, tensors.index(value))
 
-    def _exchange(self, producer: Node, value: Value, here: int, replica: int) -> Value:
-        tensors = self._crossing(producer, here, shared=False)
+    def _concat(self, producer: Node, value: Value, here: int, replica: int) -> Value:
+        """Return the rows of ``value`` that ``replica`` of stage ``here`` takes, from one or several replicas."""
+        tensors = self._crossing_tensors(producer, here, shared=False)
         place = tensors.index(value)
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         counts = self.replicas[there], self.replicas[here]
-        pieces = [self._piece(producer, tensors, i, replica, here) for i in overlaps(replica, counts[1], counts[0])]
+        pieces = [self._split(producer, tensors, i, replica, here) for i in overlaps(replica, counts[1], counts[0])]
         if len(pieces) == 1:
             return pieces[0][place]
         name = at(here, replica, m, f"concat_{producer.op}")
@@ -142,15 +160,15 @@ class _Exchanges:
                 "stage": here,
             }
             kinds = tuple(self.graph.type_of(v) for v in tensors)
-            self.nodes[name] = Node(name, "concat", inputs, kinds, attributes(attrs))
+            self.nodes[name] = Node(name, OpName.CONCAT, inputs, kinds, attributes(attrs))
         return Value(name, place)
 
-    def _piece(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
-        """What replica i of the producer sends to ``replica`` of stage ``here``: one value a tensor."""
+    def _split(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
+        """Return the rows of ``tensors`` that replica i of the producer sends to ``replica`` of stage ``here``."""
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         r, q = self.replicas[there], self.replicas[here]
         receivers = overlaps(i, r, q)
-        whole = tuple(Value(_rename(v.node, i), v.index) for v in tensors)
+        whole = tuple(Value(_of_replica(v.node, i), v.index) for v in tensors)
         if len(receivers) == 1:
             return whole
         name = at(there, i, m, f"split_{producer.op}")
@@ -166,14 +184,15 @@ class _Exchanges:
                 "stage": there,
             }
             kinds = tuple(self.graph.type_of(v) for v in tensors for _ in receivers)
-            self.nodes[name] = Node(name, "split", (Value("batch/size"), *whole), kinds, attributes(attrs))
+            inputs = (Value(BATCH_SIZE_NAME), *whole)
+            self.nodes[name] = Node(name, OpName.SPLIT, inputs, kinds, attributes(attrs))
         position = receivers.index(replica)
         return tuple(Value(name, k * len(receivers) + position) for k in range(len(tensors)))
 
-    def _crossing(self, producer: Node, here: int, *, shared: bool) -> list[Value]:
-        """The outputs of ``producer`` that stage ``here`` takes, in order: those that are shared, or the others."""
+    def _crossing_tensors(self, producer: Node, here: int, *, shared: bool) -> list[Value]:
+        """Return the outputs of ``producer`` that stage ``here`` takes, in order: the shared ones, or the others."""
         key = producer.name, here, shared
-        if key not in self._crosses:
+        if key not in self._crossing:
             found = {
                 value
                 for node in self.graph.nodes
@@ -181,8 +200,8 @@ class _Exchanges:
                 for value in node.inputs
                 if value.node == producer.name
             }
-            self._crosses[key] = sorted(value for value in found if self._is_shared(value) == shared)
-        return self._crosses[key]
+            self._crossing[key] = sorted(value for value in found if self._is_shared(value) == shared)
+        return self._crossing[key]
 
     def _is_shared(self, value: Value) -> bool:
         producer = self.graph.node(value.node)

@@ -1,9 +1,9 @@
-"""Cut the traced update of an optimizer into one function a stage, and what is shared.
+"""Cut the traced update of an optimizer into a function for each stage, and functions that all stages share.
 
-Any optimizer will do: its whole ``apply`` is traced once, on all variables, so that it steps once however
-many stages there are. A write belongs to the stage of the variable it updates; a slot to the stage whose
-updates read it; what several stages read (step counter, products of betas) is shared, and runs before or
-after the stages' updates as the optimizer has it.
+Any optimizer can be cut: its ``apply`` is traced once, on all variables, so that it steps once for any number of
+stages. A write belongs to the stage of the variable that it updates, a slot to the stage whose updates read it. What
+several stages read (step counter, products of betas) is shared, and runs before or after the stages' updates, as in the
+optimizer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from graph_passes.errors import PartitionError
 from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Value, ancestors
+from graph_passes.ir.graph import Effect, Function, Graph, Role, Value, ancestors
 from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
 
 
 @dataclass(frozen=True)
 class Updates:
-    """``before`` and ``after``: what all stages share (None where there is nothing); ``stages`` by index."""
+    """The update functions of the stages, by stage, and the shared ones that run before and after them, or None."""
 
     before: Function | None
     stages: tuple[tuple[int, Function], ...]
@@ -28,13 +29,13 @@ class Updates:
 
 
 def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
-    """Cut ``graph``, whose args are the gradients (named as their variables), by ``owner`` of each variable.
+    """Cut ``graph``, whose arguments are the gradients (named as their variables), by the ``owner`` of each variable.
 
-    Raises PartitionError when one op updates the variables of several stages.
+    Raises PartitionError if one op updates the variables of several stages.
     """
-    graph = _unbundle(graph)
+    graph = _remove_identity_n(graph)
     closure = {n.name: ancestors(graph, [n.name]) for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)}
-    homes = _slot_stages(graph, owner, closure)
+    slot_stages = _slot_stages(graph, owner, closure)
     writes: dict[int, set[str]] = {}
     shared: set[str] = set()
     for name, needs in closure.items():
@@ -47,29 +48,29 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
                 "it cannot run where they live: use an optimizer that updates each variable by itself"
             )
         if not owners:
-            found = {stage for target in targets for stage in homes.get(target, set())}
+            found = {stage for target in targets for stage in slot_stages.get(target, set())}
             read = {owner[n] for n in needs if graph.node(n).op == "variable" and n in owner}
             owners = found or read
         if len(owners) == 1:
             writes.setdefault(owners.pop(), set()).add(name)
         else:
             shared.add(name)
-    everything = set(closure)
+    all_writes = set(closure)
     before = {name for name in shared if any(name in closure[w] for group in writes.values() for w in group)}
     after = shared - before
     stages = tuple(
-        (stage, _function(at(stage, what="update"), graph, writes[stage], everything - writes[stage]))
+        (stage, _update_function(at(stage, what=OpName.UPDATE), graph, writes[stage], all_writes - writes[stage]))
         for stage in sorted(writes)
     )
     return Updates(
-        _function("optimizer/before", graph, before, everything - before) if before else None,
+        _update_function("optimizer/before", graph, before, all_writes - before) if before else None,
         stages,
-        _function("optimizer/after", graph, after, everything - after) if after else None,
+        _update_function("optimizer/after", graph, after, all_writes - after) if after else None,
     )
 
 
-def _unbundle(graph: Graph) -> Graph:
-    """The graph less its IdentityN nodes: Keras passes all gradients through one, which ties all stages together."""
+def _remove_identity_n(graph: Graph) -> Graph:
+    """Return the graph without IdentityN nodes. Keras passes all gradients through one, which connects all stages."""
     same: dict[Value, Value] = {}
     nodes = []
     for node in graph.nodes:
@@ -82,7 +83,7 @@ def _unbundle(graph: Graph) -> Graph:
 
 
 def _slot_stages(graph: Graph, owner: Mapping[str, int], closure: Mapping[str, set[str]]) -> dict[str, set[int]]:
-    """For each variable that is not trained, the stages whose updates read it."""
+    """Return, for each variable that is not trained, the stages whose updates read it."""
     stages: dict[str, set[int]] = {}
     for name, needs in closure.items():
         node = graph.node(name)
@@ -93,11 +94,11 @@ def _slot_stages(graph: Graph, owner: Mapping[str, int], closure: Mapping[str, s
     return stages
 
 
-def _function(name: str, graph: Graph, roots: set[str], done: set[str]) -> Function:
-    """The writes ``roots`` and all they need, less the writes in ``done``, which have run before."""
-    members = ancestors(graph, roots, stop=done)
+def _update_function(name: str, graph: Graph, writes: set[str], done: set[str]) -> Function:
+    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it."""
+    members = ancestors(graph, writes, stop=done)
 
-    def port_of(value: Value) -> tuple[str, str] | None:
+    def port_of(value: Value) -> tuple[Role, str] | None:
         source = graph.node(value.node)
         if source.op == "arg":
             return "gradient", source.string("port")
@@ -105,6 +106,9 @@ def _function(name: str, graph: Graph, roots: set[str], done: set[str]) -> Funct
             return "variable", source.name
         if value.node in members:
             return None
-        raise PartitionError(f"the optimizer's {name} needs {value}, the result of an update it shares")
+        raise PartitionError(
+            f"the optimizer's {name} needs {value}, the result of an update that belongs to another function: use an "
+            "optimizer whose updates read variables only"
+        )
 
     return extract_function(name, graph, members, port_of, (), ())

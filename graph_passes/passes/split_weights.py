@@ -1,76 +1,85 @@
-"""Cut each stage's backward in two: gradients of what entered the stage, and gradients of its weights.
+"""Cut each stage's backward in two functions: the gradients of the stage's inputs, and the gradients of its weights.
 
-Only the first are waited for by other stages, so a schedule may run the second (``W``) at any later time (Qi et al.,
-"Zero Bubble Pipeline Parallelism", 2023). What both need is computed once, in the first, and *carried* to the second.
+Other stages wait only for the first, so a schedule may run the second (``W``) at any later time (Qi et al., "Zero
+Bubble Pipeline Parallelism", 2023). What both need is computed once, in the first, and *carried* to the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from graph_passes.analysis.layers import variables_of
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Value, ancestors
+from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
 
-# Other names for a tensor that is there, constants and values of weights: made again, for nothing, rather than carried.
+# Views, constants and values of weights: the second function repeats these ops, which costs nothing, and carries none.
 FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})
-_BACKWARD = "/backward"
+_BACKWARD = f"/{OpName.BACKWARD}"
 
 
 @dataclass(frozen=True)
 class SplitWeights:
-    """Replace each ``stageN/backward`` by one of that name without gradients of variables, and ``stageN/weights``."""
+    """Replace each ``stageN/backward`` by one without gradients of variables, and ``stageN/weights`` for these."""
 
     name: str = "split_weights"
+    contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """See the class."""
-        state = find_variables(graph).state
-        functions: list[Function] = []
-        for function in graph.functions:
-            functions += split_function(function, state) if function.name.endswith(_BACKWARD) else [function]
-        return graph.replace(functions=tuple(functions))
+        return split_weights(graph)
+
+
+def split_weights(graph: Graph) -> Graph:
+    """Return the graph with two functions in place of each backward function."""
+    state = find_variables(graph).state
+    functions: list[Function] = []
+    for function in graph.functions:
+        functions += split_function(function, state) if function.name.endswith(_BACKWARD) else [function]
+    return graph.replace(functions=tuple(functions))
 
 
 def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[Function, Function]:
-    """The part of a backward that gives the gradients of the stage's inputs, and the part that gives its variables'.
+    """Return the part of a backward that gives the gradients of the stage's inputs, and the part for its variables.
 
-    Whatever acts on something (writes, prints, draws), and reads of the variables in ``state``, which are written
-    during the step, belong to the first part: they run once, and in the order in which they did. A stage whose inputs
-    want no gradient, such as the first, has nothing but these there: its weights' part is all of its backward. Nothing
-    waits for that stage, and ZB-H1 runs the parts of a first stage one right after the other.
+    Nodes with effects (writes, prints, random draws) and reads of the variables ``state``, which are written during the
+    step, belong to the first part: they run once, and in the same order as before. A stage whose inputs have no
+    gradient, such as the first, has only these in its first part: the second is its whole backward. No stage waits for
+    the first stage, and ZB-H1 runs the two parts of its backward one right after the other.
     """
     graph, entering = function.graph, set(function.graph.inputs)
-    given = list(zip(function.outputs, graph.outputs, strict=True))
-    boundary = [(port, value) for port, value in given if port.role != "variable"]
-    weights = [(port, value) for port, value in given if port.role == "variable"]
-    acting = [node.name for node in graph.nodes if _acts(function, node, state)]
+    results = list(zip(function.outputs, graph.outputs, strict=True))
+    boundary = [(port, value) for port, value in results if port.role != "variable"]
+    weights = [(port, value) for port, value in results if port.role == "variable"]
+    acting = [node.name for node in graph.nodes if _has_effect(function, node, state)]
     first = ancestors(graph, [*(value.node for _, value in boundary), *acting], stop=entering)
     second = ancestors(graph, [value.node for _, value in weights], stop=entering | first)
     second |= _repeated(graph, first - set(acting), second, [value for _, value in weights])
-    carried = _crossing(graph, first - second, second, [value for _, value in weights])
-    results = [*boundary, *((Port("carry", str(value), graph.type_of(value)), value) for value in carried)]
-    stage = function.name.removesuffix(_BACKWARD)
+    carried = _carried(graph, first - second, second, [value for _, value in weights])
+    carry_ports: dict[Value, tuple[Role, str]] = {value: ("carry", str(value)) for value in carried}
+    first_results = [*boundary, *((Port("carry", str(value), graph.type_of(value)), value) for value in carried)]
+    weights_name = f"{function.name.removesuffix(_BACKWARD)}/{OpName.WEIGHTS}"
     return (
-        _close(function, function.name, first, {}, results),
-        _close(function, f"{stage}/weights", second, {value: ("carry", str(value)) for value in carried}, weights),
+        _extract(function, function.name, first, {}, first_results),
+        _extract(function, weights_name, second, carry_ports, weights),
     )
 
 
-def _acts(function: Function, node: Node, state: Set[str]) -> bool:
-    """Whether the node does more than compute its outputs, or what it computes depends on when it runs."""
+def _has_effect(function: Function, node: Node, state: Set[str]) -> bool:
+    """Return whether the node does more than compute its outputs, or reads variables that the step writes."""
     if node.effect == Effect.READ:
         names = {port.name for name, port in _ports(function).items() if name in variables_of(function.graph, node)}
         return not state.isdisjoint(names)
     return node.effect != Effect.PURE
 
 
-def _repeated(graph: Graph, first: Set[str], second: Set[str], wanted: Iterable[Value]) -> set[str]:
-    """The nodes of ``first`` that ``second`` makes again, since they are FREE."""
+def _repeated(graph: Graph, first: Set[str], second: Set[str], results: Iterable[Value]) -> set[str]:
+    """Return the nodes of ``first`` that ``second`` repeats, since they cost nothing (``FREE``)."""
     found: set[str] = set()
-    pending = [*wanted, *(value for name in second for value in graph.node(name).inputs)]
+    pending = [*results, *(value for name in second for value in graph.node(name).inputs)]
     while pending:
         node = graph.node(pending.pop().node)
         if node.op in FREE and node.name in first and node.name not in found:
@@ -79,31 +88,33 @@ def _repeated(graph: Graph, first: Set[str], second: Set[str], wanted: Iterable[
     return found
 
 
-def _crossing(graph: Graph, first: Set[str], second: Set[str], wanted: Iterable[Value]) -> tuple[Value, ...]:
-    """Values of ``first`` that ``second`` takes or gives, in the order of the graph."""
-    taken = {value for name in second for value in graph.node(name).inputs} | set(wanted)
+def _carried(graph: Graph, first: Set[str], second: Set[str], results: Iterable[Value]) -> tuple[Value, ...]:
+    """Return the values of ``first`` that ``second`` takes or returns, in the order of the graph."""
+    taken = {value for name in second for value in graph.node(name).inputs} | set(results)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return tuple(sorted((v for v in taken if v.node in first), key=lambda v: (position[v.node], v.index)))
 
 
 def _ports(function: Function) -> dict[str, Port]:
-    """The ports of a function by its input nodes."""
+    """Return the ports of a function's inputs by their nodes."""
     return dict(zip(function.graph.inputs, function.inputs, strict=True))
 
 
-def _close(
+def _extract(
     function: Function,
     name: str,
     members: set[str],
-    carried: dict[Value, tuple[str, str]],
+    carry_ports: Mapping[Value, tuple[Role, str]],
     results: Iterable[tuple[Port, Value]],
 ) -> Function:
+    """Return the function of the nodes ``members``, which takes the inputs of ``function`` and the carried values."""
     ports = _ports(function)
 
-    def port_of(value: Value) -> tuple[str, str] | None:
+    def port_of(value: Value) -> tuple[Role, str] | None:
         if value.node in ports:
             return ports[value.node].role, ports[value.node].name
-        return carried.get(value)
+        return carry_ports.get(value)
 
-    known = list(results)
-    return extract_function(name, function.graph, members, port_of, [port for port, _ in known], [v for _, v in known])
+    pairs = list(results)
+    outputs, values = [port for port, _ in pairs], [value for _, value in pairs]
+    return extract_function(name, function.graph, members, port_of, outputs, values)

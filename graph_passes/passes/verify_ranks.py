@@ -1,4 +1,4 @@
-"""Prove, before any rank runs, that the graphs of all ranks fit together: exchanges pair up, and none can deadlock."""
+"""Prove, before any rank runs, that the graphs of all ranks fit together and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ import networkx as nx
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node, TensorType
-from graph_passes.passes.project import TOKENS
+from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.project import OPS_WITH_TOKEN
 
-COLLECTIVES = frozenset({"exchange", "allreduce", "average", "barrier"})
+COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.AVERAGE_STATE, OpName.BARRIER})
 
 
 def verify_ranks(graphs: Sequence[Graph]) -> None:
     """Check the projected graphs of ranks 0, 1, ... against each other.
 
-    Raises GraphError naming the exchange and the ranks: one that some rank lacks, or sees with other ranks, shapes or
-    dtypes, or that TensorFlow could leave out, or a cycle of waiting ranks.
+    Raises GraphError naming the collective and the ranks: one that a rank lacks, or has with other ranks, shapes or
+    dtypes, or that TensorFlow could leave out, or a cycle of ranks that wait for each other.
     """
     collectives: dict[str, dict[int, Node]] = {}
     for rank, graph in enumerate(graphs):
-        _check_kept(rank, graph)
+        _check_tokens(rank, graph)
         _check_averages(rank, graph)
         for node in collectives_of(graph):
             collectives.setdefault(node.name, {})[rank] = node
     for name, nodes in collectives.items():
         _check_ranks(name, nodes)
         _check_ops(name, nodes)
-        if next(iter(nodes.values())).op == "exchange":
+        if next(iter(nodes.values())).op == OpName.EXCHANGE:
             _check_exchange(name, graphs, nodes)
         else:
-            _check_alike(name, nodes)
-    _check_progress(graphs)
+            _check_equal_types(name, nodes)
+    _check_no_deadlock(graphs)
 
 
 def collectives_of(graph: Graph) -> Iterator[Node]:
-    """The nodes of a rank's graph that wait for other ranks."""
+    """Yield the nodes of a rank's graph that wait for other ranks."""
     return (node for node in graph.nodes if node.op in COLLECTIVES and node.has("ranks"))
 
 
-def _check_kept(rank: int, graph: Graph) -> None:
-    """The graph's outputs take every token: TensorFlow drops ops whose results nobody takes, and others wait."""
+def _check_tokens(rank: int, graph: Graph) -> None:
+    """Check that the outputs take each token: TensorFlow drops ops without used results, and other ranks would wait."""
     taken = {value for output in graph.outputs for value in graph.node(output.node).inputs}
     for node in collectives_of(graph):
-        if node.op in TOKENS and node.values()[-1] not in taken:
+        if node.op in OPS_WITH_TOKEN and node.values()[-1] not in taken:
             raise GraphError(f"{node.name!r} on rank {rank}: no output of the graph takes its token")
 
 
 def _check_averages(rank: int, graph: Graph) -> None:
-    """State is averaged before the barrier and written after it: where an average fails, no variable has changed."""
-    averages = [node.name for node in graph.nodes if node.op == "average"]
-    barriers = [node.name for node in graph.nodes if node.op == "barrier"]
+    """Check that state is averaged before the barrier and written after it: no variable changes if an average fails."""
+    averages, barriers, commits = (
+        [node.name for node in nodes_of(graph, op)] for op in (OpName.AVERAGE_STATE, OpName.BARRIER, OpName.COMMIT)
+    )
     if not averages or not barriers:
         return
     edges = nx.DiGraph((source, node.name) for node in graph.nodes for source in node.predecessors())
-    commits = [node.name for node in graph.nodes if node.op == "commit"]
     for first, then in (*itertools.product(averages, barriers), *itertools.product(barriers, commits)):
         if not (edges.has_node(first) and edges.has_node(then) and nx.has_path(edges, first, then)):
-            raise GraphError(f"nothing orders {then!r} after {first!r} on rank {rank}: a failure may leave half a step")
+            raise GraphError(f"no path orders {then!r} after {first!r} on rank {rank}: a failure may leave half a step")
 
 
 def _check_ranks(name: str, nodes: dict[int, Node]) -> None:
@@ -87,7 +89,7 @@ def _check_exchange(name: str, graphs: Sequence[Graph], nodes: dict[int, Node]) 
         ]
         if sent != received:
             raise GraphError(
-                f"{name!r}: rank {source} sends {_show(sent)} to rank {to}, which expects {_show(received)}"
+                f"{name!r}: rank {source} sends {_print(sent)} to rank {to}, which expects {_print(received)}"
             )
 
 
@@ -96,18 +98,18 @@ def _sent(graph: Graph, node: Node, to: int) -> list[TensorType]:
     return [graph.type_of(value) for value, rank in pairs if rank == to]
 
 
-def _check_alike(name: str, nodes: dict[int, Node]) -> None:
+def _check_equal_types(name: str, nodes: dict[int, Node]) -> None:
     kinds = {rank: node.outputs for rank, node in nodes.items()}
     first = min(kinds)
     for rank, outputs in kinds.items():
         if outputs != kinds[first]:
             raise GraphError(
-                f"{name!r}: rank {first} has {_show(kinds[first])} in it, and rank {rank} {_show(outputs)}"
+                f"{name!r}: rank {first} has {_print(kinds[first])} in it, and rank {rank} {_print(outputs)}"
             )
 
 
-def _check_progress(graphs: Sequence[Graph]) -> None:
-    """No rank waits for itself through others: a collective is one event of all its ranks."""
+def _check_no_deadlock(graphs: Sequence[Graph]) -> None:
+    """Check that no rank waits for itself through others: a collective is one event of all its ranks."""
     order: nx.DiGraph[str] = nx.DiGraph()
     for rank, graph in enumerate(graphs):
         shared = {node.name for node in collectives_of(graph)}
@@ -118,8 +120,8 @@ def _check_progress(graphs: Sequence[Graph]) -> None:
                 order.add_edge(source if source in shared else f"rank {rank}: {source}", here)
     if not nx.is_directed_acyclic_graph(order):
         cycle = [source for source, _ in nx.find_cycle(order)]
-        raise GraphError("ranks would wait for each other for ever: " + " -> ".join([*cycle, cycle[0]]))
+        raise GraphError("the ranks would deadlock, each waiting for another: " + " -> ".join([*cycle, cycle[0]]))
 
 
-def _show(kinds: Sequence[TensorType]) -> str:
+def _print(kinds: Sequence[TensorType]) -> str:
     return "[" + ", ".join(f"{kind.dtype.name}{list(kind.shape.dims or ())}" for kind in kinds) + "]"

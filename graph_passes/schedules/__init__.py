@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: the actions of every stage, and the policies that make them."""
+"""Schedules: the order in which each stage runs its forwards and backwards; policies that build them; their text."""

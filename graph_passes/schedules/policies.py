@@ -1,4 +1,4 @@
-"""Schedules by name: a policy, with D where memory limits it, each K_i, or the actions themselves."""
+"""Schedules by name: a policy (with D, where memory limits it), a K_i for each stage, or the text of all actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPLICIT = re.compile(r"K=(\d+(?:,\d+)*)")
 
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
-    """K_i of every stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
+    """Return K_i of each stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
 
     ``gpipe``: K_i = M. ``dapple-a``, which is BaPipe's ``1f1b-sno``: K_i = min(S - i, D), and so is ``zb-h1`` (see
     ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D). BaPipe's ``1f1b-so`` holds one more:
@@ -43,7 +43,7 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
 
 
 def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
-    """K_i forwards, then strictly one backward and one forward in turn, then the remaining backwards.
+    """Return the schedule of K_i forwards, then one backward and one forward alternately, then the other backwards.
 
     DAPPLE, section III.B; with K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
     """
@@ -63,9 +63,9 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
 
 
 def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
-    """K_i of every stage, where they are all there is to the schedule called ``name``; None for ``zb-h1`` and texts.
+    """Return K_i of each stage, or None if more than these defines the schedule ``name`` (``zb-h1`` and texts).
 
-    Raises ScheduleError for a name that is none, and for K_i that are not of as many stages, out of range, or deadlock.
+    Raises ScheduleError for an unknown name, and for K_i of another number of stages, out of range, or that deadlock.
     """
     if is_text(name):
         return None
@@ -80,9 +80,10 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
 
 
 def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    """The schedule called ``name``: a policy (see ``warm_up``), ``K=3,2,1``, or the schedule's own text.
+    """Return the schedule ``name``: a policy (see ``warm_up``), ``K=3,2,1``, or the text of a schedule.
 
-    Raises ScheduleError for a name that is none, for what cannot run, and for a text of other stages or micro-batches.
+    Raises ScheduleError for an unknown name, for a schedule that cannot run, and for a text of another number of stages
+    or micro-batches.
     """
     if is_text(name):
         schedule = parse_schedule(name)
@@ -101,7 +102,7 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
 
 
 def check_schedule_name(name: str) -> None:
-    """Raise ScheduleError unless ``name`` is a schedule's, for some number of stages and micro-batches."""
+    """Raise ScheduleError unless ``name`` is that of a schedule for some number of stages and micro-batches."""
     if is_text(name):
         parse_schedule(name)
     elif not _EXPLICIT.fullmatch(name):
@@ -110,7 +111,7 @@ def check_schedule_name(name: str) -> None:
 
 
 def count_stages(name: str) -> int | None:
-    """How many stages the schedule called ``name`` is for, as it gives each K_i or action; None where a policy does."""
+    """Return the number of stages that the schedule ``name`` is for, or None for a policy, which fits any number."""
     if is_text(name):
         return len(parse_schedule(name).stages)
     explicit = _EXPLICIT.fullmatch(name)
@@ -118,20 +119,20 @@ def count_stages(name: str) -> int | None:
 
 
 def count_micro_batches(name: str, possible: Collection[int]) -> int | None:
-    """The M of a schedule given by its actions, where it is one of those ``possible``; None for others."""
+    """Return M of a schedule that is a text, or None for other names and for an M that is not ``possible``."""
     found = parse_schedule(name).micro_batches if is_text(name) else None
     return found if found in possible else None
 
 
 def splits_backward(name: str) -> bool:
-    """Whether gradients of weights are actions of their own in the schedule called ``name``, which is one."""
+    """Return whether weight gradients are actions of their own (W) in the schedule ``name``, which must be valid."""
     return "W" in name if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
 
 
 def truncate_schedule(name: str, micro_batches: int) -> str:
-    """The schedule's name for a batch of fewer micro-batches.
+    """Return the name of the schedule ``name`` for a batch of fewer micro-batches.
 
-    No K_i that it gives exceeds them; a text keeps its order, without the micro-batches that are not there.
+    Each K_i is at most ``micro_batches``; a text keeps its order, without the micro-batches from there on.
     """
     if is_text(name):
         return str(parse_schedule(name).first_micro_batches(micro_batches))
@@ -141,13 +142,13 @@ def truncate_schedule(name: str, micro_batches: int) -> str:
 
 
 def abbreviate_schedule(name: str) -> str:
-    """The name for a line of text: of a schedule given by its actions, the first few."""
+    """Return ``name`` for a line of output: of a text only the first actions."""
     words = name.split()
     return f"given ({' '.join(words[:4])} ...)" if is_text(name) and len(words) > 4 else " ".join(words)
 
 
 def read_policy(name: str) -> tuple[str, int | None]:
-    """Policy and D of a name such as ``dapple-b:D=4``; ScheduleError for what cannot be one."""
+    """Return the policy and D of a name such as ``dapple-b:D=4``. Raises ScheduleError for a name of another form."""
     match = _POLICY.fullmatch(name)
     if not match:
         raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")

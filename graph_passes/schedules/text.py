@@ -1,4 +1,4 @@
-"""Schedules as text: ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, a stage a line, or stages parted by semicolons."""
+"""Schedules as text: ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, the stages on lines of their own or between semicolons."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
 
 
 def is_text(schedule: str) -> bool:
-    """Whether this is a schedule's text (perhaps a corrupt one), and not a name: one of its words is an action."""
+    """Return whether this is the text of a schedule (perhaps an invalid one) and not a name: it has an action."""
     return any(_ACTION.fullmatch(word) for word in re.split(r"[\s;]+", schedule))
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that ``str(schedule)`` printed; empty lines are skipped.
+    """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
 
-    Raises ScheduleError naming the word or stage that is wrong, or the deadlock.
+    Raises ScheduleError that names the word or the stage that is wrong, or shows the deadlock.
     """
     stages = []
     for index, line in enumerate(filter(None, map(str.strip, re.split(r"[\n;]", text)))):

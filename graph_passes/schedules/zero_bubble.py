@@ -1,9 +1,9 @@
 """ZB-H1: weight gradients fill the bubble, at the memory of 1F1B (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
-A stage passes the gradient of its inputs on as soon as it can, and makes those of its weights up to d_i micro-batches
-later: a stage near the end, which ends its warm-up early and holds few micro-batches, may put off more of them, and
-fills with them the time in which it would wait for the last backwards. With equal stages, M >= S, and a T_W that is
-neither above T_F nor above T_B, the bubble is (S - 1) (T_F + T_B - T_W), in place of 1F1B's (S - 1) (T_F + T_B + T_W).
+A stage sends the gradients of its inputs as soon as it can, and computes those of its weights up to d_i micro-batches
+later. A stage near the end has a short warm-up and holds few micro-batches, so it may delay more weight gradients. It
+computes them while it would wait for the last backwards. With equal stages, M >= S, and T_W <= T_F and T_W <= T_B, the
+bubble is (S - 1) (T_F + T_B - T_W) instead of 1F1B's (S - 1) (T_F + T_B + T_W).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from graph_passes.schedules.schedule import Action, Schedule, check
 
 
 def zero_bubble(warm: Sequence[int], micro_batches: int, limit: int | None = None) -> Schedule:
-    """K_i forwards, then a backward, the weights of d_i micro-batches before and a forward in turn, then what is left.
+    """Return the schedule of K_i forwards, then alternately B, the W of d_i micro-batches earlier and F, then the rest.
 
-    ``limit``: D, the most micro-batches that a stage holds (F has run, W has not), S by default: d_i = min(i, D - K_i).
-    Raises ScheduleError for a K_i out of range, or above D.
+    ``limit``: D, the most micro-batches that a stage holds (F has run and W has not), by default S. The delay is
+    d_i = min(i, D - K_i). Raises ScheduleError for a K_i out of range or above D.
     """
-    held = len(warm) if limit is None else limit
+    most = len(warm) if limit is None else limit
     stages = []
     for stage, k in enumerate(warm):
-        if not 1 <= k <= min(micro_batches, held):
-            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches} and D = {held}")
-        delay = min(stage, held - k)
+        if not 1 <= k <= min(micro_batches, most):
+            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches} and D = {most}")
+        delay = min(stage, most - k)
         actions = [Action(stage, "F", m) for m in range(k)]
         for m in range(micro_batches):
             actions.append(Action(stage, "B", m))

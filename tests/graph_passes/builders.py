@@ -41,10 +41,16 @@ def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
 
 
 def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] = ()) -> Function:
-    """A stage function of which only the ports matter, and the variables that it writes."""
-    written = tuple(writes)
-    body = Node("write", "AssignVariableOp", attrs=attributes({"writes": written}), effect=Effect.WRITE)
-    return Function(name, Graph(name, (body,) if written else ()), ports(takes), ports(gives, gives=True))
+    """A stage function of which only the ports and the written variables matter: one op computes all outputs."""
+    inputs, outputs, written = ports(takes), ports(gives, gives=True), tuple(writes)
+    nodes = [
+        Node(f"{port.role}/{i}", port.role, (), (port.type,), attributes({"port": port.name}))
+        for i, port in enumerate(inputs)
+    ]
+    compute = Node("compute", "Compute", tuple(Value(node.name) for node in nodes), tuple(p.type for p in outputs))
+    write = Node("write", "AssignVariableOp", attrs=attributes({"writes": written}), effect=Effect.WRITE)
+    body = (*nodes, compute, *([write] if written else []))
+    return Function(name, Graph(name, body, tuple(node.name for node in nodes), compute.values()), inputs, outputs)
 
 
 def two_stages() -> tuple[Function, ...]:

@@ -60,7 +60,7 @@ def nodes_named(draw: st.DrawFn, name: str, before: list[Node]) -> Node:
         tuple(draw(st.lists(types, max_size=2))),
         attributes(draw(st.dictionaries(keys, attrs, max_size=3))),
         tuple(Control(source.name, draw(st.text(min_size=1, max_size=9))) for source in sources),
-        draw(st.sampled_from(Effect.ALL)),
+        draw(st.sampled_from(Effect)),
         draw(st.text(max_size=9)),
     )
 

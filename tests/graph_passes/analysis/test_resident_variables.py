@@ -29,7 +29,7 @@ def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
-        %stage1/replica0/refresh = refresh(%got:0) {received=1, replica=0, stage=1, variables=['t', 'n']}
+        %stage1/replica0/refresh = refresh(%got:0) {replica=0, stage=1, variables=['t', 'n']}
         %f = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
         %b = backward() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
         """,
@@ -42,7 +42,7 @@ def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
-        %stage1/replica0/refresh = refresh(%got:0) {received=1, replica=0, stage=1, variables=['t']}
+        %stage1/replica0/refresh = refresh(%got:0) {replica=0, stage=1, variables=['t']}
         %g = weights() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
         """,
         *STAGE,
@@ -56,8 +56,8 @@ def test_updates_reads_and_commits_are_on_the_variables_themselves() -> None:
         %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['w']}
         %u = update() {function='stage1/update', stage=1}
         %a = update() {function='optimizer/after'}
-        %r = read() {replica=0, stage=1, variables=['t']} -> (float32[9])
-        %s = state() {replica=0, stage=1, variables=['w', 'n']} -> (float32[4], int64[])
+        %r = read_variable() {replica=0, stage=1, variables=['t']} -> (float32[9])
+        %s = read_state() {replica=0, stage=1, variables=['w', 'n']} -> (float32[4], int64[])
         %c = commit() {replica=0, replicas=1, stage=1, variables=['k']}
         """,
         *STAGE,

@@ -158,19 +158,21 @@ def test_what_prints_parses_to_the_same_graph(graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nonsense", "not a node: 'nonsense'"),
+        ("nonsense", "expected a node such as %name = Op(), not 'nonsense'"),
         ("%a = Op(%b)", "'%b'"),
         ("%a = Op() -> (float32)", "'float32' is not a type such as float32[?,8]"),
-        ("%a = Op() -> (float32[4,x])", "'float32[4,x]' is not a type: '4,x' are no dimensions"),
+        ("%a = Op() -> (float32[4,x])", "'float32[4,x]' is not a type: '4,x' is not a list of dimensions"),
         ("%a = Op() {b=1.5}", "'1.5' is not an attribute"),
         ("%a = Op() {b=None}", "'None' is not an attribute"),
         ("%a = Op() {b=enum('x')}", "\"enum('x')\" is not an attribute"),
         ("%a = Op() {b=name}", "line 3"),
-        ("%a = Op() {b='}", "a brace is not closed"),
+        ("%a = Op() {b='}", "a closing brace is missing"),
         ("%a = Op() {b=}", "line 3"),
-        ("%a = Op() @cpu", "a quoted string is wanted at 'cpu'"),
-        ("%a = Op() ^%b because", "a quoted string is wanted at 'because'"),
-        ("%a = Op() !read and more", "what is this? ' and more'"),
+        ("%a = Op() @cpu", "expected a quoted string at 'cpu'"),
+        ("%a = Op() ^%b because", "expected a quoted string at 'because'"),
+        ("%a = Op() !read and more", "unexpected text after the node: ' and more'"),
+        ("%a = Op() !loud", "unknown effect 'loud'; the effects are pure, read, write, random, side"),
+        ("%a = Op() !Pure", "unknown effect 'Pure'"),
         ("library f #", "line 3"),
     ],
 )
@@ -191,13 +193,13 @@ def test_a_line_of_which_a_part_would_be_lost_is_refused(line: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "line 0: a graph starts with 'graph NAME', not ''"),
-        ("%a = Op()\nend", "line 1: a graph starts with 'graph NAME', not '%a = Op()'"),
-        ("graph f\n%a = Op()", "line 2: the graph 'f' has no end"),
-        ("graph f\nend\n%a = Op()", "line 3: nothing may follow the graph's end, but '%a = Op()' does"),
+        ("", "line 0: expected 'graph NAME', not ''"),
+        ("%a = Op()\nend", "line 1: expected 'graph NAME', not '%a = Op()'"),
+        ("graph f\n%a = Op()", "line 2: graph 'f' has no line 'end'"),
+        ("graph f\nend\n%a = Op()", "line 3: expected nothing after the end of the graph, not '%a = Op()'"),
         ("graph f\nfunction g", "line 2: function 'g' has no graph"),
-        ("graph f\nfunction g\n%a = Op()\nend", "line 3: a graph starts with 'graph NAME', not '%a = Op()'"),
-        ("graph f\nfunction g\ngraph g\n%a = Op() ?\nend\nend", "line 4: what is this? ' ?'"),
+        ("graph f\nfunction g\n%a = Op()\nend", "line 3: expected 'graph NAME', not '%a = Op()'"),
+        ("graph f\nfunction g\ngraph g\n%a = Op() ?\nend\nend", "line 4: unexpected text after the node: ' ?'"),
     ],
 )
 def test_a_text_that_is_no_graph_is_refused(text: str, said: str) -> None:
@@ -205,7 +207,9 @@ def test_a_text_that_is_no_graph_is_refused(text: str, said: str) -> None:
         parse_graph(text)
 
 
-@pytest.mark.parametrize("port", ["takes arg float32[x] 'x'", "takes arg", "gives loss float32[] loss"])
+@pytest.mark.parametrize(
+    "port", ["takes arg float32[x] 'x'", "takes arg", "gives loss float32[] loss", "takes argument float32[] 'x'"]
+)
 def test_a_bad_port_is_refused_with_its_own_line(port: str) -> None:
     with refused(TextError, "line 4: "):
         parse_graph(f"graph f\nfunction g\ntakes arg float32[] 'fine'\n{port}\ngraph g\nend\nend")

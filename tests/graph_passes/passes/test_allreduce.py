@@ -32,9 +32,9 @@ def test_replicas_are_reduced_and_a_tied_variable_is_summed_at_its_owner() -> No
         | {replica=0, replicas=2, stage=0, variables=['u', 'table']} -> (float32[4], float32[9])
         %stage0/tied_sum_0 = tied_sum(%stage0/allreduce:1, %stage1/replica0/gradients:0)
         | {replica=0, stage=0, variable='table'} -> (float32[9])
-        %stage0/reduced = reduced(%stage0/tied_sum_0:0, %stage0/allreduce:0)
+        %stage0/reduced_gradients = reduced_gradients(%stage0/tied_sum_0:0, %stage0/allreduce:0)
         | {replica=0, stage=0, variables=['table', 'u']} -> (float32[9], float32[4])
-        %stage1/reduced = reduced(%stage1/replica0/gradients:1)
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1)
         | {replica=0, stage=1, variables=['w']} -> (float32[4])
         """,
     )
@@ -56,7 +56,7 @@ def test_one_replica_needs_no_allreduce_and_a_stage_without_gradients_has_none()
         AllReduce()(calls(before, *functions)),
         before
         + """
-        %stage1/reduced = reduced(%stage1/replica0/gradients:0)
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0)
         | {replica=0, stage=1, variables=['w']} -> (float32[4])
         """,
     )
@@ -78,7 +78,7 @@ def test_a_gradient_found_only_in_another_stage_is_sent_to_the_owner() -> None:
         AllReduce()(calls(before, *functions)),
         before
         + """
-        %stage0/reduced = reduced(%stage1/replica0/gradients:0)
+        %stage0/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0)
         | {replica=0, stage=0, variables=['table']} -> (float32[4])
         """,
     )

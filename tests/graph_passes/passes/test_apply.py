@@ -9,8 +9,9 @@ from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 GRADIENTS = """
     %loss = merge() -> (float32[])
-    %stage0/reduced = reduced() {replica=0, stage=0, variables=['u', 'w']} -> (float32[4], float32[2])
-    %stage1/reduced = reduced() {replica=0, stage=1, variables=['v']} -> (float32[4])
+    %stage0/reduced_gradients = reduced_gradients() {replica=0, stage=0, variables=['u', 'w']}
+    | -> (float32[4], float32[2])
+    %stage1/reduced_gradients = reduced_gradients() {replica=0, stage=1, variables=['v']} -> (float32[4])
     outputs %loss:0
 """
 
@@ -22,12 +23,12 @@ SHARED = function("optimizer/before", "variable step"), function("optimizer/afte
 
 BARRIER = """
     %update/barrier = barrier()
-    | ^%stage0/reduced 'barrier: no weight changes before every gradient is there'
-    | ^%stage1/reduced 'barrier: no weight changes before every gradient is there'
+    | ^%stage0/reduced_gradients 'barrier: no weight changes before every gradient is there'
+    | ^%stage1/reduced_gradients 'barrier: no weight changes before every gradient is there'
     | ^%loss 'barrier: no weight changes before the loss is there'
 """
 BEGIN = """
-    %update/begin = mark() {updating=True}
+    %update/begin = set_updating() {updating=True}
     | ^%update/barrier 'barrier: from here on a failure leaves the step half-applied'
 """
 
@@ -46,12 +47,12 @@ def test_each_stage_updates_what_it_owns_behind_the_barrier() -> None:
         {GRADIENTS}
         {BARRIER}
         {BEGIN}
-        %stage0/update = update(%stage0/reduced:1, %stage0/reduced:0)
+        %stage0/update = update(%stage0/reduced_gradients:1, %stage0/reduced_gradients:0)
         | {{function='stage0/update', replica=0, stage=0}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
-        %stage1/update = update(%stage1/reduced:0) {{function='stage1/update', replica=0, stage=1}}
+        %stage1/update = update(%stage1/reduced_gradients:0) {{function='stage1/update', replica=0, stage=1}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
-        %update/done = mark() {{updating=False}}
+        %update/done = set_updating() {{updating=False}}
         | ^%stage0/update 'the optimizer steps once, after all updates'
         | ^%stage1/update 'the optimizer steps once, after all updates'
         """,
@@ -63,7 +64,7 @@ def test_what_the_stages_share_runs_once_before_and_once_after_all_of_them() -> 
     result = Apply(Updates(SHARED[0], STAGES, SHARED[1]))(calls(GRADIENTS))
     waits = {node.name: [control.source for control in node.controls] for node in result.nodes if "update" in node.name}
     assert waits == {
-        "update/barrier": ["stage0/reduced", "stage1/reduced", "loss"],
+        "update/barrier": ["stage0/reduced_gradients", "stage1/reduced_gradients", "loss"],
         "update/begin": ["update/barrier"],
         "update/before": ["update/begin"],
         "stage0/update": ["update/before"],
@@ -87,19 +88,20 @@ def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
         f"""
         {GRADIENTS}
         {BARRIER}
-        %stage0/square_norm = square_norm(%stage0/reduced:0, %stage0/reduced:1) {{replica=0, stage=0}} -> (float64[])
-        %stage1/square_norm = square_norm(%stage1/reduced:0) {{replica=0, stage=1}} -> (float64[])
+        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
+        | {{replica=0, stage=0}} -> (float64[])
+        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0) {{replica=0, stage=1}} -> (float64[])
         %update/global_norm = global_norm(%stage0/square_norm:0, %stage1/square_norm:0) -> (float64[])
-        %stage0/clip = clip(%update/global_norm:0, %stage0/reduced:0, %stage0/reduced:1)
+        %stage0/clip = clip(%update/global_norm:0, %stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
         | {{limit=real(1.5), replica=0, stage=0}} -> (float32[4], float32[2])
-        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced:0) {{limit=real(1.5), replica=0, stage=1}}
+        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced_gradients:0) {{limit=real(1.5), replica=0, stage=1}}
         | -> (float32[4])
         {BEGIN}
         %stage0/update = update(%stage0/clip:1, %stage0/clip:0) {{function='stage0/update', replica=0, stage=0}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
         %stage1/update = update(%stage1/clip:0) {{function='stage1/update', replica=0, stage=1}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
-        %update/done = mark() {{updating=False}}
+        %update/done = set_updating() {{updating=False}}
         | ^%stage0/update 'the optimizer steps once, after all updates'
         | ^%stage1/update 'the optimizer steps once, after all updates'
         """,
@@ -123,9 +125,9 @@ def test_a_step_that_updates_nothing_still_ends() -> None:
         """
         %loss = merge() -> (float32[])
         %update/barrier = barrier() ^%loss 'barrier: no weight changes before the loss is there'
-        %update/begin = mark() {updating=True}
+        %update/begin = set_updating() {updating=True}
         | ^%update/barrier 'barrier: from here on a failure leaves the step half-applied'
-        %update/done = mark() {updating=False} ^%update/begin 'the step ends after its barrier'
+        %update/done = set_updating() {updating=False} ^%update/begin 'the step ends after its barrier'
         outputs %loss:0
         """,
     )

@@ -13,7 +13,13 @@ def test_the_loss_and_complete_gradients_are_marked_and_nothing_else() -> None:
         "g",
         (
             Node("x", "input", (), (KIND,), attributes({"index": 0})),
-            Node("stage0/reduced", "reduced", (Value("x"),), (KIND,), attributes({"stage": 0, "variables": ("w",)})),
+            Node(
+                "stage0/reduced_gradients",
+                "reduced_gradients",
+                (Value("x"),),
+                (KIND,),
+                attributes({"stage": 0, "variables": ("w",)}),
+            ),
             Node("out/0", "merge", (Value("x"),), (KIND,), attributes({"kind": "concat"})),
             Node("loss", "merge", (Value("x"),), (KIND,), attributes({"kind": "mean"})),
         ),
@@ -21,5 +27,5 @@ def test_the_loss_and_complete_gradients_are_marked_and_nothing_else() -> None:
         (Value("loss"), Value("out/0")),
     )
     checked = CheckNumerics()(graph)
-    assert [node.name for node in checked.nodes if node.has("check")] == ["stage0/reduced", "loss"]
+    assert [node.name for node in checked.nodes if node.has("check")] == ["stage0/reduced_gradients", "loss"]
     assert [node.inputs for node in checked.nodes] == [node.inputs for node in graph.nodes]

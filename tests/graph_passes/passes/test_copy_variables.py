@@ -5,7 +5,7 @@ from __future__ import annotations
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import ancestors
 from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.microbatch import unfold
+from graph_passes.passes.microbatch import call_stages
 from graph_passes.passes.order import Order
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.schedules.policies import build_schedule
@@ -97,7 +97,7 @@ def test_a_model_that_writes_nothing_and_shares_nothing_is_left_alone() -> None:
 
 
 def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_optimizer() -> None:
-    graph = unfold(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED), 2, 3)
+    graph = call_stages(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED), 2, 3)
     graph = Order(build_schedule("dapple-a", 2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
     forwards = {f"stage0/replica{replica}/mb{m}/forward" for replica in (0, 1) for m in range(3)}
     assert forwards <= ancestors(graph, ["stage0/commit"])

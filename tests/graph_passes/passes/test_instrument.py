@@ -36,7 +36,7 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
         | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'
         %stage0/replica0/mb0/backward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
         | ^%stage0/replica0/mb0/backward 'time: it has ended'
-        %timeline = pack(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
+        %timeline = stack_timestamps(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
         | %stage0/replica0/mb0/backward/start:0, %stage0/replica0/mb0/backward/end:0) -> (float64[4])
         outputs %stage0/replica0/mb0/forward:0 %timeline:0
         """,
@@ -51,12 +51,15 @@ def test_timed_nodes_are_those_that_take_time_in_order() -> None:
 def test_exposed_gradients_are_the_last_outputs() -> None:
     before = """
         %loss = merge() -> (float32[])
-        %stage0/reduced = reduced() {variables=['u', 'w']} -> (float32[4], float32[2])
-        %stage1/reduced = reduced() {variables=['v']} -> (float32[4])
+        %stage0/reduced_gradients = reduced_gradients() {variables=['u', 'w']} -> (float32[4], float32[2])
+        %stage1/reduced_gradients = reduced_gradients() {variables=['v']} -> (float32[4])
         outputs %loss:0
     """
     assert exposed_gradients(graph(before)) == ("u", "w", "v")
     assert_graph(
         ExposeGradients()(graph(before)),
-        before.replace("outputs %loss:0", "outputs %loss:0 %stage0/reduced:0 %stage0/reduced:1 %stage1/reduced:0"),
+        before.replace(
+            "outputs %loss:0",
+            "outputs %loss:0 %stage0/reduced_gradients:0 %stage0/reduced_gradients:1 %stage1/reduced_gradients:0",
+        ),
     )

@@ -7,7 +7,7 @@ import pytest
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import DType, Shape, TensorType, tensor
 from graph_passes.ir.verify import verify
-from graph_passes.passes.microbatch import Microbatch, aux_kind
+from graph_passes.passes.microbatch import Microbatch, merge_kind
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
@@ -155,10 +155,10 @@ def test_no_micro_batch_is_refused() -> None:
     ],
 )
 def test_how_an_aux_output_is_merged(kind: TensorType, merged: str) -> None:
-    assert aux_kind(kind).kind == merged
+    assert merge_kind(kind) == merged
 
 
 @pytest.mark.parametrize("dtype", ["bool", "string"])
 def test_an_aux_output_that_cannot_be_merged_is_refused(dtype: str) -> None:
     with refused(GraphError, f"an aux output of type {dtype} without a batch axis cannot be merged"):
-        aux_kind(TensorType(DType(dtype), Shape(())))
+        merge_kind(TensorType(DType(dtype), Shape(())))

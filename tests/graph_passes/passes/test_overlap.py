@@ -103,7 +103,8 @@ def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -
         %stage0/allreduce/bucket1 = allreduce(%stage0/replica0/gradients/bucket1:0,
         | %stage0/replica1/gradients/bucket1:0)
         | {bucket=1, replica=0, replicas=2, stage=0, variables=['u']} -> (float32[4])
-        %stage0/reduced = reduced(%stage0/allreduce/bucket1:0, %stage0/allreduce/bucket0:1, %stage0/allreduce/bucket0:0)
+        %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce/bucket1:0, %stage0/allreduce/bucket0:1,
+        | %stage0/allreduce/bucket0:0)
         | {replica=0, stage=0, variables=['u', 'v', 'w']} -> (float32[4], float32[4], float32[4])
         """,
     )

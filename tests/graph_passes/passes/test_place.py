@@ -35,5 +35,5 @@ def test_a_replica_s_nodes_go_to_its_device_and_the_rest_home() -> None:
 @pytest.mark.parametrize("devices", [(("a",), ("b",)), (("a",), ("b", "c"), ("d",)), (("a", "b"), ("c",))])
 def test_devices_that_do_not_match_the_replicas_are_refused(devices: tuple[tuple[str, ...], ...]) -> None:
     counts = tuple(map(len, devices))
-    with refused(GraphError, f"the stages have (1, 2) replicas, but devices are given for {counts}"):
+    with refused(GraphError, f"the stages have (1, 2) replicas, but there are {counts} devices for them"):
         Place(devices, "cpu")(graph(BEFORE))

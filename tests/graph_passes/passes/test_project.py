@@ -45,8 +45,8 @@ def test_an_edge_between_stages_becomes_an_exchange_of_both() -> None:
         %exchange/outputs = exchange()
         | {dtypes=['float32'], header=False, ranks=[0, 1], source=[1], to=[]} -> (float32[], int64[])
         %loss = merge(%exchange/outputs:0) -> (float32[])
-        %sent = sent(%exchange/stage0_to_stage1/mb0/forward:0, %exchange/outputs:1) -> (int64[])
-        outputs %loss:0 %sent:0
+        %tokens = collect_tokens(%exchange/stage0_to_stage1/mb0/forward:0, %exchange/outputs:1) -> (int64[])
+        outputs %loss:0 %tokens:0
         """,
     )
     assert_graph(
@@ -62,8 +62,8 @@ def test_an_edge_between_stages_becomes_an_exchange_of_both() -> None:
         %exchange/outputs = exchange(%stage1/replica0/mb0/forward:0)
         | {dtypes=['float32'], header=False, ranks=[0, 1], source=[], to=[0]} -> (int64[])
         %loss = merge(%stage1/replica0/mb0/forward:0) -> (float32[])
-        %sent = sent(%exchange/stage0_to_stage1/mb0/forward:1, %exchange/outputs:0) -> (int64[])
-        outputs %loss:0 %sent:0
+        %tokens = collect_tokens(%exchange/stage0_to_stage1/mb0/forward:1, %exchange/outputs:0) -> (int64[])
+        outputs %loss:0 %tokens:0
         """,
     )
     assert [function.name for function in first.functions] == ["stage0/forward"]
@@ -77,8 +77,9 @@ REPLICAS = """
     %stage0/replica1/mb0/forward = forward(%x:0) {micro_batch=0, replica=1, stage=0} -> (float32[4])
     %stage0/allreduce = allreduce(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0)
     | {replica=0, replicas=2, stage=0, variables=['w']} -> (float32[4])
-    %stage0/reduced = reduced(%stage0/allreduce:0) {replica=0, stage=0, variables=['w']} -> (float32[4])
-    %barrier = barrier() ^%stage0/reduced 'barrier: all gradients are there'
+    %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0)
+    | {replica=0, stage=0, variables=['w']} -> (float32[4])
+    %barrier = barrier() ^%stage0/reduced_gradients 'barrier: all gradients are there'
 """
 
 
@@ -92,10 +93,11 @@ def test_every_replica_sums_and_updates_for_itself(rank: int) -> None:
         %stage0/replica{rank}/mb0/forward = forward(%x:0) {{micro_batch=0, replica={rank}, stage=0}} -> (float32[4])
         %stage0/allreduce = allreduce(%stage0/replica{rank}/mb0/forward:0)
         | {{ranks=[0, 1], replica=0, replicas=2, stage=0, variables=['w']}} -> (float32[4], int64[])
-        %stage0/reduced = reduced(%stage0/allreduce:0) {{replica=0, stage=0, variables=['w']}} -> (float32[4])
-        %barrier = barrier() {{ranks=[0, 1]}} -> (int64[]) ^%stage0/reduced 'barrier: all gradients are there'
-        %sent = sent(%stage0/allreduce:1, %barrier:0) -> (int64[])
-        outputs %sent:0
+        %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0)
+        | {{replica=0, stage=0, variables=['w']}} -> (float32[4])
+        %barrier = barrier() {{ranks=[0, 1]}} -> (int64[]) ^%stage0/reduced_gradients 'barrier: all gradients are there'
+        %tokens = collect_tokens(%stage0/allreduce:1, %barrier:0) -> (int64[])
+        outputs %tokens:0
         """,
     )
 
@@ -117,8 +119,8 @@ def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} -> (float32[4])
         %stage1/allreduce = allreduce(%stage1/replica1/mb0/forward:0)
         | {ranks=[1, 2], replica=0, replicas=2, stage=1, variables=['t']} -> (float32[4], int64[])
-        %sent = sent(%stage1/allreduce:1) -> (int64[])
-        outputs %sent:0
+        %tokens = collect_tokens(%stage1/allreduce:1) -> (int64[])
+        outputs %tokens:0
         """,
     )
 
@@ -154,7 +156,7 @@ def test_shapes_are_sent_where_the_number_of_elements_does_not_tell_them(types: 
 
 
 def test_a_tensor_of_unknown_rank_cannot_travel() -> None:
-    with refused(GraphError, "a tensor of unknown rank would have to travel between ranks", "tf.ensure_shape"):
+    with refused(GraphError, "a tensor of unknown rank would have to be sent between ranks", "tf.ensure_shape"):
         Project(((0,), (1,)), 0)(crossing("float32[*]"))
 
 
@@ -164,10 +166,10 @@ def test_a_tensor_of_unknown_rank_cannot_travel() -> None:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        (((0,), (1, 2)), "the stages have (1, 1) replicas, but ranks are given for (1, 2)"),
-        (((0,),), "the stages have (1, 1) replicas, but ranks are given for (1,)"),
-        (((0,), (0,)), "the stages are on ranks [[0], [0]]: give each of 0 to 1 once"),
-        (((0,), (2,)), "the stages are on ranks [[0], [2]]: give each of 0 to 1 once"),
+        (((0,), (1, 2)), "the stages have (1, 1) replicas, but there are (1, 2) ranks for them"),
+        (((0,),), "the stages have (1, 1) replicas, but there are (1,) ranks for them"),
+        (((0,), (0,)), "the stages are on ranks [[0], [0]]: use each of 0 to 1 once"),
+        (((0,), (2,)), "the stages are on ranks [[0], [2]]: use each of 0 to 1 once"),
     ],
 )
 def test_every_replica_needs_a_rank_of_its_own(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
@@ -195,7 +197,7 @@ def home_of(node: Node, kind: Kind) -> set[int]:
         return set(range(kind.size))
     if parts[1].startswith("replica"):
         return {kind.ranks[stage][int(parts[1][7:])]}
-    return {kind.ranks[stage][0]} if parts[1] == "read" else set(kind.ranks[stage])
+    return {kind.ranks[stage][0]} if parts[1] == "read_variable" else set(kind.ranks[stage])
 
 
 @given(kinds())
@@ -203,7 +205,7 @@ def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
     whole, graphs = spread(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
         own = {node.name for node in whole.nodes if rank in home_of(node, kind)}
-        made = {node.name for node in part.nodes if node.op in ("exchange", "sent")}
+        made = {node.name for node in part.nodes if node.op in ("exchange", "collect_tokens")}
         assert {node.name for node in part.nodes} == own | made
         used = {node.string("function") for node in part.nodes if node.has("function")}
         assert {function.name for function in part.functions} == used
@@ -214,15 +216,15 @@ def test_every_edge_is_local_or_carried_by_one_exchange(kind: Kind) -> None:
     whole, graphs = spread(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
         for node in part.nodes:
-            if node.op in ("exchange", "sent"):
+            if node.op in ("exchange", "collect_tokens"):
                 continue
             wanted = list(whole.node(node.name).inputs)
-            if node.op in ("allreduce", "average"):  # the ranks' own parts make up the whole
+            if node.op in ("allreduce", "average_state"):  # the ranks' own parts make up the whole
                 wanted = [value for value in wanted if home_of(whole.node(value.node), kind) == {rank}]
             assert [origin(graphs, rank, value) for value in node.inputs] == wanted, node.name
         for node in part.nodes:
             controls = {control.source for control in node.controls}
-            if node.op not in ("exchange", "sent"):
+            if node.op not in ("exchange", "collect_tokens"):
                 elsewhere = {c.source for c in whole.node(node.name).controls} - controls
                 assert all(rank not in home_of(whole.node(source), kind) for source in elsewhere)
 
@@ -244,7 +246,7 @@ def origin(graphs: tuple[Graph, ...], rank: int, value: Value) -> Value:
 def test_nothing_is_sent_twice_or_for_nothing(kind: Kind) -> None:
     graphs = ranks_of(kind)
     for part in graphs:
-        taken = {value for node in part.nodes if node.op != "sent" for value in node.inputs}
+        taken = {value for node in part.nodes if node.op != "collect_tokens" for value in node.inputs}
         for node in part.nodes:
             if node.op == "exchange":
                 pairs = list(zip(node.inputs, node.integers("to"), strict=True))

@@ -1,4 +1,4 @@
-"""Variables where every replica is a process: what is still copied, how it comes, and how state is averaged."""
+"""Variables where each replica is a process: which are copied, where their values come from, how state is averaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIED = (  # the table of stage 0 is used again in stage 1, which counts in n
 PLAIN = (function("stage0/forward", "variable w"), function("stage0/backward"))
 
 
-def spread(text: str, *functions: Function) -> Graph:
+def on_ranks(text: str, *functions: Function) -> Graph:
     result = RankVariables(TYPES)(calls(text, *functions))
     verify(result)
     return result
@@ -27,18 +27,18 @@ def spread(text: str, *functions: Function) -> Graph:
 
 def test_replicas_of_a_stage_keep_its_variables_themselves() -> None:
     assert_graph(
-        spread(
+        on_ranks(
             """
-            %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
             %stage0/replica1/refresh = refresh() {replica=1, stage=0, variables=['w']}
-            %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0}
+            %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
             | ^%stage0/replica1/refresh 'refresh: copies' ^%stage0/replica0/mb0/forward 'order: kept'
             """,
             *PLAIN,
         ),
         """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-        %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0}
+        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+        %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
         | ^%stage0/replica0/mb0/forward 'order: kept'
         """,
     )
@@ -47,31 +47,31 @@ def test_replicas_of_a_stage_keep_its_variables_themselves() -> None:
 def test_what_another_stage_owns_comes_from_a_read_there_and_what_forward_writes_is_copied_here() -> None:
     """Both replicas take from one read; the variables sent stand first."""
     assert_graph(
-        spread(
+        on_ranks(
             """
-            %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
             %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['n', 't']}
             %stage1/replica1/refresh = refresh() {replica=1, stage=1, variables=['n', 't']}
             """,
             *TIED,
         ),
         """
-        %stage0/read/t = read() {replica=0, stage=0, variables=['t']} -> (float32[9])
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-        %stage1/replica0/refresh = refresh(%stage0/read/t:0) {received=1, replica=0, stage=1, variables=['t', 'n']}
-        %stage1/replica1/refresh = refresh(%stage0/read/t:0) {received=1, replica=1, stage=1, variables=['t', 'n']}
+        %stage0/read_variable/t = read_variable() {replica=0, stage=0, variables=['t']} -> (float32[9])
+        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+        %stage1/replica0/refresh = refresh(%stage0/read_variable/t:0) {replica=0, stage=1, variables=['t', 'n']}
+        %stage1/replica1/refresh = refresh(%stage0/read_variable/t:0) {replica=1, stage=1, variables=['t', 'n']}
         """,
     )
 
 
 def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
     assert_graph(
-        spread(
+        on_ranks(
             """
-            %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
-            %stage1/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=1}
-            %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
-            %begin = mark()
+            %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
+            %stage1/replica1/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=1, stage=1}
+            %stage1/replica0/mb1/forward = forward() {function='stage1/forward', micro_batch=1, replica=0, stage=1}
+            %begin = set_updating() {updating=True}
             %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n', 'w']}
             | ^%stage1/replica0/mb0/forward 'commit: written' ^%stage1/replica1/mb0/forward 'commit: written'
             | ^%stage1/replica0/mb1/forward 'commit: written' ^%begin 'barrier: begun'
@@ -79,18 +79,19 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
             *TIED,
         ),
         """
-        %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
-        %stage1/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=1}
-        %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
-        %begin = mark()
-        %stage1/replica0/state = state() {replica=0, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
+        %stage1/replica1/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=1, stage=1}
+        %stage1/replica0/mb1/forward = forward() {function='stage1/forward', micro_batch=1, replica=0, stage=1}
+        %begin = set_updating() {updating=True}
+        %stage1/replica0/read_state = read_state() {replica=0, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
         | ^%stage1/replica0/mb0/forward 'state: every forward has written its copy'
         | ^%stage1/replica0/mb1/forward 'state: every forward has written its copy'
-        %stage1/replica1/state = state() {replica=1, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        %stage1/replica1/read_state = read_state() {replica=1, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
         | ^%stage1/replica1/mb0/forward 'state: every forward has written its copy'
-        %stage1/average = average(%stage1/replica0/state:0, %stage1/replica0/state:1, %stage1/replica1/state:0,
-        | %stage1/replica1/state:1) {replica=0, replicas=2, stage=1} -> (int64[], float32[4])
-        %stage1/commit = commit(%stage1/average:0, %stage1/average:1)
+        %stage1/average_state = average_state(%stage1/replica0/read_state:0, %stage1/replica0/read_state:1,
+        | %stage1/replica1/read_state:0, %stage1/replica1/read_state:1)
+        | {replica=0, replicas=2, stage=1} -> (int64[], float32[4])
+        %stage1/commit = commit(%stage1/average_state:0, %stage1/average_state:1)
         | {replica=0, replicas=2, stage=1, variables=['n', 'w']} ^%begin 'barrier: begun'
         """,
     )
@@ -103,16 +104,16 @@ def test_the_barrier_opens_when_the_state_of_replicas_is_averaged() -> None:
         %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n']}
         %update/barrier = barrier()
     """
-    barrier = spread(before, *TIED).node("update/barrier")
+    barrier = on_ranks(before, *TIED).node("update/barrier")
     assert [(control.source, control.reason) for control in barrier.controls] == [
-        ("stage1/average", "barrier: no variable changes before all state is averaged")
+        ("stage1/average_state", "barrier: no variable changes before all state is averaged")
     ]
 
 
 def test_the_state_of_a_single_replica_is_committed_as_it_is() -> None:
     before = """
-        %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
+        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
         %stage1/commit = commit() {replica=0, replicas=1, stage=1, variables=['n']}
         | ^%stage1/replica0/mb0/forward 'commit: written'
     """
-    assert_graph(spread(before, *TIED), before)
+    assert_graph(on_ranks(before, *TIED), before)

@@ -174,7 +174,7 @@ def test_stages_without_runs_stay_as_they_are() -> None:
 
 def test_stages_that_are_called_already_are_refused() -> None:
     called = graph(KEPT + BACKWARD + "%f = forward() {function='stage0/forward'}")
-    with refused(GraphError, "re-computation changes what a stage's functions take: it comes before they are called"):
+    with refused(GraphError, "recomputation changes the inputs of stage functions: run it before the pass"):
         recompute_stages(called, [[FIRST_LAYER]])
 
 

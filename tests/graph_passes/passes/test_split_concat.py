@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.ir.verify import verify
-from graph_passes.passes.microbatch import unfold
+from graph_passes.passes.microbatch import call_stages
 from graph_passes.passes.split_concat import SplitConcat, overlaps
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
 
@@ -96,7 +96,7 @@ def test_equal_counts_are_wired_one_to_one_without_extra_nodes() -> None:
 
 
 def test_loss_gathers_each_replica_with_its_weight_in_sample_order() -> None:
-    result = SplitConcat((1, 2))(unfold(calls(X, *two_stages()), 2, 2))
+    result = SplitConcat((1, 2))(call_stages(calls(X, *two_stages()), 2, 2))
     assert list(map(str, result.node("loss").inputs)) == [
         f"%stage1/replica{replica}/mb{m}/{what}:0"
         for m in (0, 1)
@@ -112,7 +112,7 @@ def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
         function("stage1/forward", "boundary %table:0 float32[9,4]", "loss loss"),
         function("stage1/backward", "seed loss"),
     )
-    before = unfold(calls(X, *functions), 2, 1)
+    before = call_stages(calls(X, *functions), 2, 1)
     verify(SplitConcat((2, 2))(before))
     with refused(
         PartitionError,
@@ -212,7 +212,7 @@ ROUTED = (
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 2))
 def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[int, int, int], m: int) -> None:
-    result = SplitConcat(replicas, frozenset({"t"}))(unfold(calls(X, *ROUTED), 3, m))
+    result = SplitConcat(replicas, frozenset({"t"}))(call_stages(calls(X, *ROUTED), 3, m))
     verify(result)
     parts: dict[Value, list[str]] = {}  # of the gradient of t: the calls that it comes from
     arrived: list[str] = []
@@ -233,7 +233,7 @@ def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[i
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
 def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
-    before = unfold(calls(X, *two_stages()), 2, 1)
+    before = call_stages(calls(X, *two_stages()), 2, 1)
     with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
         SplitConcat(replicas)(before)
 
@@ -301,7 +301,7 @@ THREE_STAGES = (
     st.integers(1, 30),
 )
 def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...], m: int, size: int) -> None:
-    result = SplitConcat(replicas)(unfold(calls(X, *THREE_STAGES), 3, m))
+    result = SplitConcat(replicas)(call_stages(calls(X, *THREE_STAGES), 3, m))
     verify(result)
     taken = run_rows(result, size, m, replicas)
     assert len(taken) == 2 * m * sum(replicas)
@@ -312,7 +312,7 @@ def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
 def test_the_slices_of_a_stage_cover_the_batch_exactly_once(r: int, m: int, size: int) -> None:
-    result = SplitConcat((r,))(unfold(calls(X, *ONE_STAGE), 1, m))
+    result = SplitConcat((r,))(call_stages(calls(X, *ONE_STAGE), 1, m))
     slices = [node for node in result.nodes if node.op == "slice"]
     places = [(node.integer("micro_batch"), node.integer("replica")) for node in slices]
     assert places == [(i, j) for i in range(m) for j in range(r)]

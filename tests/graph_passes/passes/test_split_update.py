@@ -157,7 +157,10 @@ def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
 
 
 def test_a_result_of_a_shared_write_is_refused() -> None:
-    with refused(PartitionError, "the optimizer's stage0/update needs %tick:0, the result of an update it shares"):
+    with refused(
+        PartitionError,
+        "the optimizer's stage0/update needs %tick:0, the result of an update that belongs to another function",
+    ):
         cut(
             """
             %tick = CountUpTo(%step:0) {writes=['step']} -> (float32[4]) !write

@@ -53,12 +53,12 @@ def test_a_finished_pipeline_passes_unchanged() -> None:
         (
             "backward(%stage0/replica0/mb0/forward:0)",
             "backward()",
-            "nothing makes 'stage0/replica0/mb0/backward' run after 'stage0/replica0/mb0/forward', as the",
+            "no edge makes 'stage0/replica0/mb0/backward' run after 'stage0/replica0/mb0/forward', as the",
         ),
         (
             "| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'",
             "",
-            "nothing makes 'stage0/replica1/mb0/backward' run after 'stage0/replica1/mb0/forward', as the",
+            "no edge makes 'stage0/replica1/mb0/backward' run after 'stage0/replica1/mb0/forward', as the",
         ),
         (
             "%stage0/update =",
@@ -167,7 +167,7 @@ def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
         ),
     ]:
         assert overlapped.count(edge) == 1
-        with refused(GraphError, f"nothing makes {said}"):
+        with refused(GraphError, f"no edge makes {said}"):
             VerifyPipeline(schedule)(calls(overlapped.replace(edge, ""), *functions))
 
 
@@ -210,7 +210,7 @@ def verify_split(text: str) -> None:
         (
             "weights(%stage0/replica0/mb0/backward:1)",
             "weights()",
-            "nothing makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/backward', as the schedule",
+            "no edge makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/backward', as the schedule",
         ),
         (
             "gradients(%stage0/replica0/mb0/weights:0)",
@@ -244,7 +244,7 @@ def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
 
 def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
     commit = "    %stage0/commit = commit() {replica=0, stage=0} @'a'\n"
-    with refused(GraphError, "nothing orders 'stage0/update' after 'stage0/commit'"):
+    with refused(GraphError, "no path orders 'stage0/update' after 'stage0/commit'"):
         verify(GOOD + commit)
     ordered = GOOD.replace("    %stage0/update", commit + "    %stage0/update").rstrip()
     verify(ordered + "\n    | ^%stage0/commit 'update: the optimizer steps from what forward wrote'\n")

@@ -18,8 +18,8 @@ FIRST = """
     %back = exchange() {dtypes=['int32'], header=False, ranks=[0, 1], source=[1], to=[]} -> (int32[2], int64[])
     %sum = allreduce(%a:0) {ranks=[0, 1]} -> (float32[?,4], int64[])
     %meet = barrier() {ranks=[0, 1]} -> (int64[]) ^%sum 'barrier: after the sum'
-    %sent = sent(%over:0, %back:1, %sum:1, %meet:0) -> (int64[])
-    outputs %sent:0
+    %tokens = collect_tokens(%over:0, %back:1, %sum:1, %meet:0) -> (int64[])
+    outputs %tokens:0
 """
 SECOND = """
     %over = exchange() {dtypes=['float32'], header=False, ranks=[0, 1], source=[0], to=[]} -> (float32[?,4], int64[])
@@ -27,8 +27,8 @@ SECOND = """
     %back = exchange(%b:0) {dtypes=['int32'], header=False, ranks=[0, 1], source=[], to=[0]} -> (int64[])
     %sum = allreduce(%over:0) {ranks=[0, 1]} -> (float32[?,4], int64[])
     %meet = barrier() {ranks=[0, 1]} -> (int64[]) ^%sum 'barrier: after the sum'
-    %sent = sent(%over:1, %back:0, %sum:1, %meet:0) -> (int64[])
-    outputs %sent:0
+    %tokens = collect_tokens(%over:1, %back:0, %sum:1, %meet:0) -> (int64[])
+    outputs %tokens:0
 """
 
 
@@ -93,7 +93,7 @@ HERE = "%back = exchange() {dtypes=['int32'], header=False, ranks=[0, 1], source
         ([("%over:0, ", "")], "'over' on rank 0: no output of the graph takes its token"),
         ([(", %sum:1", "")], "'sum' on rank 0: no output of the graph takes its token"),
         ([(", %meet:0", "")], "'meet' on rank 0: no output of the graph takes its token"),
-        ([("outputs %sent:0", "outputs %a:0")], "'over' on rank 0: no output of the graph takes its token"),
+        ([("outputs %tokens:0", "outputs %a:0")], "'over' on rank 0: no output of the graph takes its token"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(changes: Sequence[tuple[str, str]], said: str) -> None:
@@ -103,7 +103,10 @@ def test_what_does_not_fit_is_named(changes: Sequence[tuple[str, str]], said: st
 
 def test_what_a_rank_in_the_middle_lacks_is_named() -> None:
     three = [
-        graph("%all = barrier() {ranks=[0, 1, 2]} -> (int64[])\n%sent = sent(%all:0) -> (int64[])\noutputs %sent:0")
+        graph(
+            "%all = barrier() {ranks=[0, 1, 2]} -> (int64[])\n"
+            "%tokens = collect_tokens(%all:0) -> (int64[])\noutputs %tokens:0"
+        )
         for _ in range(3)
     ]
     verify_ranks(three)
@@ -112,21 +115,21 @@ def test_what_a_rank_in_the_middle_lacks_is_named() -> None:
 
 
 AVERAGED = """
-    %n = state() -> (int64[])
-    %mean = average(%n:0) {ranks=[0, 1]} -> (int64[])
+    %n = read_state() -> (int64[])
+    %mean = average_state(%n:0) {ranks=[0, 1]} -> (int64[])
     %meet = barrier() {ranks=[0, 1]} -> (int64[]) ^%mean 'barrier: averaged'
-    %begin = mark() ^%meet 'barrier: begun'
+    %begin = set_updating() ^%meet 'barrier: begun'
     %commit = commit(%mean:0) ^%begin 'barrier: begun'
-    %sent = sent(%meet:0) -> (int64[])
-    outputs %sent:0
+    %tokens = collect_tokens(%meet:0) -> (int64[])
+    outputs %tokens:0
 """
 
 
 @pytest.mark.parametrize(
     ("edge", "said"),
     [
-        ("^%mean 'barrier: averaged'", "nothing orders 'meet' after 'mean' on rank 1"),
-        ("^%begin 'barrier: begun'", "nothing orders 'commit' after 'meet' on rank 1"),
+        ("^%mean 'barrier: averaged'", "no path orders 'meet' after 'mean' on rank 1"),
+        ("^%begin 'barrier: begun'", "no path orders 'commit' after 'meet' on rank 1"),
     ],
 )
 def test_state_that_is_averaged_behind_the_barrier_or_written_before_it_is_refused(edge: str, said: str) -> None:
@@ -141,8 +144,8 @@ CROSSED = """
     %{first} = barrier() {{ranks=[0, 1]}} -> (int64[])
     %work = Work(%{first}:0) -> (int64[])
     %{second} = barrier() {{ranks=[0, 1]}} -> (int64[]) ^%work 'order: later'
-    %sent = sent(%one:0, %two:0) -> (int64[])
-    outputs %sent:0
+    %tokens = collect_tokens(%one:0, %two:0) -> (int64[])
+    outputs %tokens:0
 """
 
 
@@ -151,7 +154,7 @@ def test_two_exchanges_in_crossed_order_deadlock_and_the_cycle_is_named() -> Non
     verify_ranks([one, one])
     verify_ranks([other, other])
     with refused(
-        GraphError, "ranks would wait for each other for ever: ", "one -> rank 0: work -> two -> rank 1: work"
+        GraphError, "the ranks would deadlock, each waiting for another: ", "one -> rank 0: work -> two -> rank 1: work"
     ):
         verify_ranks([one, other])
 
@@ -166,9 +169,9 @@ def test_three_ranks_that_wait_in_a_ring_deadlock() -> None:
             f"""
             %{receives} = barrier() {{ranks={pairs[receives]}}} -> (int64[])
             %{sends} = barrier() {{ranks={pairs[sends]}}} -> (int64[]) ^%{receives} 'order: after what comes'
-            %sent = sent(%{receives}:0, %{sends}:0) -> (int64[])
-            outputs %sent:0
+            %tokens = collect_tokens(%{receives}:0, %{sends}:0) -> (int64[])
+            outputs %tokens:0
             """
         )
-    with refused(GraphError, "ranks would wait for each other for ever: ", "from0", "from1", "from2"):
+    with refused(GraphError, "the ranks would deadlock, each waiting for another: ", "from0", "from1", "from2"):
         verify_ranks([graph(text) for text in texts])

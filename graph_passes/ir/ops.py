@@ -1,0 +1,387 @@
+"""The op table: every op of the pipelined graph, with its inputs, outputs, attributes and place.
+
+The pipelined graph holds calls of stage functions and what connects them; a *call-level* op is the kind of such a node.
+``verify`` checks each node against its entry, ``dapple_tf.backend.operations`` has a TensorFlow handler for each, and
+the documentation prints the table (``ops_table_markdown``). The op level, inside a stage function, has TensorFlow's
+operations and the inputs ``INPUT_OPS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from graph_passes.ir.graph import Attr, Role
+from graph_passes.ir.str_enum import StrEnum
+
+INPUT_OPS: frozenset[str] = frozenset({*get_args(Role), "capture"}) - {"loss", "aux"}
+"""Ops of the op level that stand for inputs: the roles of ports, and ``capture`` for a captured constant."""
+
+
+class OpName(StrEnum):
+    """The name of a call-level op."""
+
+    INPUT = "input"
+    BATCH_SIZE = "batch_size"
+    SLICE = "slice"
+    FORWARD = "forward"
+    CAST = "cast"
+    BACKWARD = "backward"
+    WEIGHTS = "weights"
+    SPLIT = "split"
+    CONCAT = "concat"
+    ADD = "add"
+    ACCUMULATE = "accumulate"
+    GRADIENTS = "gradients"
+    ALLREDUCE = "allreduce"
+    TIED_SUM = "tied_sum"
+    REDUCED_GRADIENTS = "reduced_gradients"
+    SQUARE_NORM = "square_norm"
+    GLOBAL_NORM = "global_norm"
+    CLIP = "clip"
+    MERGE = "merge"
+    BARRIER = "barrier"
+    SET_UPDATING = "set_updating"
+    UPDATE = "update"
+    REFRESH = "refresh"
+    COMMIT = "commit"
+    READ_VARIABLE = "read_variable"
+    READ_STATE = "read_state"
+    AVERAGE_STATE = "average_state"
+    EXCHANGE = "exchange"
+    COLLECT_TOKENS = "collect_tokens"
+    TIMESTAMP = "timestamp"
+    STACK_TIMESTAMPS = "stack_timestamps"
+
+
+AttributeType = Literal["bool", "int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute of an op: its name, the Python type of its value, and whether a node may lack it."""
+
+    name: str
+    type: AttributeType
+    required: bool = True
+
+    def accepts(self, value: Attr) -> bool:
+        """Return whether ``value`` has the attribute's type (a bool is not an int here)."""
+        match self.type:
+            case "bool":
+                return isinstance(value, bool)
+            case "int":
+                return isinstance(value, int) and not isinstance(value, bool)
+            case "float":
+                return isinstance(value, float)
+            case "str":
+                return isinstance(value, str)
+            case "tuple[int, ...]":
+                return isinstance(value, tuple) and all(type(item) is int for item in value)
+            case "tuple[str, ...]":
+                return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The inputs, or the outputs, of an op.
+
+    ``count``: how many there are: a number, the name of a tuple attribute that has an item for each, or None where it
+    depends on more than the node. ``dtypes``: of the first operands, where they are always the same.
+    """
+
+    meaning: str
+    count: int | str | None = None
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """An entry of the op table."""
+
+    name: OpName
+    meaning: str
+    inputs: Operands
+    outputs: Operands
+    attributes: tuple[Attribute, ...] = ()
+
+    @property
+    def place(self) -> tuple[Attribute, ...]:
+        """The attributes that say where a node runs: none, stage and replica, or these and the micro-batch."""
+        return tuple(attribute for attribute in self.attributes if attribute.name in _PLACE_NAMES)
+
+    def attribute(self, name: str) -> Attribute | None:
+        """Return the attribute called ``name``, or None where the op has none of that name."""
+        return next((attribute for attribute in self.attributes if attribute.name == name), None)
+
+
+NOTHING = Operands("none", 0)
+
+_STAGE, _REPLICA, _MICRO_BATCH = (Attribute(name, "int") for name in ("stage", "replica", "micro_batch"))
+_PLACE_NAMES = ("stage", "replica", "micro_batch")
+_PLACED = (_STAGE, _REPLICA)
+_CALLED = (_STAGE, _REPLICA, _MICRO_BATCH)
+_FUNCTION = Attribute("function", "str")
+_VARIABLES = Attribute("variables", "tuple[str, ...]")
+_REPLICAS = Attribute("replicas", "int")
+_MICRO_BATCHES = Attribute("micro_batches", "int")
+_PIECES = Attribute("pieces", "int")
+_AXES = Attribute("axes", "tuple[int, ...]")
+_INLINE = Attribute("inline", "bool", required=False)
+_BUCKET = Attribute("bucket", "int", required=False)
+_CHECK = Attribute("check", "bool", required=False)
+_RANKS = Attribute("ranks", "tuple[int, ...]", required=False)
+
+_TABLE = (
+    Op(
+        OpName.INPUT,
+        "A tensor of the batch, as the user passes it.",
+        NOTHING,
+        Operands("the tensor, batched on axis 0", 1),
+        (Attribute("index", "int", required=False),),
+    ),
+    Op(
+        OpName.BATCH_SIZE,
+        "The number of samples in the batch.",
+        Operands("the first tensor of the batch", 1),
+        Operands("the number of samples", 1, ("int64",)),
+    ),
+    Op(
+        OpName.SLICE,
+        "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch.",
+        Operands("the batch size, then tensors of the batch", None, ("int64",)),
+        Operands("the share of the samples, then the rows of each tensor", None, ("float64",)),
+        (*_CALLED, _MICRO_BATCHES, _REPLICAS),
+    ),
+    Op(
+        OpName.FORWARD,
+        "Call a stage's forward function on one micro-batch.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION),
+    ),
+    Op(
+        OpName.CAST,
+        "The share of the samples in the dtype of the loss: the gradient with which backward starts.",
+        Operands("the share of the samples", 1),
+        Operands("the same number", 1),
+        _CALLED,
+    ),
+    Op(
+        OpName.BACKWARD,
+        "Call a stage's backward function on one micro-batch; without the gradients of weights where `weights` gives "
+        "them.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION, _INLINE),
+    ),
+    Op(
+        OpName.WEIGHTS,
+        "Call the part of a stage's backward that gives the gradients of its weights.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION, _INLINE),
+    ),
+    Op(
+        OpName.SPLIT,
+        "Cut boundary tensors of one replica into the rows that each replica of the neighbouring stage takes.",
+        Operands("the batch size, then the tensors", None, ("int64",)),
+        Operands("for each tensor, the rows of each receiver"),
+        (*_CALLED, _MICRO_BATCHES, _REPLICAS, _AXES, Attribute("of", "int"), Attribute("receivers", "tuple[int, ...]")),
+    ),
+    Op(
+        OpName.CONCAT,
+        "Put boundary tensors together from the rows of several replicas of the neighbouring stage.",
+        Operands("for each tensor, its pieces in sample order"),
+        Operands("the tensors", "axes"),
+        (*_CALLED, _AXES, _PIECES),
+    ),
+    Op(
+        OpName.ADD,
+        "Add the gradients of boundary tensors that do not depend on the batch; zeros where no replica sends any.",
+        Operands("for each tensor, its gradients from several replicas"),
+        Operands("the sums"),
+        (*_CALLED, _PIECES),
+    ),
+    Op(
+        OpName.ACCUMULATE,
+        "Add one micro-batch's gradients to the sums that the replica keeps; the first ones replace the sums.",
+        Operands("the gradients of `variables`", "variables"),
+        NOTHING,
+        (*_CALLED, _VARIABLES, Attribute("first", "bool"), _BUCKET),
+    ),
+    Op(
+        OpName.GRADIENTS,
+        "A replica's gradients, summed over the micro-batches.",
+        Operands("the gradients where there is one micro-batch, else none: the sums are read"),
+        Operands("the gradients of `variables`", "variables"),
+        (*_PLACED, _VARIABLES, _BUCKET),
+    ),
+    Op(
+        OpName.ALLREDUCE,
+        "Sum gradients over the replicas of a stage.",
+        Operands("the gradients of every replica; on a rank, of its own replica"),
+        Operands("the sums; on a rank, and a token"),
+        (*_PLACED, _VARIABLES, _REPLICAS, _BUCKET, _RANKS),
+    ),
+    Op(
+        OpName.TIED_SUM,
+        "Add the gradients of a variable that several stages use.",
+        Operands("the gradient from each stage"),
+        Operands("the sum", 1),
+        (*_PLACED, Attribute("variable", "str")),
+    ),
+    Op(
+        OpName.REDUCED_GRADIENTS,
+        "The complete gradients of the variables that a stage owns; with `check`, the step fails if one is not finite.",
+        Operands("the gradients of `variables`", "variables"),
+        Operands("the same", "variables"),
+        (*_PLACED, _VARIABLES, _CHECK),
+    ),
+    Op(
+        OpName.SQUARE_NORM,
+        "The sum of the squares of a stage's gradients.",
+        Operands("the gradients"),
+        Operands("the sum", 1, ("float64",)),
+        _PLACED,
+    ),
+    Op(
+        OpName.GLOBAL_NORM,
+        "The norm of all gradients of all stages.",
+        Operands("the sum of squares of each stage"),
+        Operands("the norm", 1, ("float64",)),
+    ),
+    Op(
+        OpName.CLIP,
+        "Scale a stage's gradients so that the global norm is at most `limit`.",
+        Operands("the global norm, then the gradients", None, ("float64",)),
+        Operands("the scaled gradients"),
+        (*_PLACED, Attribute("limit", "float")),
+    ),
+    Op(
+        OpName.MERGE,
+        "Make one output of the step from those of the micro-batches: `kind` is mean (weighted by samples), sum or "
+        "concat. With `check`, the step fails if it is not finite.",
+        Operands("for each replica and micro-batch, the output and its share of the samples"),
+        Operands("the output", 1),
+        (Attribute("kind", "str"), _CHECK),
+    ),
+    Op(
+        OpName.BARRIER,
+        "Wait until all gradients, the loss and the averaged state are there: no variable changes before.",
+        NOTHING,
+        Operands("none; on a rank, a token"),
+        (_RANKS,),
+    ),
+    Op(
+        OpName.SET_UPDATING,
+        "Note whether variables are being written, so that a failure can tell whether the step is half-applied.",
+        NOTHING,
+        NOTHING,
+        (Attribute("updating", "bool"),),
+    ),
+    Op(
+        OpName.UPDATE,
+        "Call the optimizer's update: of a stage's variables, or (without a place) of what the stages share.",
+        Operands("the gradients that the function takes"),
+        NOTHING,
+        (Attribute("stage", "int", required=False), Attribute("replica", "int", required=False), _FUNCTION),
+    ),
+    Op(
+        OpName.REFRESH,
+        "Set a replica's copies of variables to the owners' values, before its first call of the step.",
+        Operands("values of the first variables, where their owner is another rank; the others are read"),
+        NOTHING,
+        (*_PLACED, _VARIABLES),
+    ),
+    Op(
+        OpName.COMMIT,
+        "Store what forward wrote (batch norm, counters) at its owner, averaged over the replicas if floating.",
+        Operands("the values, where replicas are ranks; else none: the copies are read"),
+        NOTHING,
+        (*_PLACED, _VARIABLES, _REPLICAS),
+    ),
+    Op(
+        OpName.READ_VARIABLE,
+        "Read variables at their owner, to send them to other ranks.",
+        NOTHING,
+        Operands("the values of `variables`", "variables"),
+        (*_PLACED, _VARIABLES),
+    ),
+    Op(
+        OpName.READ_STATE,
+        "Read a replica's copies of what forward wrote.",
+        NOTHING,
+        Operands("the values of `variables`", "variables"),
+        (*_PLACED, _VARIABLES),
+    ),
+    Op(
+        OpName.AVERAGE_STATE,
+        "Average over the ranks of a stage what their forwards wrote; what is not floating is that of replica 0.",
+        Operands("the values of every replica; on a rank, of its own replica"),
+        Operands("the averages"),
+        (*_PLACED, _REPLICAS, _RANKS),
+    ),
+    Op(
+        OpName.EXCHANGE,
+        "Send tensors to other ranks and receive tensors from them.",
+        Operands("the tensors to send; `to` has the receiver of each", "to"),
+        Operands("the tensors received (`source` has the sender of each), then a token"),
+        (
+            Attribute("dtypes", "tuple[str, ...]"),
+            Attribute("header", "bool"),
+            Attribute("ranks", "tuple[int, ...]"),
+            Attribute("source", "tuple[int, ...]"),
+            Attribute("to", "tuple[int, ...]"),
+        ),
+    ),
+    Op(
+        OpName.COLLECT_TOKENS,
+        "Add the tokens of exchanges, sums and barriers, so that TensorFlow leaves out none that other ranks wait for.",
+        Operands("the tokens"),
+        Operands("a token", 1, ("int64",)),
+    ),
+    Op(
+        OpName.TIMESTAMP,
+        "The time now, in seconds.",
+        NOTHING,
+        Operands("the time", 1, ("float64",)),
+        tuple(Attribute(name, "int", required=False) for name in _PLACE_NAMES),
+    ),
+    Op(
+        OpName.STACK_TIMESTAMPS,
+        "Make one tensor of all time stamps.",
+        Operands("the time stamps"),
+        Operands("the tensor", 1, ("float64",)),
+    ),
+)
+
+OPS: Mapping[str, Op] = MappingProxyType({op.name.value: op for op in _TABLE})
+"""Every call-level op by name."""
+
+
+def ops_table_markdown() -> str:
+    """Return the op table as a Markdown table, an op a row; optional attributes are in brackets."""
+    rows = ["| Op | Meaning | Inputs | Outputs | Attributes | Place |", "| --- | --- | --- | --- | --- | --- |"]
+    for op in OPS.values():
+        others = [attribute for attribute in op.attributes if attribute not in op.place]
+        cells = (
+            f"`{op.name}`",
+            op.meaning,
+            _print_operands(op.inputs),
+            _print_operands(op.outputs),
+            ", ".join(_print_attribute(attribute, f"`{attribute.name}`: {attribute.type}") for attribute in others),
+            ", ".join(_print_attribute(attribute, attribute.name) for attribute in op.place),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _print_operands(operands: Operands) -> str:
+    return operands.meaning + (f" ({', '.join(operands.dtypes)})" if operands.dtypes else "")
+
+
+def _print_attribute(attribute: Attribute, text: str) -> str:
+    return text if attribute.required else f"[{text}]"
