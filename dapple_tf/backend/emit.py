@@ -1,7 +1,7 @@
-"""Turn a pipelined graph into one TensorFlow function.
+"""Build the TensorFlow function of a pipelined graph.
 
-Every op is made under its node's device, name and control edges; TensorFlow adds none of its own
-(automatic control dependencies are off), so the IR's edges are the ones that run.
+Every op gets its node's device, name scope and control edges. TensorFlow's automatic control dependencies are off, so
+only the graph's own edges order the ops.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from graph_passes.ir.graph import Graph, Node, Value
 
 
 def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations) -> Any:
-    """The ConcreteFunction that runs ``graph``: takes the batch's tensors, returns the graph's outputs."""
+    """Return the ConcreteFunction that runs ``graph``: it takes the batch's tensors and returns the graph's outputs.
+
+    ``signature``: the specs of the batch's flattened tensors.
+    """
 
     def step(*batch: Any) -> list[Any]:
         return _Emitter(graph, operations).run(batch)
@@ -32,43 +35,49 @@ def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operation
 
 
 class _Emitter:
+    """Emits the nodes of a graph into the TensorFlow graph under construction, in order."""
+
     def __init__(self, graph: Graph, operations: Operations) -> None:
-        self.graph = graph
-        self.operations = operations
-        self.tensors: dict[Value, Any] = {}
-        self.done: dict[str, list[Any]] = {}  # node -> the ops that have run when the node has
+        self._graph = graph
+        self._operations = operations
+        self._tensors: dict[Value, Any] = {}
+        self._ends: dict[str, list[Any]] = {}  # by node, the ops that have run once the node has
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
-        for name, tensor in zip(self.graph.inputs, batch, strict=True):
-            self.tensors[Value(name)] = tensor
-            self.done[name] = [tensor.op]
-        for node in self.graph.nodes:
-            if node.name not in self.done:
+        for name, tensor in zip(self._graph.inputs, batch, strict=True):
+            self._tensors[Value(name)] = tensor
+            self._ends[name] = [tensor.op]
+        for node in self._graph.nodes:
+            if node.name not in self._ends:
                 self._emit(node)
-        with tf.control_dependencies(self._everything()):
-            return [self._output(self.tensors[value]) for value in self.graph.outputs]
-
-    def _output(self, tensor: Any) -> Any:
-        """The output, where it was made: a rank's token must not come to where a step fails (see ``job.canary``)."""
-        with tf.device(tensor.device):
-            return tf.identity(tensor)
-
-    def _everything(self) -> list[Any]:
-        """The ops that nothing else waits for: the end of the step."""
-        waited = {source for node in self.graph.nodes for source in node.predecessors()}
-        return [op for node in self.graph.nodes if node.name not in waited for op in self.done[node.name]]
+        with tf.control_dependencies(self._final_ops()):
+            return [self._output(self._tensors[value]) for value in self._graph.outputs]
 
     def _emit(self, node: Node) -> None:
-        inputs = [self.tensors[value] for value in node.inputs]
-        self._capture_handles(node)
-        after = [op for control in node.controls for op in self.done[control.source]]
+        inputs = [self._tensors[value] for value in node.inputs]
+        self._capture_resources(node)
+        after = [op for control in node.controls for op in self._ends[control.source]]
         with tf.name_scope(node.name + "/"), tf.device(node.device), tf.control_dependencies(after):
-            outputs, ops = self.operations.run(node, inputs)
-        self.tensors.update(zip(node.values(), outputs, strict=True))
-        self.done[node.name] = ops or [tensor.op for tensor in outputs]
+            outputs, ops = self._operations.run(node, inputs)
+        self._tensors.update(zip(node.values(), outputs, strict=True))
+        self._ends[node.name] = ops or [tensor.op for tensor in outputs]
 
-    def _capture_handles(self, node: Node) -> None:
-        """Capture resources before the control block: an op gets no edge when an input was made inside it."""
+    def _capture_resources(self, node: Node) -> None:
+        """Capture resources outside of the control block: an op gets no edge if an input was created inside it."""
         graph = tf.compat.v1.get_default_graph()
-        for variable in self.operations.resources(node):
+        for variable in self._operations.resources(node):
             internals.capture_of(graph, variable.handle)
+
+    def _final_ops(self) -> list[Any]:
+        """Return the ops for which no node waits: the step ends when these have run."""
+        waited_for = {source for node in self._graph.nodes for source in node.predecessors()}
+        return [op for node in self._graph.nodes if node.name not in waited_for for op in self._ends[node.name]]
+
+    def _output(self, tensor: Any) -> Any:
+        """Return an output on the device that computed it.
+
+        A transfer to another device would fail with the step, and with it a rank's token, which the hang detector
+        waits for.
+        """
+        with tf.device(tensor.device):
+            return tf.identity(tensor)

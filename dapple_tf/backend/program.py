@@ -1,19 +1,23 @@
-"""One pipelined graph made ready to run: its variables placed, its TensorFlow function built."""
+"""Build the program of a pipelined graph, and run steps of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.bindings import Buffers, StepVariables, move_to_device, move_to_stages
+from dapple_tf.backend.bindings import Buffers, StepVariables
 from dapple_tf.backend.emit import emit
 from dapple_tf.backend.failure_cause import find_cause
-from dapple_tf.backend.operations import Operations, Ranks
+from dapple_tf.backend.handler import RankCommunication
+from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.replay import find_failure
+from dapple_tf.backend.saved_variables import unchanged_variables
+from dapple_tf.backend.variable_devices import move_to_device, move_to_stages
 from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import StepError
 from graph_passes.ir.graph import Graph
@@ -22,31 +26,39 @@ from graph_passes.passes.project import TOKENS_NAME
 
 @dataclass(frozen=True)
 class Program:
-    """A graph and the function that runs it; ``alone``: all of it runs in this process."""
+    """A pipelined graph and the TensorFlow ``function`` that runs it.
+
+    ``replayable``: the whole graph runs in this process, so a failed step can be run again, call by call.
+    """
 
     graph: Graph
     function: Any
     operations: Operations
-    alone: bool = True
+    replayable: bool = True
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
-        """Run one step on the batch's flattened tensors; the graph's outputs.
+        """Run one step on the batch's flattened tensors and return the graph's outputs, without tokens of ranks.
 
-        Raises StepError when the step fails, saying whether any variable was changed, and where and why it failed.
+        Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
         try:
             with internals.without_specialisation():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
-            damage, found = self._damage(), find_cause(error.message)
-            if self.alone:
+            state, cause = self._describe_variables(), find_cause(error.message)
+            if self.replayable:
                 with internals.without_specialisation():
-                    found = find_failure(self.graph, self.operations, batch)
-            raise StepError(f"{damage} The step failed: {found or error.message}") from error
-        # What a rank has sent is nothing to the user.
+                    cause = find_failure(self.graph, self.operations, batch)
+            raise StepError(f"{state} The step failed: {cause or error.message}") from error
         return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != TOKENS_NAME]
 
-    def _damage(self) -> str:
+    @contextlib.contextmanager
+    def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
+        """Give ``variables`` back the values that they have now, after the steps that run in this context."""
+        with unchanged_variables(variables):
+            yield
+
+    def _describe_variables(self) -> str:
         updating = self.operations.bindings.updating
         if bool(updating.numpy()):
             updating.assign(False)
@@ -55,9 +67,9 @@ class Program:
 
 
 def build_program(graph: Graph, model: StagedModel, buffers: Buffers, *, inline: bool = True) -> Program:
-    """Move the variables to their stages, make copies and buffers, and emit the TensorFlow function.
+    """Move the variables to their stages, create copies and buffers, and emit the TensorFlow function.
 
-    ``inline``: TensorFlow may inline stage functions that are called once, as it does in a step of one micro-batch.
+    ``inline``: TensorFlow may inline stage functions that are called once, as in a step of one micro-batch.
     """
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
@@ -65,13 +77,15 @@ def build_program(graph: Graph, model: StagedModel, buffers: Buffers, *, inline:
     return Program(graph, emit(graph, model.signature, operations), operations)
 
 
-def build_rank_program(graph: Graph, model: StagedModel, buffers: Buffers, ranks: Ranks, device: str) -> Program:
-    """``build_program`` for one rank's graph, on its ``device``.
+def build_rank_program(
+    graph: Graph, model: StagedModel, buffers: Buffers, ranks: RankCommunication, device: str
+) -> Program:
+    """Return the program of one rank's graph, on the rank's ``device``.
 
-    Stage functions are not inlined, but where their calls ask for it: an exchange of what TensorFlow could fold into a
-    constant would run too early.
+    Stage functions are inlined only where their calls have the attribute ``inline``: TensorFlow could fold parts of an
+    inlined function into constants, and an exchange of a constant would run while the graph is optimised.
     """
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline=False, ranks=ranks)
-    return Program(graph, emit(graph, model.signature, operations), operations, alone=False)
+    return Program(graph, emit(graph, model.signature, operations), operations, replayable=False)

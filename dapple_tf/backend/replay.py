@@ -1,7 +1,7 @@
-"""After a step has failed: run it again call by call, to say where.
+"""Locate the failure of a step: run the step again, call by call.
 
-When several devices run at once, TensorFlow often reports a transfer that was cancelled because of the failure,
-and not the failure.
+When several devices run at once, TensorFlow often reports a transfer that was cancelled because of the failure instead
+of the failure.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.ir.ops import OpName
 
-# What a failed step must not do again, or what has no result.
-_LEFT_OUT = frozenset(
+# Ops that write the user's variables, and ops without a result that others use.
+_SKIPPED = frozenset(
     {
         OpName.UPDATE,
         OpName.COMMIT,
@@ -29,29 +29,26 @@ _LEFT_OUT = frozenset(
 
 
 def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> str:
-    """Where the step fails and why: stage, micro-batch and message; "" when it does not fail again.
+    """Return where a step on ``batch`` fails and why: stage, replica, micro-batch, op and message.
 
-    Everything up to the weight update is run, in order; only copies of variables and sums of gradients are
-    written.
+    "" where it does not fail again. Runs everything up to the weight update in the graph's order, and writes only
+    replicas' copies of variables and accumulated gradients.
     """
     values = {Value(name): tf.convert_to_tensor(tensor) for name, tensor in zip(graph.inputs, batch, strict=True)}
     for node in graph.nodes:
-        if node.op in _LEFT_OUT or Value(node.name) in values:
+        if node.op in _SKIPPED or Value(node.name) in values:
             continue
-        if any(value not in values for value in node.inputs):
+        if any(value not in values for value in node.inputs):  # computed from a skipped node
             continue
         try:
             with tf.device(node.device):
                 outputs, _ = operations.run(node, [values[value] for value in node.inputs])
         except tf.errors.OpError as error:
-            return f"{_place(node)}: {error.message}"
+            return f"{_describe_place(node)}: {error.message}"
         values.update(zip(node.values(), outputs, strict=True))
     return ""
 
 
-def _place(node: Node) -> str:
-    words = {"micro_batch": "micro-batch"}
-    parts = [
-        f"{words.get(key, key)} {node.integer(key)}" for key in ("stage", "replica", "micro_batch") if node.has(key)
-    ]
-    return ", ".join([*parts, node.op])
+def _describe_place(node: Node) -> str:
+    words = {"stage": "stage", "replica": "replica", "micro_batch": "micro-batch"}
+    return ", ".join([*(f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)), node.op])

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers
-from dapple_tf.backend.operations import call
+from dapple_tf.backend.handler import call
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StepVariant, pipeline_graph, stage_model
 from dapple_tf.errors import PartitionError, StepError

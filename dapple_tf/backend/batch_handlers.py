@@ -1,0 +1,103 @@
+"""Handlers of the ops that cut the batch into micro-batches and replicas' shares, and put results together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.backend.handler import Context, Handler, Outcome, check_finite
+from graph_passes.ir.graph import Node
+from graph_passes.ir.ops import OpName
+
+
+def _batch_size(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [tf.shape(inputs[0], out_type=tf.int64)[0]], []
+
+
+def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    size, *tensors = inputs
+    if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
+        return [tf.ones([], tf.float64), *tensors], []
+    low, high = replica_bounds(size, node)
+    share = tf.cast(high - low, tf.float64) / tf.cast(size, tf.float64)
+    return [share, *(tensor[low:high] for tensor in tensors)], []
+
+
+def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [tf.cast(inputs[0], node.outputs[0].dtype.name)], []
+
+
+def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    size, *tensors = inputs
+    low, high = replica_bounds(size, node)
+    begin, end = micro_batch_bounds(size, node)
+    receivers, outputs = node.integer("of"), []
+    for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
+        for j in node.integers("receivers"):
+            first = tf.maximum(low, begin + (end - begin) * j // receivers) - low
+            last = tf.minimum(high, begin + (end - begin) * (j + 1) // receivers) - low
+            outputs.append(slice_axis(tensor, axis, first, last))
+    return outputs, []
+
+
+def _concat(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    pieces = node.integer("pieces")
+    groups = [inputs[i : i + pieces] for i in range(0, len(inputs), pieces)]
+    return [tf.concat(group, axis) for group, axis in zip(groups, node.integers("axes"), strict=True)], []
+
+
+def _add(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    pieces = node.integer("pieces")
+    if not pieces:
+        return [tf.zeros(kind.shape.dims, kind.dtype.name) for kind in node.outputs], []
+    return [tf.add_n(inputs[i : i + pieces]) for i in range(0, len(inputs), pieces)], []
+
+
+def _merge(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    merged = _merge_values(node.string("kind"), inputs[::2], inputs[1::2])
+    return [check_finite(merged, "the loss") if node.has("check") else merged], []
+
+
+def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
+    if len(values) == 1:
+        return tf.identity(values[0])
+    match kind:
+        case "concat":
+            return tf.concat(values, 0)
+        case "sum":
+            return tf.add_n(values)
+    return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
+
+
+def micro_batch_bounds(size: Any, node: Node) -> tuple[Any, Any]:
+    """Return the first and the end sample of the node's micro-batch in a batch of ``size`` samples."""
+    m, count = node.integer("micro_batch"), node.integer("micro_batches")
+    return size * m // count, size * (m + 1) // count
+
+
+def replica_bounds(size: Any, node: Node) -> tuple[Any, Any]:
+    """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
+    begin, end = micro_batch_bounds(size, node)
+    i, r = node.integer("replica"), node.integer("replicas")
+    return begin + (end - begin) * i // r, begin + (end - begin) * (i + 1) // r
+
+
+def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:
+    """Return ``tensor[first:last]`` along one axis."""
+    return tensor[(slice(None),) * axis + (slice(first, last),)]
+
+
+HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
+    {
+        OpName.BATCH_SIZE: _batch_size,
+        OpName.SLICE: _slice,
+        OpName.CAST: _cast,
+        OpName.SPLIT: _split,
+        OpName.CONCAT: _concat,
+        OpName.ADD: _add,
+        OpName.MERGE: _merge,
+    }
+)

@@ -1,0 +1,100 @@
+"""Handlers of the ops that accumulate, sum and clip gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.backend.handler import Context, Handler, Outcome, call, check_finite, read_variable
+from graph_passes.ir.graph import Node
+from graph_passes.ir.ops import OpName
+
+
+def _accumulate(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    first = bool(node.attr("first"))
+    key = (node.integer("stage"), node.integer("bucket") if node.has("bucket") else None, first)
+    if key not in context.accumulators:
+        with tf.init_scope():
+            context.accumulators[key] = _build_accumulator([value.dtype for value in inputs], first)
+    handles = [variable.handle for variable in context.bindings.accumulators(node)]
+    return call(context.accumulators[key], [*handles, *inputs])
+
+
+def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
+    """Return a function (buffers, gradients) that assigns the first gradients to the buffers, or adds later ones.
+
+    A chain of additions of tensors would not do: Grappler makes one AddN of it, which keeps every micro-batch's
+    gradients alive until the end.
+    """
+
+    def accumulate(*inputs: Any) -> None:
+        handles, values = inputs[: len(dtypes)], inputs[len(dtypes) :]
+        for handle, value in zip(handles, values, strict=True):
+            write = tf.raw_ops.AssignVariableOp if first else tf.raw_ops.AssignAddVariableOp
+            write(resource=handle, value=value)
+
+    specs = [tf.TensorSpec([], tf.resource)] * len(dtypes) + [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    attributes = {internals.NO_INLINE: True}
+    traced = tf.function(accumulate, autograph=False, input_signature=specs, experimental_attributes=attributes)
+    return traced.get_concrete_function()
+
+
+def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    if inputs:
+        return [tf.identity(tensor) for tensor in inputs], []  # done when these are computed, before backward's end
+    return [read_variable(variable) for variable in context.bindings.accumulators(node)], []
+
+
+def _allreduce(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    if node.has("ranks"):
+        return context.communication.all_reduce(node, inputs), []
+    count = len(node.outputs)
+    return [tf.add_n(inputs[i::count]) for i in range(count)], []
+
+
+def _tied_sum(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [tf.add_n(inputs)], []
+
+
+def _reduced_gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    if not node.has("check"):
+        return [tf.identity(tensor) for tensor in inputs], []
+    where = f"on stage {node.integer('stage')} the gradient of variable"
+    names = node.strings("variables")
+    return [check_finite(tensor, f"{where} {name!r}") for tensor, name in zip(inputs, names, strict=True)], []
+
+
+def _square_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    # A stack and one sum, no additions: TensorFlow joins additions whose results have no other reader into one op, so
+    # ranks of a stage would round differently and their weights drift apart.
+    squares = [tf.cast(tf.reduce_sum(tf.square(gradient)), tf.float64) for gradient in inputs]
+    return [tf.reduce_sum(tf.stack(squares))], []
+
+
+def _global_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [tf.sqrt(tf.reduce_sum(tf.stack(inputs)))], []
+
+
+def _clip(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    norm, *gradients = inputs
+    limit = tf.constant(node.attr("limit"), tf.float64)  # tf.cast would round a Python float to float32
+    scale = limit / tf.maximum(norm, limit)
+    return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients], []
+
+
+HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
+    {
+        OpName.ACCUMULATE: _accumulate,
+        OpName.GRADIENTS: _gradients,
+        OpName.ALLREDUCE: _allreduce,
+        OpName.TIED_SUM: _tied_sum,
+        OpName.REDUCED_GRADIENTS: _reduced_gradients,
+        OpName.SQUARE_NORM: _square_norm,
+        OpName.GLOBAL_NORM: _global_norm,
+        OpName.CLIP: _clip,
+    }
+)

@@ -1,0 +1,121 @@
+"""What the TensorFlow handlers of call-level ops have in common: their signature and what they have access to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from graph_passes.ir.graph import Graph, Node
+
+Outcome = tuple[list[Any], list[Any]]
+"""A node's output tensors, and the TensorFlow ops at whose end the node is done (none: the ops of the outputs)."""
+
+
+class Bindings(Protocol):
+    """The tf.Variables that the names in a graph stand for."""
+
+    def variable(self, node: Node, name: str) -> tf.Variable:
+        """Return the variable, or the replica's copy of it, that ``node`` reads and writes as ``name``."""
+
+    def owner(self, name: str) -> tf.Variable:
+        """Return the user's own variable."""
+
+    def copies(self, name: str) -> Sequence[tf.Variable]:
+        """Return the replicas' copies of a variable that forward writes."""
+
+    def accumulators(self, node: Node) -> Sequence[tf.Variable]:
+        """Return the buffers in which the replica of ``node`` sums the gradients of the node's variables."""
+
+    @property
+    def updating(self) -> tf.Variable:
+        """A boolean variable that is True while a step writes variables."""
+
+
+class RankCommunication(Protocol):
+    """Communication with the other processes of a job; see ``dapple_tf.distributed.collectives``.
+
+    Token: an int64 that is computed once an op has completed; the step returns the sum of all tokens. ``zero``: a
+    variable that the ops read, so that TensorFlow treats them as stateful.
+    """
+
+    zero: tf.Variable
+
+    def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Send ``inputs`` and receive the outputs of ``node``; return these and a token."""
+
+    def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return each input summed over the node's ranks, and a token."""
+
+    def average(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return floats averaged over the node's ranks, and values of other dtypes as the first rank has them."""
+
+    def barrier(self, node: Node) -> Any:
+        """Return a token that is computed once all of the node's ranks have reached the barrier."""
+
+    def guard_step(self, token: Any) -> Any:
+        """Let hangs be detected in the step whose communication has ended once ``token`` is computed; return it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What handlers have access to.
+
+    ``functions``: the ConcreteFunctions of the graph's stage functions, by name. ``ranks``: None where the whole graph
+    runs in this process. ``accumulators``: functions built so far that add gradients to buffers.
+    """
+
+    graph: Graph
+    bindings: Bindings
+    functions: dict[str, Any]
+    ranks: RankCommunication | None
+    accumulators: dict[tuple[int, int | None, bool], Any] = field(default_factory=dict)
+
+    @property
+    def communication(self) -> RankCommunication:
+        """``ranks``, which a graph with communication nodes must have."""
+        assert self.ranks is not None, "only the graph of a rank has nodes that communicate"
+        return self.ranks
+
+
+Handler = Callable[[Context, Node, list[Any]], Outcome]
+"""Builds the TensorFlow ops of a node from the tensors of its inputs (or runs them, where TensorFlow is eager)."""
+
+
+def call(function: Any, arguments: Sequence[Any]) -> Outcome:
+    """Call a ConcreteFunction: its outputs, and in a graph the ops that mark its end.
+
+    Where TensorFlow inlines the call, an edge from the call op waits only for side effects, and an edge from an
+    IdentityN of all outputs for the rest: both ops are needed.
+    """
+    if tf.executing_eagerly():
+        return list(function(*arguments) or ()), []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    outputs = function(*arguments)
+    ops = [op for op in graph.get_operations()[before:] if op.type in internals.CALL_OPS]
+    if not outputs:
+        return [], ops
+    return list(outputs), [*ops, tf.identity_n(list(outputs))[0].op]
+
+
+def check_finite(tensor: Any, what: str) -> Any:
+    """Return the tensor, by an op that fails if the tensor is not finite; ``what`` names it in the error."""
+    if tensor.dtype.is_complex:
+        parts = [check_finite(part(tensor), what) for part in (tf.math.real, tf.math.imag)]
+        with tf.control_dependencies(parts):
+            return tf.identity(tensor)
+    return tf.debugging.check_numerics(tensor, f"{what} is not finite") if tensor.dtype.is_floating else tensor
+
+
+def read_variable(variable: tf.Variable) -> Any:
+    """Return the variable's value, read where the op is placed in the order of the graph."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def assign_variable(variable: tf.Variable, value: Any) -> Any:
+    """Return the op that assigns ``value``."""
+    return tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)

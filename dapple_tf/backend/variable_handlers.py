@@ -1,0 +1,52 @@
+"""Handlers of the ops that read and write variables and the replicas' copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.backend.handler import Context, Handler, Outcome, assign_variable, read_variable
+from graph_passes.ir.graph import Node
+from graph_passes.ir.ops import OpName
+
+
+def _read_variables(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [read_variable(context.bindings.variable(node, name)) for name in node.strings("variables")], []
+
+
+def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    names = node.strings("variables")
+    values = [*inputs, *(read_variable(context.bindings.owner(name)) for name in names[len(inputs) :])]
+    copies = [context.bindings.variable(node, name) for name in names]
+    return [], [assign_variable(copy, value) for copy, value in zip(copies, values, strict=True)]
+
+
+def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    owners = [context.bindings.owner(name) for name in node.strings("variables")]
+    values = inputs or [_merge_copies(context, name) for name in node.strings("variables")]
+    return [], [assign_variable(owner, value) for owner, value in zip(owners, values, strict=True)]
+
+
+def _merge_copies(context: Context, name: str) -> Any:
+    """Return the average of the replicas' copies, or the first where they are not floating-point."""
+    values = [read_variable(copy) for copy in context.bindings.copies(name)]
+    mean = len(values) > 1 and values[0].dtype.is_floating
+    return tf.add_n(values) / len(values) if mean else values[0]
+
+
+def _set_updating(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [], [assign_variable(context.bindings.updating, tf.constant(bool(node.attr("updating"))))]
+
+
+HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
+    {
+        OpName.READ_VARIABLE: _read_variables,
+        OpName.READ_STATE: _read_variables,
+        OpName.REFRESH: _refresh,
+        OpName.COMMIT: _commit,
+        OpName.SET_UPDATING: _set_updating,
+    }
+)
