@@ -1,4 +1,4 @@
-"""``dapple plan`` and ``dapple simulate``, as a user runs them."""
+"""``dapple plan`` and ``dapple simulate``: results, files and errors; neither starts TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dapple_tf.cli import main
 from dapple_tf.plan import Plan
+from tests.dapple_tf.commands.command_line import Run
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.paths import ROOT
 
@@ -24,43 +22,24 @@ GRAPH = (
     + LAYER.format(3, "Dense", 1000.0, 2000.0, 40.0)
     + "\tnode1 -- node2\n\tnode2 -- node3\n"
 )
-Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """Run the command line in this process, in a folder with a profile and a cluster: (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with a profile and a cluster, where the commands run."""
     monkeypatch.chdir(tmp_path)
     make_profile((1, 2, 4, 4, 10), (1, 2, 4, 4, 10), (2, 4, 4, 4, 10)).save("profile.json")
     make_cluster(2).save("cluster.yaml")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dapple", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capfd.readouterr()
-
-    return run
+    return tmp_path
 
 
 PLAN = ("plan", "profile.json", "--cluster", "cluster.yaml", "--global-batch-size", 8)
 SIMULATE = ("simulate", "plan.json", "--profile", "profile.json", "--cluster", "cluster.yaml")
 
 
-def last(run: tuple[int, str, str]) -> dict[str, Any]:
-    """The JSON object on the last line of stdout."""
-    assert run[0] == 0, run[2]
-    found = json.loads(run[1].splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
-
-
-def test_a_plan_is_printed_saved_and_simulated(command: Command) -> None:
-    run = command(*PLAN, "-o", "plan.json", "--json")
-    result = last(run)
+def test_a_plan_is_printed_saved_and_simulated(run_here: Run) -> None:
+    run = run_here(*PLAN, "-o", "plan.json", "--json")
+    result = run.json
     assert set(result) == {
         *("format", "model", "planner", "global_batch_size", "micro_batch_size", "micro_batches", "schedule"),
         *("recompute", "stages", "predicted"),
@@ -69,13 +48,12 @@ def test_a_plan_is_printed_saved_and_simulated(command: Command) -> None:
     assert [set(stage) for stage in result["stages"]] == [{"first_layer", "last_layer", "devices"}] * 2
     # Eight times 1.5 s in the last stage; 0.5 s and back 1 s in the first; 1 byte each way at 10 bytes a second.
     assert result["predicted"]["step_seconds"] == pytest.approx(12 + 1.5 + 0.2)
-    assert "plan straight, layers 2:1, 8 micro-batches of 1 samples" in run[1]
-    assert "runner-up DP" in run[1]
+    assert "plan straight, layers 2:1, 8 micro-batches of 1 samples" in run.stdout
+    assert "runner-up DP" in run.stdout
     assert json.loads(Path("plan.json").read_text()) == result
     assert Plan.load("plan.json").predicted == result["predicted"]
 
-    run = command(*SIMULATE, "-o", "step.json", "--json")
-    timeline = last(run)
+    timeline = run_here(*SIMULATE, "-o", "step.json", "--json").json
     assert {"step_seconds", "speedup", "bubble", "peak_memory_bytes", "stages"} <= set(timeline)
     for key in ("step_seconds", "speedup", "bubble", "peak_memory_bytes"):
         assert timeline[key] == result["predicted"][key]
@@ -86,62 +64,60 @@ def test_a_plan_is_printed_saved_and_simulated(command: Command) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "html"])
-def test_a_timeline_is_saved_as_a_picture(command: Command, suffix: str) -> None:
-    assert command(*PLAN, "-o", "plan.json")[0] == 0
-    code, out, err = command(*SIMULATE, "-o", f"step.{suffix}")
-    assert code == 0, err
-    assert f"timeline: step.{suffix}" in out
+def test_a_timeline_is_saved_as_a_picture(run_here: Run, suffix: str) -> None:
+    assert run_here(*PLAN, "-o", "plan.json").code == 0
+    run = run_here(*SIMULATE, "-o", f"step.{suffix}")
+    assert run.code == 0, run.stderr
+    assert f"timeline: step.{suffix}" in run.stdout
     start = {"png": b"\x89PNG", "html": b"<!"}[suffix]
     assert Path(f"step.{suffix}").read_bytes().lower().startswith(start.lower())
 
 
-def test_options_reach_the_planner(command: Command) -> None:
+def test_options_reach_the_planner(run_here: Run) -> None:
     options = ("--planner", "dp", "--micro-batch-size", 4, "--schedule", "gpipe", "--recompute", "--overlap", "--json")
-    result = last(command(*PLAN, *options))
+    result = run_here(*PLAN, *options).json
     assert (result["planner"], result["micro_batch_size"], result["schedule"]) == ("dp", 4, "gpipe")
     assert (result["recompute"], result["overlap"]) == (True, True)
-    plain = last(command(*PLAN, "--planner", "dp", "--optimizer-slots", 0, "--micro-batch-size", 8, "--json"))
-    # 30 bytes of weights and of gradients; half of 2 x 12 stashed and of 2 x 8 worked on.
+    plain = run_here(*PLAN, "--planner", "dp", "--optimizer-slots", 0, "--micro-batch-size", 8, "--json").json
+    # 30 bytes of weights and of gradients; half of 2 x 12 stashed and of the working set of 2 x 8.
     assert plain["predicted"]["peak_memory_bytes"] == [60 + 12 + 8]
 
 
-def test_a_schedule_may_be_a_file(command: Command, tmp_path: Path) -> None:
+def test_a_schedule_may_be_a_file(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     options = ("--schedule", "order.txt", "--micro-batch-size", 4, "--json", "-o", "plan.json")
-    result = last(command(*PLAN, *options))
+    result = run_here(*PLAN, *options).json
     assert result["schedule"] == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
-    code, out, _ = command(*SIMULATE, "--json")
-    assert code == 0
-    assert [stage["actions"] for stage in json.loads(out.splitlines()[-1])["stages"]] == [
+    assert [stage["actions"] for stage in run_here(*SIMULATE, "--json").json["stages"]] == [
         "0F0 0F1 0B0 0B1",
         "1F0 1B0 1F1 1B1",
     ]
-    assert "schedule given (0F0 0F1 0B0 0B1 ...)" in command(*PLAN, *options)[1]
+    assert "schedule given (0F0 0F1 0B0 0B1 ...)" in run_here(*PLAN, *options).stdout
 
 
-def test_a_file_that_is_no_schedule(command: Command, tmp_path: Path) -> None:
+def test_a_file_that_is_no_schedule(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    for file, code, said in (
+    for file, code, message in (
         ("order.txt", 1, "error: order.txt: the stages of a schedule must have equally many actions"),
         ("bytes.txt", 2, "bytes.txt cannot be read as text"),
         ("none.txt", 2, "there is no file none.txt"),
     ):
-        found = command(*PLAN, "--schedule", file)
-        assert (found[0], found[1]) == (code, "")
-        assert said in found[2]
+        run = run_here(*PLAN, "--schedule", file)
+        assert (run.code, run.stdout) == (code, "")
+        assert message in run.stderr
 
 
-def test_a_graph_and_a_preset_will_do(command: Command) -> None:
+def test_a_graph_and_a_preset_will_do(run_here: Run) -> None:
     Path("two-pbs-4.txt").write_text(GRAPH)
     arguments = ("plan", "two-pbs-4.txt", "--cluster", "config-b:2", "--global-batch-size", 8, "--json")
-    result = last(command(*arguments))
+    result = run_here(*arguments).json
     assert sorted(device for stage in result["stages"] for device in stage["devices"]) == [0, 1]
     Path("two.txt").write_text(GRAPH)
-    assert command("plan", "two.txt", *arguments[2:])[0] == 1
-    assert last(command("plan", "two.txt", *arguments[2:], "--profile-batch-size", 4))["stages"] == result["stages"]
-    doubled = last(command(*arguments, "--size-scale", 2, "--planner", "dp", "--micro-batch-size", 8))
-    once = last(command(*arguments, "--planner", "dp", "--micro-batch-size", 8))
+    assert run_here("plan", "two.txt", *arguments[2:]).code == 1
+    assert run_here("plan", "two.txt", *arguments[2:], "--profile-batch-size", 4).json["stages"] == result["stages"]
+    doubled = run_here(*arguments, "--size-scale", 2, "--planner", "dp", "--micro-batch-size", 8).json
+    once = run_here(*arguments, "--planner", "dp", "--micro-batch-size", 8).json
     assert doubled["predicted"]["peak_memory_bytes"][0] == 2 * once["predicted"]["peak_memory_bytes"][0]
 
 
@@ -162,22 +138,23 @@ def test_a_graph_and_a_preset_will_do(command: Command) -> None:
     ],
 )
 def test_what_fails_is_one_line_and_exit_1_and_leaves_no_file(
-    command: Command, arguments: tuple[object, ...], message: str
+    run_here: Run, arguments: tuple[object, ...], message: str
 ) -> None:
-    assert command(*PLAN, "-o", "plan.json")[0] == 0
+    assert run_here(*PLAN, "-o", "plan.json").code == 0
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
     more = () if "-o" in arguments else ("-o", "new.json")
-    code, out, err = command(*arguments, *more)
-    assert (code, out) == (1, "")
-    assert err.startswith(message)
-    assert len(err.splitlines()) == 1
+    run = run_here(*arguments, *more)
+    assert (run.code, run.stdout) == (1, "")
+    assert run.stderr.startswith(message)
+    assert len(run.stderr.splitlines()) == 1
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
 
-def test_a_model_too_large_says_what_would_fit(command: Command) -> None:
+def test_a_model_too_large_says_what_would_fit(run_here: Run) -> None:
     make_cluster(2, memory=60).save("cluster.yaml")
-    code, out, err = command(*PLAN, "-o", "plan.json")
-    assert (code, out) == (1, "")
+    run = run_here(*PLAN, "-o", "plan.json")
+    assert (run.code, run.stdout) == (1, "")
+    err = run.stderr
     # The two layers of a stage: 80 bytes fixed, (4 + 4 kept + 8 worked on) / 4.
     assert "'net' does not fit 2 devices of 60 B" in err
     assert "lacks 24 B. Recompute would not help: it saves nothing of a micro-batch that is alone in flight. " in err
@@ -198,14 +175,14 @@ def test_a_model_too_large_says_what_would_fit(command: Command) -> None:
         ("simulate",),
     ],
 )
-def test_wrong_usage_exits_with_2(command: Command, arguments: tuple[object, ...]) -> None:
-    code, out, err = command(*arguments)
-    assert (code, out) == (2, "")
-    assert "Usage: " in err
+def test_wrong_usage_exits_with_2(run_here: Run, arguments: tuple[object, ...]) -> None:
+    run = run_here(*arguments)
+    assert (run.code, run.stdout) == (2, "")
+    assert "Usage: " in run.stderr
 
 
-def test_neither_command_starts_tensorflow(command: Command, tmp_path: Path) -> None:
-    assert command(*PLAN, "-o", "plan.json")[0] == 0
+def test_neither_command_starts_tensorflow(run_here: Run, tmp_path: Path) -> None:
+    assert run_here(*PLAN, "-o", "plan.json").code == 0
     for arguments in (PLAN, (*SIMULATE, "-o", "step.html")):
         program = (
             "import sys\n"

@@ -1,0 +1,123 @@
+"""What the command line prints for wrong usage and failures: help, exit codes, errors of one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
+
+
+def other_model(name: str) -> str:
+    """Another callable of the file of TINY_MODEL."""
+    return TINY_MODEL.replace(":tiny", f":{name}")
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("train", "--help"), ("verify", "-h"), ("timeline", "-h"), ("--version",)]
+)
+def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
+    run = run_here(*words)
+    assert (run.code, run.stderr) == (0, "")
+    assert "dapple" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train",), "Missing argument 'MODEL'"),
+        (("trane", TINY_MODEL), "No such command 'trane'"),
+        (("train", TINY_MODEL, "--stages"), "requires an argument"),
+        (("train", TINY_MODEL, "--stagez", 2), "No such option"),
+        (("train", TINY_MODEL, "--micro-batches", "many"), "--micro-batches many: give a whole number, or auto"),
+        (("train", TINY_MODEL, "--micro-batches", "--8"), "--micro-batches --8: give a whole number, or auto"),
+        (("train", TINY_MODEL, "--replicas", "\u00b2"), "--replicas \u00b2: give one whole number for each stage"),
+        (("train", TINY_MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number for each stage, such as"),
+        (("train", TINY_MODEL, "--steps", 0), "--steps must be at least 1"),
+        (("train", TINY_MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
+        (("train", TINY_MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that"),
+        (("train", TINY_MODEL, "--recompute", "stages:a"), "--recompute stages:a: give numbers of stages, such as"),
+        (("verify", TINY_MODEL, "--replicas", "two"), "--replicas two: give one whole number for each stage"),
+    ],
+)
+def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], message: str) -> None:
+    run = run_here(*words)
+    assert (run.code, run.stdout) == (2, "")
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "exit_code"),
+    [
+        (("absent.py:f",), "there is no file absent.py", 2),
+        (("no_such_module:f",), "module 'no_such_module' cannot be imported", 2),
+        (("gpt",), "'gpt' is not a MODEL such as", 2),
+        ((TINY_MODEL, "--set", "width"), "--set 'width' is not of the form key=value", 2),
+        ((TINY_MODEL, "--set", "widht=3"), "has no option 'widht'; it has width", 2),
+        ((other_model("without_options"), "--batch-size", 3), "has no option batch_size, so --batch-size cannot be", 2),
+        ((other_model("without_options"), "--seed", 3), "has no option seed, so --seed cannot be given", 2),
+        ((other_model("broken"),), "the user's own mistake", 1),
+        ((TINY_MODEL, "--set", "empty=True"), "the workload's dataset has no batches", 2),
+        ((TINY_MODEL, "--stages", 99), "99 stages are wanted, but the model can be cut in", 1),
+        ((TINY_MODEL, "--stages", 0), "stages=0: there must be at least one", 1),
+        ((TINY_MODEL, "--stages", 2, "--replicas", "1"), "replicas=[1] names 1 stages, but there are 2", 1),
+        ((TINY_MODEL, "--stages", 2, "--replicas", "1,9"), "need 10 devices, but there are 8", 1),
+        ((TINY_MODEL, "--stages", 2, "--recompute", "stages:2"), "recompute names stage 2, but the stages are 0", 1),
+        ((TINY_MODEL, "--stages", "three"), "no layer is called 'three'; the nearest are ", 1),
+        ((TINY_MODEL, "--recompute", "three"), "no layer is called 'three'; the nearest are ", 1),
+        ((TINY_MODEL, "--micro-batches", 9), "micro_batches=9 is more than the 8 samples of the batch", 1),
+        ((TINY_MODEL, "--schedule", "zigzag"), "no schedule is called 'zigzag'; there are gpipe, dapple-a", 1),
+        ((TINY_MODEL, "--cluster", "absent.yaml"), "absent.yaml: ", 1),
+        ((TINY_MODEL, "--stages", 2, "--schedule", "gpipe", "--cluster", "config-a:2"), "but everything is given", 1),
+        ((TINY_MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 1),
+        ((TINY_MODEL, "--devices", 0), "devices=0: at least one is needed", 1),
+        ((TINY_MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
+        ((TINY_MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png, .html or .json", 1),
+        ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
+        ((TINY_MODEL, "--tensorboard", "setup.py"), "setup.py cannot hold TensorBoard's events: File exists", 1),
+        # Paths are checked before the model is made.
+        (("absent.py:f", "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
+        (("absent.py:f", "--tensorboard", "setup.py/d"), "setup.py/d cannot hold TensorBoard's events: Not a dir", 1),
+        ((TINY_MODEL, "--stages", 1, "--checkpoint-dir", "setup.py"), "setup.py cannot hold checkpoints: File exis", 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_failure_is_one_line_on_stderr(
+    run_here: Run, words: tuple[object, ...], message: str, exit_code: int
+) -> None:
+    run = run_here("train", *words)
+    assert run.code == exit_code  # 2: wrong usage
+    (line,) = [line for line in run.stderr.splitlines() if line]
+    assert line.startswith("error: ")
+    assert message in line
+    assert "loss" not in run.stdout, "nothing was trained"
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_process_of_its_own_is_one_line_on_stderr() -> None:
+    run = run_process("train", TINY_MODEL, "--stages", "three")
+    assert (run.code, run.stdout) == (1, "")
+    assert run.stderr.splitlines()[-1].startswith("error: no layer is called 'three'; the nearest are ")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError, TypeError])
+def test_an_unexpected_error_keeps_its_traceback(
+    run_here: Run, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("not ours")
+
+    monkeypatch.setattr("dapple_tf.commands.training_run.run_training", fail)
+    with pytest.raises(error, match="not ours"):
+        run_here("train", TINY_MODEL)
+
+
+def test_an_interrupted_run_prints_stopped(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dapple_tf.commands.training_run.run_training", interrupt)
+    run = run_here("train", TINY_MODEL)
+    assert run.code == 1
+    assert run.stderr.strip().endswith("stopped")

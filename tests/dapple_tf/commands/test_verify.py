@@ -1,0 +1,37 @@
+"""``dapple verify``: the comparison of a pipelined step with one device, and its exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
+
+VERIFY = ("verify", TINY_MODEL, "--stages", 2, "--json")
+
+
+def test_equal_steps_exit_with_0(run_here: Run) -> None:
+    run = run_here(*VERIFY, "--micro-batches", 3, "--replicas", "2,1", "--schedule", "dapple-a")
+    result = run.json
+    assert result["ok"] is True
+    assert set(result["max_errors"]) == {"loss", "gradient", "variable"}
+    assert result["max_errors"]["gradient"] < 1e-5
+    assert "replicas [2, 1], 3 micro-batches, dapple-a: equal to one device" in run.stdout
+
+
+@pytest.mark.filterwarnings("ignore:the loss of loss is divided by")
+def test_different_steps_exit_with_1(run_here: Run) -> None:
+    run = run_here(*VERIFY, "--micro-batches", 4, "--set", "masked=True")
+    assert run.code == 1
+    assert '"ok": false' in run.stdout.splitlines()[-1]
+    assert "DIFFERS from one device" in run.stdout
+    assert "first to diverge: loss 'loss'" in run.stdout
+
+
+def test_recomputed_stages_are_verified(run_here: Run) -> None:
+    run = run_here(*VERIFY, "--micro-batches", 2, "--recompute", "stages:1")
+    assert run.json["plan"]["recompute"][0] > 0
+
+
+@pytest.mark.slow
+def test_verify_in_a_process_of_its_own() -> None:
+    assert run_process(*VERIFY, "--micro-batches", 2).json["ok"] is True
