@@ -17,6 +17,7 @@ from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import DType, Graph, Node, Shape, TensorType, attributes
+from graph_passes.ir.ops import OpName
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
@@ -120,7 +121,7 @@ def stage_model(
     joint, found = differentiate(captured, stages)
     pairs = split_backward(stages, joint, prune_gradients(joint, found))
     args = tuple(
-        Node(name, "input", (), captured.graph.node(name).outputs, attributes({"index": i}))
+        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
         for i, name in enumerate(captured.graph.inputs)
     )
     functions = tuple(function for pair in pairs for function in pair)

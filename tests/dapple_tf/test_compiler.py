@@ -1,0 +1,125 @@
+"""The order of the passes, for each kind of plan and each variant of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import pytest
+
+from dapple_tf.compiler import StagedModel, StepVariant, pipeline_graph, rank_graphs, stage_model
+from dapple_tf.errors import PlanError
+from dapple_tf.frontend.capture import capture
+from dapple_tf.plan import Plan
+from graph_passes.analysis.layers import find_layers
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.ops import OPS
+from tests.dapple_tf.builders import X, chain, make_plan
+
+DEVICES = [f"/device:CPU:{i}" for i in range(4)]
+CALLS = ["microbatch", "split_concat", "copy_variables", "accumulate", "allreduce", "order"]
+CHECKS = ["place", "verify_pipeline"]
+
+
+@pytest.fixture(scope="module")
+def loss() -> Any:
+    return chain()[1]
+
+
+def model_of(loss: Any, recompute: Sequence[int] = (), optimizer: bool = True) -> StagedModel:
+    captured = capture(loss, (X,))
+    layers = find_layers(captured.graph)
+    start = layers.find("d1")
+    return stage_model(captured, layers, [start], keras.optimizers.SGD(0.1) if optimizer else None, recompute)
+
+
+def plan_of(model: StagedModel, *replicas: int, **changes: Any) -> Plan:
+    """A plan of two stages; the layers do not matter here, since the model is cut already."""
+    first, second = replicas or (1, 1)
+    devices = tuple(range(first)), tuple(range(first, first + second))
+    return make_plan((0, 0, devices[0]), (1, 1, devices[1]), **changes)
+
+
+def names_of(model: StagedModel, plan: Plan, variant: StepVariant = StepVariant.PLAIN) -> list[str]:
+    """The names of the passes that make a step's graph, in order."""
+    seen: list[str] = []
+    pipeline_graph(model, plan, DEVICES, DEVICES[0], variant=variant, observers=[lambda name, _: seen.append(name)])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("variant", "added"),
+    [
+        (StepVariant.PLAIN, []),
+        (StepVariant.TIMED, ["instrument"]),
+        (StepVariant.WITH_GRADIENTS, ["expose_gradients"]),
+        (StepVariant.CHECKED, ["check_numerics"]),
+    ],
+)
+def test_each_variant_of_a_step_adds_its_pass_before_the_nodes_are_placed(
+    loss: Any, variant: StepVariant, added: list[str]
+) -> None:
+    model = model_of(loss)
+    assert names_of(model, plan_of(model), variant) == [*CALLS, "apply", *added, *CHECKS]
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("schedule", ["dapple-a", "gpipe", "K=2,1"])
+def test_replicas_and_the_order_of_calls_do_not_change_the_passes(
+    loss: Any, replicas: tuple[int, int], schedule: str
+) -> None:
+    model = model_of(loss)
+    assert names_of(model, plan_of(model, *replicas, schedule=schedule)) == [*CALLS, "apply", *CHECKS]
+
+
+def test_overlap_comes_between_the_sums_of_replicas_and_allreduce(loss: Any) -> None:
+    model = model_of(loss)
+    names = names_of(model, plan_of(model, 2, 1, overlap=True))
+    assert names == [*CALLS[:4], "overlap", *CALLS[4:], "apply", *CHECKS]
+
+
+def test_stage_functions_are_rewritten_before_they_are_called_recomputation_first(loss: Any) -> None:
+    recomputed = model_of(loss, recompute=range(20))
+    assert any(recomputed.runs)
+    plan = plan_of(recomputed, recompute=True)
+    assert names_of(recomputed, plan) == ["recompute", *CALLS, "apply", *CHECKS]
+    both = plan_of(recomputed, recompute=True, schedule="zb-h1")
+    assert names_of(recomputed, both) == ["recompute", "split_weights", *CALLS, "apply", *CHECKS]
+    model = model_of(loss)
+    assert names_of(model, plan_of(model, schedule="zb-h1")) == ["split_weights", *CALLS, "apply", *CHECKS]
+
+
+def test_without_an_optimizer_nothing_is_applied(loss: Any) -> None:
+    model = model_of(loss, optimizer=False)
+    assert names_of(model, plan_of(model), StepVariant.WITH_GRADIENTS) == [*CALLS, "expose_gradients", *CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("variant", "added"), [(StepVariant.PLAIN, []), (StepVariant.CHECKED, []), (StepVariant.TIMED, ["instrument"])]
+)
+def test_a_rank_s_graph_is_projected_from_the_whole_one_and_timed_after_that(
+    loss: Any, variant: StepVariant, added: list[str]
+) -> None:
+    model = model_of(loss)
+    seen: list[str] = []
+    plan = plan_of(model, 2, 1)
+    graphs = rank_graphs(model, plan, 3, variant=variant, observers=[lambda name, _: seen.append(name)])
+    assert seen == ["rank_variables", "project", *added] * 3
+    assert [any(node.op == "timestamp" for node in graph.nodes) for graph in graphs] == [bool(added)] * 3
+
+
+def test_all_nodes_of_a_pipelined_graph_have_an_op_of_the_table(loss: Any) -> None:
+    graphs: list[Graph] = []
+    model = model_of(loss)
+    graphs.append(pipeline_graph(model, plan_of(model, 2, 1), DEVICES, DEVICES[0], variant=StepVariant.TIMED))
+    graphs += rank_graphs(model, plan_of(model, 2, 1), 3)
+    assert {node.op for graph in graphs for node in graph.nodes} <= OPS.keys()
+
+
+def test_a_plan_for_devices_that_are_not_there_is_refused(loss: Any) -> None:
+    model = model_of(loss)
+    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 1, 2, 3, 4\]"):
+        names_of(model, plan_of(model, 3, 2))
+    with pytest.raises(PlanError, match=r"the plan is for 2 ranks"):
+        rank_graphs(model, plan_of(model), 3)
