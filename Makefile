@@ -10,20 +10,23 @@ ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA is $(EXTRA): it must be cpu or gpu)
 endif
 
+# Tests run in so many processes; those that start jobs of several ranks share one of them.
+WORKERS ?= 2
+
 # Hide TensorFlow's log lines about the processor.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: train test test-all lint bench hosts horovod clean
+.PHONY: train test test-all lint bench docs hosts horovod clean
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --compare 10 --trace out/gpt-timeline.png
 
 test: lint .venv/installed-horovod
-	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -m "not slow"
+	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
 
 test-all: lint .venv/installed-horovod
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q
+	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 lint: .venv/installed-test
 	@$(BIN)/ruff check --quiet
@@ -33,6 +36,11 @@ lint: .venv/installed-test
 
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
+
+# The site of docs/; with --strict a warning is an error. The variable turns off a notice of the theme about its successor.
+docs: .venv/installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "out/site/index.html"
 
 # Jobs on emulated hosts with slow links: needs root and iproute2.
 hosts: .venv/installed-test .venv/installed-horovod
@@ -64,6 +72,11 @@ FORCE:
 .venv/installed-test: .venv/installed
 	@echo "Installing the requirements of the tests into .venv ..." >&2
 	@$(PIP) --editable ".[$(EXTRA),test]"
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	@echo "Installing what the site needs into .venv ..." >&2
+	@$(PIP) --editable ".[$(EXTRA),docs]"
 	@touch $@
 
 .venv/installed-horovod: .venv/installed scripts/install_horovod.sh

@@ -47,10 +47,14 @@ setup(
         "gpu": ["tensorflow[and-cuda]==2.21.*"],
         # pip alone cannot build it against TensorFlow 2.16 or later: `make horovod` (scripts/install_horovod.sh) can.
         "horovod": ["horovod==0.28.1"],
+        "docs": [
+            "mkdocs>=1.6,<2",  # 1.6 brought File.generated, which docs/site_hooks.py uses; the theme needs 1
+            "mkdocs-material>=9.6,<10",  # a new major version may change the settings in mkdocs.yml
+            "mkdocstrings[python]>=1,<2",  # so may a new one of this
+        ],
         "test": [
             "pytest>=9,<10",
             "pytest-timeout>=2.3,<3",
-            "pytest-benchmark>=5,<6",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",
             # The tests build a wheel with the setuptools of this environment, so that they need no network. It makes
