@@ -1,0 +1,158 @@
+"""Imports of our own packages stand at the top of a file: one inside a function or under TYPE_CHECKING needs a reason.
+
+Such an import can hide a cycle from the linter and from readers. The reasons are listed here, and the test computes
+that none of the imports is there because of a cycle between folders.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+
+import networkx as nx
+import pytest
+
+from tests.paths import ROOT
+
+PACKAGES = ("graph_passes", "profiler", "dapple_tf")
+
+NESTED = {
+    "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
+    "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
+    "dapple_tf.drawing.save": "matplotlib and the HTML page are loaded for the file that needs them",
+}
+"""The modules that may import our own packages elsewhere than at their top, each with the reason."""
+
+CALLED_BACK = {
+    "dapple_tf.timeline.*": "methods of Timeline and Recording call functions of these files, which take them",
+}
+"""The modules that may import for types alone, from modules of their own folder that import them, or from others."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import of module ``target`` by ``source``; ``top``: at the top of the file; ``types``: for types alone."""
+
+    source: str
+    target: str
+    line: int
+    top: bool
+    types: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}: {self.target}"
+
+
+def folder(module: str) -> str:
+    """The folder of a module, or the module itself if it stands in none: dapple_tf.planner, dapple_tf.plan."""
+    return ".".join(module.split(".")[:2])
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(
+        found
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for found in _imports_of(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path.read_text()
+        )
+    )
+
+
+def _imports_of(module: str, text: str) -> Iterator[Import]:
+    tree = ast.parse(text)
+    for_types = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if _is_module(name) else str(node.module) for name in names]
+        else:
+            continue
+        for name in dict.fromkeys(names):
+            if name.split(".")[0] in PACKAGES:
+                yield Import(module, name, node.lineno, node in tree.body, node in for_types)
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def named(module: str, patterns: dict[str, str]) -> bool:
+    return any(fnmatch(module, pattern) for pattern in patterns)
+
+
+def test_an_import_inside_a_function_or_for_types_alone_has_a_reason() -> None:
+    unlisted = [
+        i for i in imports() if not (i.top or named(i.source, NESTED) or (i.types and named(i.source, CALLED_BACK)))
+    ]
+    assert not unlisted, "move to the top of the file, or list with a reason: " + "; ".join(map(str, unlisted))
+
+
+def test_each_listed_reason_is_needed() -> None:
+    sources = [found.source for found in imports() if not found.top]
+    assert all(any(fnmatch(source, pattern) for source in sources) for pattern in (*NESTED, *CALLED_BACK))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folders_form_a_cycle_whatever_the_imports_that_join_them(package: str) -> None:
+    """Imports inside functions and for types alone count. The package itself, which loads names late, does not."""
+    edges = {
+        (folder(i.source), folder(i.target)): i
+        for i in imports()
+        if i.source.startswith(f"{package}.")
+        and i.target.startswith(f"{package}.")
+        and folder(i.source) != folder(i.target)
+    }
+    graph = nx.DiGraph(list(edges))
+    cycles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    shown = [str(found) for (a, b), found in edges.items() for part in cycles if a in part and b in part]
+    assert not cycles, f"{cycles}: {'; '.join(shown)}"
+
+
+def imports_at_the_top() -> nx.DiGraph:
+    graph = nx.DiGraph((found.source, found.target) for found in imports() if found.top)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    return graph
+
+
+def test_no_files_form_a_cycle_of_imports_at_their_tops() -> None:
+    assert [sorted(part) for part in nx.strongly_connected_components(imports_at_the_top()) if len(part) > 1] == []
+
+
+def test_an_import_inside_a_function_could_stand_at_the_top_without_a_cycle() -> None:
+    graph = imports_at_the_top()
+    inside = [i for i in imports() if not i.top and not i.types]
+    circular = [i for i in inside if i.target in graph and i.source in graph and nx.has_path(graph, i.target, i.source)]
+    assert not circular, "; ".join(map(str, circular))
+
+
+def test_nested_imports_of_every_kind_are_found() -> None:
+    text = """
+import typing
+from dapple_tf import plan
+if TYPE_CHECKING:
+    from dapple_tf.plan import Plan
+def f():
+    import dapple_tf.errors
+    from profiler.units import format_bytes
+"""
+    found = list(_imports_of("dapple_tf.made_up", text))
+    assert [(i.target, i.line, i.top, i.types) for i in sorted(found, key=lambda i: i.line)] == [
+        ("dapple_tf.plan", 3, True, False),
+        ("dapple_tf.plan", 5, False, True),
+        ("dapple_tf.errors", 7, False, False),
+        ("profiler.units", 8, False, False),
+    ]
