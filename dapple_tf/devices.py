@@ -1,4 +1,4 @@
-"""Which devices there are, and ``dapple.init``."""
+"""Initialize and list the devices that a pipeline runs on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from dapple_tf.distributed import membership
-from dapple_tf.distributed.exit_reporting import guard
+from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.errors import DeviceError, UsageError
 
 DEFAULT_DEVICES = 8
 
 
 def init(devices: int | None = None) -> None:
-    """Make devices to pipeline over; call it before TensorFlow runs anything.
+    """Configure the devices to pipeline over; call this before TensorFlow runs anything.
 
-    A process that mpirun or horovodrun started joins their job, with one device: its GPU, or the CPU. Else, on a
-    machine with GPUs, these are the devices; elsewhere the CPU is divided into ``devices`` logical ones (default 8);
-    where that is one for each core or more, ops are not split over cores. Calling it again with the
-    same number is fine. Raises UsageError when TensorFlow has already started with another number, DeviceError
-    for a number below 1 or above the GPUs.
+    A process that mpirun or horovodrun started joins the job, with one device: its GPU, or the CPU. Otherwise the
+    devices are the machine's GPUs; without GPUs, the CPU is divided into ``devices`` logical devices (default 8), and
+    if that is one per core or more, TensorFlow does not split ops over cores. A second call with the same number does
+    nothing. Raises UsageError if TensorFlow has already started with another number of devices, DeviceError for a
+    number below 1 or above the number of GPUs.
 
-    The ranks of a job watch each other from here on (see ``distributed.watchdog``), which starts TensorFlow: its own
-    settings (threads, memory growth) come before.
+    In a job this starts the watchdog (see ``distributed.watchdog``) and TensorFlow: set TensorFlow's own options
+    (threads, memory growth) before.
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
     job = membership.join()
     _make_devices(devices, job)
     if job is not None:
-        guard(job)
+        start_exit_reporting(job)
 
 
 def _make_devices(devices: int | None, job: membership.Job | None) -> None:
@@ -49,15 +49,15 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
     count = DEFAULT_DEVICES if devices is None else devices
-    # A rank's second one is for the op that tells whether a step has failed: see ``distributed.hang_detector``.
+    # A rank's second device is for the op that detects a failed step: see ``distributed.hang_detector``.
     count = count if job is None else 2
     if configured is not None and (devices is None or count == len(configured)):
         return
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        _one_core_an_op(count if job is None else job.local_size)
+        _run_ops_on_one_core(count if job is None else job.local_size)
         if job is not None:
-            _free_thread_for_exchanges()
+            _reserve_thread_for_exchanges()
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
         if devices is None or have == count or job is not None:
@@ -68,30 +68,31 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
         ) from error
 
 
-def _one_core_an_op(devices: int) -> None:
-    """Let each op run on one core, where there is a device for every core and the user has not chosen.
+def _run_ops_on_one_core(devices: int) -> None:
+    """Run each op on one core if there is a device for every core and the user has not set the number of threads.
 
-    Devices share the cores: ops split over cores that other stages work on cost more than they gain (two
+    Devices share the cores: splitting an op over cores on which other stages compute costs more than it gains (two
     stages on two cores took 10% longer).
     """
     if devices >= len(os.sched_getaffinity(0)) and not tf.config.threading.get_intra_op_parallelism_threads():
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def _free_thread_for_exchanges() -> None:
-    """Have a thread start exchanges while another computes, where the user has not chosen.
+def _reserve_thread_for_exchanges() -> None:
+    """Let one thread start exchanges while another computes, if the user has not set the number of threads.
 
-    A rank of one core has one thread by default: what a micro-batch sends then waits until the next one is computed,
-    and two ranks may take turns (1.00 s a step in place of 0.61 s).
+    A rank of one core has one thread by default: a micro-batch's tensors are then sent only after the next micro-batch
+    is computed, and two ranks may compute in alternation (1.00 s a step in place of 0.61 s).
     """
     if not tf.config.threading.get_inter_op_parallelism_threads() and len(os.sched_getaffinity(0)) < 2:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
-    """Names of the devices to pipeline over: GPUs where there are any, else logical CPUs; or those ``wanted``.
+    """Return the names of the devices to pipeline over: the ``wanted`` ones, else the GPUs, else the logical CPUs.
 
-    Raises DeviceError naming a device that does not exist, and those that do.
+    ``wanted``: names in any of TensorFlow's spellings, or indices. Raises DeviceError naming a device that does not
+    exist, and those that do.
     """
     gpus = tf.config.list_logical_devices("GPU")
     found = tuple(device.name for device in gpus or tf.config.list_logical_devices("CPU"))
@@ -113,17 +114,17 @@ def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
 
 
 def _short(name: str) -> str:
-    """Type and index, ``cpu:1``, of a device's name in any of its spellings."""
+    """Return type and index, such as ``cpu:1``, of a device name in any of its spellings."""
     return name.lower().rpartition("device:")[2].removeprefix("/")
 
 
 def home_device() -> str:
-    """Where arguments arrive, and the loss and what no stage owns live: the host."""
+    """Return the name of the host's device, for arguments, the loss and all that belongs to no stage."""
     return str(tf.config.list_logical_devices("CPU")[0].name)
 
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """Variables made inside live on the host, so a model larger than one device can be built."""
+    """Create variables on the host inside this context, so that a model may be larger than one device."""
     with tf.device(home_device()):
         yield

@@ -1,1 +1,1 @@
-"""Save and restore training runs."""
+"""Save training runs as checkpoints, and restore them under any plan."""

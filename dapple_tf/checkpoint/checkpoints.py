@@ -1,8 +1,8 @@
-"""Checkpoints that know nothing of stages or ranks: saved from any plan, loaded into any other.
+"""Checkpoints that do not depend on stages or ranks: saved under one plan, they can be restored under any other.
 
-They hold the variables of the model and the optimizer by name (see ``variable_names``), random seeds among them, how
-many steps were done, and how many batches were taken from the data set. A learning rate is one of the optimizer's
-variables, so it comes back as it was saved.
+A checkpoint holds the variables of the model and the optimizer by name (see ``variable_names``), including the states
+of random generators, the number of steps done, and the number of batches taken from the data set. The learning rate is
+a variable of the optimizer, so it is restored as it was saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_hold, open_checkpoint, write_checkpoint
+from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
 from dapple_tf.checkpoint.lock import FolderLock, lock_folder
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
@@ -34,22 +34,22 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: ``steps`` done, ``batches`` taken from the beginning of its data set."""
+    """The position of a training run: ``steps`` done, and ``batches`` taken from the start of its data set."""
 
     steps: int
     batches: int
 
 
 class Checkpoints:
-    """Saves and restores a training run in a folder, as ``checkpoint-<steps>.safetensors``; the last two are kept.
+    """Saves and restores a training run in a folder, as ``checkpoint-<steps>.safetensors``; keeps the last two.
 
-    In a job rank 0 reads and writes, so only it needs the folder; every rank must make the same calls.
-    A run killed at any moment leaves the last good checkpoint: files get their names when they are whole, and older
-    ones are removed after that. The folder is this process's as long as there is such an object.
+    In a job rank 0 reads and writes the files, so only rank 0 needs the folder; every rank must make the same calls. A
+    run that is killed at any moment leaves a good checkpoint: a file is written completely before it gets its name, and
+    older files are removed after that. The folder is locked for this process as long as the object exists.
 
-    Raises CheckpointError, on every rank, for a folder that cannot be written, one that another run is using (the
-    error names host and process), one that holds other checkpoints, or a variable of a dtype that no checkpoint holds;
-    UsageError for a step that has not been built (give it an ``example_batch``).
+    Raises CheckpointError, on every rank, for a folder that cannot be written, that another run uses (the error names
+    host and process) or that holds checkpoints of another kind, and for a variable of a dtype or shape that cannot be
+    stored; UsageError for a step that has not been built (give it an ``example_batch``).
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: PipelinedStep) -> None:
@@ -57,48 +57,48 @@ class Checkpoints:
         self._step = step
         self._job = membership.current()
         self._lock: FolderLock | None = None
-        strange = [name for name, variable in step.variables.items() if not can_hold(variable)]
-        if strange:
-            found = step.variables[strange[0]]
-            raise CheckpointError(
-                f"variable {strange[0]!r} ({found.dtype.name}, shape {found.shape}) cannot be saved: a checkpoint "
-                "holds numbers and booleans of fixed shapes; keep it out of the loss"
-            )
+        for name, variable in step.variables.items():
+            if not can_store(variable):
+                raise CheckpointError(
+                    f"variable {name!r} ({variable.dtype.name}, shape {variable.shape}) cannot be saved: a checkpoint "
+                    "holds numbers and booleans of fixed shapes; keep the variable out of the loss"
+                )
         self._announce("open a checkpoint folder")
-        self._on_rank_0(self._prepare)
+        self._on_rank_0(self._open_folder)
 
     def restore(self) -> Position:
-        """Load the last good checkpoint, if there is one; the position it was saved at, (0, 0) without any.
+        """Load the last good checkpoint, and return the position that it was saved at; (0, 0) without a checkpoint.
 
-        A damaged file is set aside with a DappleWarning, and the one before it loaded. Raises CheckpointError where
-        all are damaged, or the last good one is of another model; nothing has changed then.
+        A damaged file is renamed to ``*.damaged`` with a DappleWarning, and the one before it loaded. Raises
+        CheckpointError if all files are damaged, or the last good one is of another model; then nothing has changed.
         """
         self._announce("restore a checkpoint")
-        good: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._find)
-        if good is None:
+        found: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._find_last)
+        if found is None:
             return Position(0, 0)
-        found, position = good
+        file, position = found
         variables = self._step.variables
         if self._job is not None:
-            load_values(self._job, variables, partial(_read_value, found))
+            load_values(self._job, variables, partial(_read_value, file))
         else:
             for name, variable in variables.items():
-                variable.assign(_read_value(found, name))
+                variable.assign(_read_value(file, name))
         return position
 
     def save(self, steps: int, batches: int | None = None) -> str:
-        """Save after ``steps`` steps and ``batches`` batches (as many, unless given); the path of the checkpoint.
+        """Save after ``steps`` steps and ``batches`` batches (default: ``steps``); return the path of the checkpoint.
 
-        In a job rank 0 gets the variables of other stages one after the other, and keeps none. Raises CheckpointError,
-        on every rank, where the file cannot be written, or the folder has one of a later step; those before are left.
+        In a job rank 0 receives the variables of other stages a few at a time, and keeps none. Raises CheckpointError,
+        on every rank, if the file cannot be written or the folder has a checkpoint of a later step; earlier checkpoints
+        stay.
         """
         self._announce(f"save a checkpoint after step {steps}")
         if self._job is not None:
-            self._job.check_call_history()  # what was trained on batches that differ is not kept
+            self._job.check_call_history()  # variables trained on different batches must not be saved
         position = Position(steps, steps if batches is None else batches)
         values = stream_values(self._job, list(self._step.variables.values()))
         if self._job is not None and self._job.rank != 0:
-            _exhaust(values)
+            _consume(values)
         return str(self._on_rank_0(lambda: self._write(position, values)))
 
     def _announce(self, what: str) -> None:
@@ -107,82 +107,85 @@ class Checkpoints:
 
     # --- on rank 0
 
-    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
-        return act() if self._job is None else self._job.run_on_rank_0(act)
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        return work() if self._job is None else self._job.run_on_rank_0(work)
 
-    def _prepare(self) -> None:
+    def _open_folder(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):  # the only sure way to know that one can write
+            with tempfile.TemporaryFile(dir=self._folder):  # the only reliable check of whether it can be written
                 pass
             names = os.listdir(self._folder)
-            self._refuse_others(names)
+            self._check_names(names)
             self._lock = lock_folder(self._folder)
             for name in filter(_PART.fullmatch, names):  # left by a run that was killed
                 (self._folder / name).unlink()
         except OSError as error:
             raise CheckpointError(f"{self._folder} cannot hold checkpoints: {error.strerror}") from error
 
-    def _refuse_others(self, names: list[str]) -> None:
+    def _check_names(self, names: list[str]) -> None:
         others = sorted(name for name in names if re.fullmatch(r"ckpt-\d+\.index", name))
         if others and not any(map(_NAME.fullmatch, names)):
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of tf.train.Checkpoint ({others[-1]}), which name no variables: "
-                "give another folder"
+                f"{self._folder} holds checkpoints of tf.train.Checkpoint ({others[-1]}), which have other names for "
+                "variables: give another folder"
             )
 
-    def _find(self) -> tuple[CheckpointFile, Position] | None:
-        """The last good checkpoint, if there is one; later ones, which are damaged, are set aside."""
+    def _find_last(self) -> tuple[CheckpointFile, Position] | None:
+        """Return the last good checkpoint and its position; rename later ones, which are damaged."""
         paths = self._files()
         damaged: list[DamagedError] = []
         for path in reversed(paths):
             try:
                 found = open_checkpoint(path)
-                position = Position(int(found.texts["steps"]), int(found.texts["batches"]))
+                position = Position(int(found.metadata["steps"]), int(found.metadata["batches"]))
             except DamagedError as error:
                 damaged.append(error)
                 continue
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-            _check_fit(found, self._step.variables)
+            _check_variables(found, self._step.variables)
             for damage in damaged:
-                warnings.warn(f"{damage}. It is set aside; going on from {path}", DappleWarning, stacklevel=4)
+                warnings.warn(
+                    f"{damage}. It is renamed to *.damaged; continuing from {path}", DappleWarning, stacklevel=4
+                )
             for later in paths[paths.index(path) + 1 :]:
                 os.replace(later, later.with_name(f"{later.name}.damaged"))
             return found, position
         if damaged:
             raise CheckpointError(
-                f"{'; '.join(map(str, damaged))}. No good checkpoint is left: give another folder to start anew"
+                f"{'; '.join(map(str, damaged))}. No good checkpoint is left: give another folder to start from the "
+                "beginning"
             )
         return None
 
     def _write(self, position: Position, values: Iterator[Any]) -> Path:
         path = self._folder / f"checkpoint-{position.steps}.safetensors"
-        texts = {"steps": str(position.steps), "batches": str(position.batches)}
+        metadata = {"steps": str(position.steps), "batches": str(position.batches)}
         try:
             known = sorted({*self._files(), path}, key=_steps_of)
             if known[-1] != path:
                 raise CheckpointError(
-                    f"{self._folder} has {known[-1].name} already, of a later step than {position.steps}: restore it "
+                    f"{self._folder} already has {known[-1].name}, of a later step than {position.steps}: restore it "
                     "first, or give another folder"
                 )
-            write_checkpoint(path, self._step.variables, values, texts)
+            write_checkpoint(path, self._step.variables, values, metadata)
             for old in known[:-_KEPT]:
                 old.unlink()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         finally:
-            _exhaust(values)  # other ranks send all of them
+            _consume(values)  # the other ranks send all of them
         return path
 
     def _files(self) -> list[Path]:
-        """The checkpoints in the folder, by steps."""
+        """Return the paths of the checkpoints in the folder, sorted by steps."""
         return sorted(
             (self._folder / name for name in os.listdir(self._folder) if _NAME.fullmatch(name)), key=_steps_of
         )
 
 
-def _exhaust(values: Iterator[Any]) -> None:
+def _consume(values: Iterator[Any]) -> None:
     for _ in values:
         pass
 
@@ -190,10 +193,10 @@ def _exhaust(values: Iterator[Any]) -> None:
 def _read_value(found: CheckpointFile, name: str) -> Any:
     try:
         return found.read_value(name)
-    except (OSError, ValueError) as error:  # the file was whole a moment ago
+    except (OSError, ValueError) as error:  # the file was complete when it was opened
         raise CheckpointError(
             f"{name!r} cannot be read from {found.path} any more ({error}). SOME VARIABLES HAVE CHANGED, others have "
-            "not: restore again, or start anew"
+            "not: restore again, or start from the beginning"
         ) from error
 
 
@@ -201,19 +204,19 @@ def _steps_of(path: Path) -> int:
     return int(path.name.removeprefix("checkpoint-").removesuffix(".safetensors"))
 
 
-def _check_fit(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> None:
-    """CheckpointError unless the file has exactly these variables, of their dtypes and shapes."""
+def _check_variables(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> None:
+    """Raise CheckpointError unless the file has exactly these variables, with their dtypes and shapes."""
     missing = [name for name in variables if name not in found.entries]
     unexpected = [name for name in found.entries if name not in variables]
     if missing or unexpected:
-        told = []
+        differences = []
         if missing:
-            told.append(f"it lacks {_list_nearest(missing, unexpected or found.entries)}")
+            differences.append(f"it lacks {_list_nearest(missing, unexpected or found.entries)}")
         if unexpected:
-            told.append(f"it has {_list_nearest(unexpected, missing or variables)}, which this model lacks")
+            differences.append(f"it has {_list_nearest(unexpected, missing or variables)}, which this model lacks")
         raise CheckpointError(
-            f"{found.path} is of another model or optimizer: {', and '.join(told)}. Give the model and optimizer that "
-            "it was saved from, or another folder"
+            f"{found.path} is of another model or optimizer: {', and '.join(differences)}. Give the model and "
+            "optimizer that it was saved from, or another folder"
         )
     for name, variable in variables.items():
         entry = found.entries[name]
@@ -226,9 +229,9 @@ def _check_fit(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> N
 
 
 def _list_nearest(names: list[str], others: Any, most: int = 3) -> str:
-    """The first of ``names``, each with the nearest of ``others``."""
-    told = []
+    """Return the first ``most`` of ``names``, each with the most similar of ``others``, as a text."""
+    texts = []
     for name in names[:most]:
         near = difflib.get_close_matches(name, list(others), n=1)
-        told.append(repr(name) + (f" (nearest: {near[0]!r})" if near else ""))
-    return ", ".join(told) + (f" and {len(names) - most} more" if len(names) > most else "")
+        texts.append(repr(name) + (f" (nearest: {near[0]!r})" if near else ""))
+    return ", ".join(texts) + (f" and {len(names) - most} more" if len(names) > most else "")

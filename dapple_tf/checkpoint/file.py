@@ -1,8 +1,8 @@
-"""One checkpoint in one file, which is there as a whole or not at all.
+"""Read and write one checkpoint as one file, which exists completely or not at all.
 
-The file is in the safetensors format, which other tools read too: the length of a header (8 bytes, the lowest first),
-the header in JSON (dtype, shape and place of each tensor, and texts about the file), then the tensors' bytes. Among
-the texts is a checksum of the whole file, its own digits counted as zeros.
+The file is in the safetensors format, which other tools read too: the length of the header (8 bytes, little-endian),
+the header in JSON (dtype, shape and offsets of each tensor, and metadata), then the tensors' bytes. The metadata
+includes a SHA-256 checksum of the whole file, computed with zeros in place of its own digits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dapple_tf.errors import CheckpointError
 from profiler.files import atomic_replacement
 
 FORMAT = "dapple-checkpoint/1"
-_TEXTS = "__metadata__"
+_METADATA = "__metadata__"
 _CHECKSUM = "sha256"
 _NO_CHECKSUM = "0" * 64
 _BLOCK_BYTES = 2**24
 
-# TensorFlow's dtypes as the format calls them (complex128 is not in it, and called in the same way).
+# The format's names of TensorFlow's dtypes. It has none for complex128: C128 follows its scheme.
 _DTYPES = {
     "bfloat16": "BF16",
     "bool": "BOOL",
@@ -51,12 +51,12 @@ _NAMES = {short: name for name, short in _DTYPES.items()}
 
 
 class DamagedError(ValueError):
-    """A file that is not what was once written."""
+    """A file whose content is not what was written."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is in a file: its bytes from ``begin`` to ``end``; ``dtype`` as TensorFlow calls it."""
+    """A tensor in a file: its bytes are those from ``begin`` to ``end``; ``dtype``: TensorFlow's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,19 +66,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A whole and readable file; ``texts`` are what its writer said of it."""
+    """A complete, readable checkpoint; ``entries``: its tensors by the names of their variables."""
 
     path: Path
-    texts: Mapping[str, str]
+    metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Name and value (a NumPy array) of one tensor after the other."""
+        """Yield name and value (a NumPy array) of one tensor after the other."""
         for name in self.entries:
             yield name, self.read_value(name)
 
     def read_value(self, name: str) -> Any:
-        """The value (a NumPy array) of one tensor."""
+        """Return the value of one tensor as a NumPy array."""
         entry = self.entries[name]
         with self.path.open("rb") as stream:
             stream.seek(entry.begin)
@@ -86,19 +86,19 @@ class CheckpointFile:
         return data.view(tf.as_dtype(entry.dtype).as_numpy_dtype).reshape(entry.shape)
 
 
-def can_hold(variable: tf.Variable) -> bool:
-    """Whether the format has the variable's dtype, and its shape is known."""
+def can_store(variable: tf.Variable) -> bool:
+    """Return whether the format has the variable's dtype, and its shape is fixed."""
     return variable.dtype.name in _DTYPES and variable.shape.is_fully_defined()
 
 
 def write_checkpoint(
-    path: Path, variables: Mapping[str, tf.Variable], values: Iterable[Any], texts: Mapping[str, str]
+    path: Path, variables: Mapping[str, tf.Variable], values: Iterable[Any], metadata: Mapping[str, str]
 ) -> None:
-    """Write the ``values`` (NumPy) of ``variables``, one at a time, so that a crash leaves all of the file or none.
+    """Write the ``values`` (NumPy) of ``variables``, one at a time; a crash leaves the complete file or none.
 
-    Raises OSError where the file cannot be written; nothing of it is left then.
+    Raises OSError if the file cannot be written; no part of it is left then.
     """
-    header = _make_header(variables, {**texts, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
+    header = _make_header(variables, {**metadata, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
     with atomic_replacement(path) as part, part.open("wb") as stream:
         checksum = hashlib.sha256(header)
         stream.write(header)
@@ -109,15 +109,15 @@ def write_checkpoint(
         stream.seek(header.index(_NO_CHECKSUM.encode()))
         stream.write(checksum.hexdigest().encode())
         stream.flush()
-        os.fsync(stream.fileno())  # before it gets its name, which the disk may otherwise know first
+        os.fsync(stream.fileno())  # before the file is renamed: the disk might store the new name before the content
     _sync_folder(path.parent)
 
 
 def open_checkpoint(path: Path) -> CheckpointFile:
-    """Read what the file holds, having read all of it once.
+    """Read the header of a checkpoint, and check the whole file against its checksum.
 
-    Raises DamagedError for a file that is torn, changed or not a checkpoint, CheckpointError for one of another
-    version, OSError for one that cannot be read.
+    Raises DamagedError for a file that is truncated, changed or not a checkpoint, CheckpointError for one of another
+    format version, OSError for one that cannot be read.
     """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -127,35 +127,35 @@ def open_checkpoint(path: Path) -> CheckpointFile:
         header = stream.read(length)
         try:
             content = json.loads(header)
-            texts = content.pop(_TEXTS)
-            said, form = str(texts[_CHECKSUM]), texts["format"]
+            metadata = content.pop(_METADATA)
+            checksum, file_format = str(metadata[_CHECKSUM]), metadata["format"]
             entries = {name: _read_entry(entry, 8 + length) for name, entry in content.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(
                 f"{path} is damaged, or not a checkpoint: its header cannot be read ({error})"
             ) from error
-        whole = max((entry.end for entry in entries.values()), default=8 + length)
-        if size != whole:
-            raise DamagedError(f"{path} is damaged: it is {size} bytes long, and should be {whole}")
-        zeroed = header.replace(said.encode(), _NO_CHECKSUM.encode(), 1)
-        if _checksum(length.to_bytes(8, "little") + zeroed, stream) != said:
-            raise DamagedError(f"{path} is damaged: its content does not have its checksum")
-        if form != FORMAT:
-            raise CheckpointError(f"{path} is of the format {form!r}, but this version of dapple reads {FORMAT!r}")
-    return CheckpointFile(path, texts, entries)
+        expected = max((entry.end for entry in entries.values()), default=8 + length)
+        if size != expected:
+            raise DamagedError(f"{path} is damaged: it is {size} bytes long, and should be {expected}")
+        zeroed = header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)
+        if _checksum(length.to_bytes(8, "little") + zeroed, stream) != checksum:
+            raise DamagedError(f"{path} is damaged: its content does not match its checksum")
+        if file_format != FORMAT:
+            raise CheckpointError(f"{path} has the format {file_format!r}, but this version of dapple reads {FORMAT!r}")
+    return CheckpointFile(path, metadata, entries)
 
 
-def _make_header(variables: Mapping[str, tf.Variable], texts: Mapping[str, str]) -> bytes:
-    content: dict[str, Any] = {_TEXTS: dict(texts)}
-    place = 0
+def _make_header(variables: Mapping[str, tf.Variable], metadata: Mapping[str, str]) -> bytes:
+    content: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
     for name, variable in variables.items():
         size = variable.shape.num_elements() * variable.dtype.size
         content[name] = {
             "dtype": _DTYPES[variable.dtype.name],
             "shape": variable.shape.as_list(),
-            "data_offsets": [place, place + size],
+            "data_offsets": [offset, offset + size],
         }
-        place += size
+        offset += size
     text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
@@ -174,7 +174,7 @@ def _checksum(header: bytes, rest: BinaryIO) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the disk know the names of a folder's files."""
+    """Write the names of a folder's files to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""A folder of checkpoints belongs to one run at a time.
+"""Lock a folder of checkpoints, so that one run at a time uses it.
 
-The kernel holds the lock on a file in the folder for as long as a process that took it lives, however that ends.
+The lock is the kernel's, on a file in the folder: it ends with the process that took it, however that ends.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from dapple_tf.errors import CheckpointError, DappleWarning
 
 NAME = "lock"
 
-# By device and inode of the file: all who use a folder in this process share one lock, which goes with the last.
-_HELD: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
+# By device and inode of the file: all users of a folder in this process share one lock, released with the last of them.
+# Like the kernel's locks these belong to the process.
+_LOCKS: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
 
 
 class FolderLock:
-    """The lock of a folder, held by this process until the object goes, or the process ends."""
+    """The lock of a folder, held by this process until the object is deleted or the process ends."""
 
     def __init__(self, descriptor: int) -> None:
-        self.let_go = weakref.finalize(self, os.close, descriptor)
+        self.release = weakref.finalize(self, os.close, descriptor)
 
 
 def lock_folder(folder: Path) -> FolderLock | None:
-    """Take the lock of ``folder`` for this process; None, with a DappleWarning, where its file system has no locks.
+    """Lock ``folder`` for this process; return None, with a DappleWarning, if its file system has no locks.
 
-    Raises CheckpointError naming the host and the process that hold it, OSError where the folder cannot be written.
+    Raises CheckpointError naming the process that holds the lock and its host, OSError if the folder cannot be written.
     """
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     found = os.fstat(descriptor)
     key = found.st_dev, found.st_ino
-    held = _HELD.get(key)
+    held = _LOCKS.get(key)
     if held is not None:
         os.close(descriptor)
         return held
@@ -51,7 +52,7 @@ def lock_folder(folder: Path) -> FolderLock | None:
     except OSError as error:
         os.close(descriptor)
         warnings.warn(
-            f"the file system of {folder} has no locks ({error.strerror}): see to it that no other run saves there",
+            f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run saves there",
             DappleWarning,
             stacklevel=4,
         )
@@ -59,15 +60,15 @@ def lock_folder(folder: Path) -> FolderLock | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     lock = FolderLock(descriptor)
-    _HELD[key] = lock
+    _LOCKS[key] = lock
     return lock
 
 
-def _let_go_of_all() -> None:
-    """In a forked child, which may outlive its parent: the lock is the parent's alone."""
-    for lock in list(_HELD.values()):
-        lock.let_go()
-    _HELD.clear()
+def _release_all() -> None:
+    """Release all locks in a forked child, which may outlive its parent: they belong to the parent."""
+    for lock in list(_LOCKS.values()):
+        lock.release()
+    _LOCKS.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_of_all)
+os.register_at_fork(after_in_child=_release_all)

@@ -1,1 +1,1 @@
-"""One process per device: the Horovod job that this process is a rank of. Only this package knows Horovod."""
+"""Train as the ranks of a Horovod job: join it, exchange tensors, hold the variables of a stage, end together."""

@@ -1,4 +1,4 @@
-"""How far the clocks of a job's processes are apart."""
+"""Estimate how far the clocks of a job's processes differ."""
 
 from __future__ import annotations
 
@@ -14,40 +14,43 @@ _ROUNDS = 9
 
 
 class Clocks:
-    """The clocks of the ranks of ``job``; every rank must make the same calls of it."""
+    """The clocks of the ranks of ``job``; every rank must make the same calls."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._hosts: tuple[str, ...] = ()
+        self._boot_ids: tuple[str, ...] = ()
 
     def gather(self, times: Any) -> list[Any]:
-        """Every rank's ``times`` (an array of seconds, by its own clock), by rank 0's clock, on every rank."""
+        """Return every rank's ``times`` (an array of seconds, by its own clock), by rank 0's clock, on every rank."""
         return self._job.gather(times - self.offsets()[self._job.rank])
 
     def offsets(self) -> tuple[float, ...]:
-        """Seconds that each rank's clock is ahead of rank 0's.
+        """Return by how many seconds each rank's clock is ahead of rank 0's.
 
-        Ranks of one host read the same clock. The others meet a few times and look at their clocks when they part,
-        which they do at the same time but for the network's latency: that is how exact it is (the median of nine).
+        Ranks of one host read the same clock. Others read theirs right after a barrier, which all leave at the same
+        time except for the network's latency; that limits the accuracy. The result is the median of nine rounds.
         """
-        if not self._hosts:
-            self._hosts = tuple(self._job.gather(_running_system()))
-        if len(set(self._hosts)) == 1:
+        if not self._boot_ids:
+            self._boot_ids = tuple(self._job.gather(_boot_id()))
+        if len(set(self._boot_ids)) == 1:
             return (0.0,) * self._job.size
-        parted = []
+        times = []
         for _ in range(_ROUNDS):
             self._job.gather(None)
-            parted.append(time.time())
-        return compare_clocks(self._hosts, self._job.gather(parted))
+            times.append(time.time())
+        return clock_offsets(self._boot_ids, self._job.gather(times))
 
 
-def compare_clocks(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Seconds that each rank is ahead of rank 0; ``times``: what each read at the same moments, of its host's clock."""
-    ahead = [statistics.median(a - b for a, b in zip(mine, times[0], strict=True)) for mine in times]
-    # Of one host all take the offset of its first rank: they read one clock.
+def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return by how many seconds each rank's clock is ahead of rank 0's.
+
+    ``times[i]``: what rank i read, in seconds, at the same moments as the others. ``hosts[i]``: a name of its host.
+    """
+    ahead = [statistics.median(a - b for a, b in zip(own, times[0], strict=True)) for own in times]
+    # All ranks of a host have the offset of its first rank, for they read one clock.
     return tuple(0.0 if host == hosts[0] else ahead[hosts.index(host)] for host in hosts)
 
 
-def _running_system() -> str:
-    """What only processes under the same kernel read."""
+def _boot_id() -> str:
+    """Return an identifier that all processes under the same kernel read, and no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

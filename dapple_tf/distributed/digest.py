@@ -1,4 +1,4 @@
-"""A short word for what a rank would run: equal where ranks run the same code, whatever each has traced before."""
+"""Digests of the graphs that ranks run: equal for equal code, whatever functions each process has traced before."""
 
 from __future__ import annotations
 
@@ -19,72 +19,72 @@ _NUMBER = re.compile(r"_\d+(?=_|$)")
 
 
 def digest_graphs(graphs: Sequence[Graph], library: Mapping[str, bytes]) -> str:
-    """The digest of the ranks' graphs, their stage functions and all that these call in ``library``."""
-    told = hashlib.sha256()
+    """Return a digest of the ranks' graphs, their stage functions and all functions of ``library`` that these call."""
+    digest = hashlib.sha256()
     functions: dict[str, Function] = {}
     for graph in graphs:
-        told.update(print_graph(graph, functions=False).encode())
+        digest.update(print_graph(graph, functions=False).encode())
         functions |= graph.function_by_name
     bodies: dict[str, bytes] = {}
     for name in sorted(functions):
         graph = functions[name].graph
         definition = write_graph(graph)
         for node in definition.node:
-            _forget_numbers(node)
-        told.update(f"{name} {functions[name].inputs} {functions[name].outputs} {graph.outputs}".encode())
-        told.update(definition.SerializeToString(deterministic=True))
+            _remove_numbers(node)
+        digest.update(f"{name} {functions[name].inputs} {functions[name].outputs} {graph.outputs}".encode())
+        digest.update(definition.SerializeToString(deterministic=True))
         bodies |= dict(needed_library(graph, library))
     for body in sorted(map(_canonical, bodies.values())):
-        told.update(body)
-    return told.hexdigest()
+        digest.update(body)
+    return digest.hexdigest()
 
 
 def digest_constants(constants: Mapping[str, tf.Tensor]) -> str:
-    """The digest of the tensors that the model closes over, of those that have a value to compare."""
-    told = hashlib.sha256()
+    """Return a digest of the tensors that the model closes over: names, dtypes, shapes and, where known, values."""
+    digest = hashlib.sha256()
     for name in sorted(constants):
         constant = constants[name]
-        told.update(f"{_NUMBER.sub('', name)} {constant.dtype.name} {constant.shape}".encode())
+        digest.update(f"{_NUMBER.sub('', name)} {constant.dtype.name} {constant.shape}".encode())
         if constant.dtype not in (tf.resource, tf.variant):
             value = constant.numpy()
-            told.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
-    return told.hexdigest()
+            digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
+    return digest.hexdigest()
 
 
 def _canonical(body: bytes) -> bytes:
-    """The function without what numbers differ in: its arguments, nodes and results are named by their places."""
+    """Return the function without names that contain numbers: arguments, nodes and results are named by position."""
     function = function_pb2.FunctionDef.FromString(body)
-    function.attr.clear()  # names its forward and backward, by number
+    function.attr.clear()  # it names the forward and backward functions, with numbers
     function.signature.name = _NUMBER.sub("", function.signature.name)
     names = {argument.name: f"argument{i}" for i, argument in enumerate(function.signature.input_arg)}
     names |= {node.name: f"node{i}" for i, node in enumerate(function.node_def)}
     results = [(result.name, function.ret[result.name]) for result in function.signature.output_arg]
-    ends = [function.control_ret[name] for name in function.signature.control_output]
+    control_ends = [function.control_ret[name] for name in function.signature.control_output]
     for map_of_names in (function.ret, function.control_ret):
         map_of_names.clear()
     for i, (argument, (_, value)) in enumerate(zip(function.signature.output_arg, results, strict=True)):
         argument.name = f"result{i}"
         function.ret[argument.name] = _rename(value, names)
     del function.signature.control_output[:]
-    for i, node in enumerate(sorted(names.get(end, end) for end in ends)):
+    for i, node in enumerate(sorted(names.get(end, end) for end in control_ends)):
         function.control_ret[f"end{i}"] = node
     for argument in function.signature.input_arg:
         argument.name = names[argument.name]
     for node in function.node_def:
         node.name = names[node.name]
         node.input[:] = [_rename(source, names) for source in node.input]
-        _forget_numbers(node)
+        _remove_numbers(node)
     return bytes(function.SerializeToString(deterministic=True))
 
 
 def _rename(source: str, names: Mapping[str, str]) -> str:
-    """An input of a node: ``x``, ``node:out:0`` or ``^node``, with the name that stands for it."""
+    """Return an input of a node (``x``, ``node:out:0`` or ``^node``) under its new name."""
     control, rest = source.startswith("^"), source.removeprefix("^")
     name, colon, place = rest.partition(":")
     return "^" * control + names.get(name, name) + colon + place
 
 
-def _forget_numbers(node: Any) -> None:
+def _remove_numbers(node: Any) -> None:
     node.ClearField("experimental_debug_info")
     node.attr.pop("_gradient_op_type", None)
     for value in node.attr.values():

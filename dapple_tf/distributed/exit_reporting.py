@@ -1,113 +1,111 @@
-"""How this process ends, as the other ranks must know: by an error, a signal, or as it should."""
+"""Report to the other ranks how this process ends: by an error, by a signal, or with the end of its script."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import re
-import signal
 import sys
-import threading
+from collections.abc import Mapping
 from types import TracebackType
 
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.watchdog import Watch, start_watch
-from dapple_tf.errors import StepError
+from dapple_tf.distributed.rendezvous import connect_ranks
+from dapple_tf.distributed.shared_errors import reporting_rank
+from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
+from dapple_tf.errors import JobError, StepError
 
-# By process: a forked child has none.
-_WATCHES: dict[int, Watch] = {}
-# What a step fails with when others have gone.
-_LOST = re.compile("Horovod|MPI_|[Gg]loo")
-_INTERRUPTED = 130
+TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
+_DEFAULT_TIMEOUT = 30.0
+
+# Texts of errors with which a step fails when other ranks are gone.
+_LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo")
 
 
-def guard(job: Job) -> None:
-    """Watch the other ranks, and tell them how this one ends; again is fine. Every rank must call it.
+def start_exit_reporting(job: Job) -> None:
+    """Start the watchdog of ``job``, and report to it how this process ends; every rank must call this.
 
-    From here on an exception that nobody catches, SIGTERM and Ctrl-C end all ranks. Handlers that the user has set, or
-    sets later, stay; then the signal is theirs.
+    From here on an exception that nobody catches, SIGTERM and Ctrl-C end all ranks. Signal handlers that the user has
+    installed, or installs later, stay. TensorFlow must be ready to start. Does nothing if the watchdog runs already.
     """
-    if current_watch() is not None:
+    if job.watchdog is not None:
         return
-    watch = start_watch(job)
-    _WATCHES[os.getpid()] = watch
-    _report_exceptions(watch)
-    if threading.current_thread() is threading.main_thread():
-        _heed_signals(watch)
-    os.register_at_fork(after_in_child=lambda: _let_go(watch))
-    atexit.register(_end, watch, os.getpid())
+    watchdog = job.watchdog = start_watchdog(job)
+    _report_uncaught_exceptions(job)
+    watchdog.signals.install()
+    os.register_at_fork(after_in_child=lambda: _detach(watchdog))
+    atexit.register(_leave_at_exit, watchdog, job.process)
 
 
-def current_watch() -> Watch | None:
-    """The watch of this process, if it has one."""
-    return _WATCHES.get(os.getpid())
+def start_watchdog(job: Job, environment: Mapping[str, str] = os.environ) -> Watchdog:
+    """Connect the ranks of ``job`` and start this rank's watchdog; every rank must call this.
+
+    Rank 0's DAPPLE_TIMEOUT_SECONDS (default 30) holds for all ranks. Raises JobError if it is not a number from 1 up,
+    or if a rank cannot connect to rank 0.
+    """
+    timeout = job.run_on_rank_0(lambda: _read_timeout(environment))
+    watchdog = Watchdog(job.rank, job.size, connect_ranks(job), job.progress, timeout)
+    watchdog.start()
+    return watchdog
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the other ranks that ``error`` ends this one; they end too. Nothing where there is no watch."""
-    watch = current_watch()
-    if watch is None:
+    """Tell the other ranks that ``error`` ends this one; they end too. Does nothing outside of a job."""
+    job = membership.current()
+    if job is None or job.watchdog is None:
         return
     what = f"raised {type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):
-        watch.report("was interrupted (Ctrl-C)", _INTERRUPTED)
-    elif isinstance(error, StepError) and _LOST.search(str(error)):
-        watch.report_loss(what)
+        job.watchdog.report_error("was interrupted (Ctrl-C)", INTERRUPTED)
+    elif isinstance(error, StepError) and _LOST_RANKS.search(str(error)):
+        job.watchdog.report_lost_ranks(what)
     else:
-        watch.report(what)
+        job.watchdog.report_error(what)
 
 
 def prints_error_in_full(error: BaseException) -> bool:
-    """Whether this rank is to tell ``error`` in full; where another is, it says so here in a line."""
-    teller, job = membership.reporting_rank(error), membership.current()
-    if teller is None or job is None or teller == job.rank:
+    """Return whether this rank must print ``error``; if another rank prints it, print one line that says which."""
+    rank, job = reporting_rank(error), membership.current()
+    if rank is None or job is None or rank == job.rank:
         return True
-    reason = f"for the reason that rank {teller} tells ({type(error).__name__})"
-    print(f"dapple: rank {job.rank} ends, {reason}", file=sys.stderr, flush=True)
+    text = f"dapple: rank {job.rank} ends: rank {rank} prints the error ({type(error).__name__})"
+    print(text, file=sys.stderr, flush=True)
     return False
 
 
-def _report_exceptions(watch: Watch) -> None:
-    before = sys.excepthook
+def _report_uncaught_exceptions(job: Job) -> None:
+    previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and current_watch() is watch:
-            print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback from every rank helps nobody
+        if isinstance(error, KeyboardInterrupt) and membership.current() is job:
+            print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback of every rank would not help
         elif prints_error_in_full(error):
-            before(kind, error, traceback)
+            previous(kind, error, traceback)
         report_failure(error)
 
     sys.excepthook = report
 
 
-def _heed_signals(watch: Watch) -> None:
-    """Have the watch's thread see signals while the main thread is in TensorFlow, where no handler runs."""
-    before = signal.set_wakeup_fd(watch.wake_in.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # another's: ours would take its signals away
-        signal.set_wakeup_fd(before)
-        return
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, watch.on_terminate)
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, watch.on_interrupt)
+def _detach(watchdog: Watchdog) -> None:
+    """Leave this process without the watchdog: signals do what they did before."""
+    watchdog.signals.uninstall()
+    watchdog.close()
 
 
-def _let_go(watch: Watch) -> None:
-    """Leave a process without the watch: signals do what they did before."""
-    if threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGTERM) == watch.on_terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) == watch.on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        ours = signal.set_wakeup_fd(-1)
-        if ours not in (-1, watch.wake_in.fileno()):
-            signal.set_wakeup_fd(ours)
-    watch.close()
-
-
-def _end(watch: Watch, process: int) -> None:
-    """The end of the interpreter: what was not caught has been reported, all else is a good end."""
+def _leave_at_exit(watchdog: Watchdog, process: int) -> None:
+    """Leave the job when the interpreter ends: an uncaught exception has been reported before."""
     if os.getpid() == process:
-        watch.leave()
-        _let_go(watch)
+        watchdog.leave()
+        _detach(watchdog)
+
+
+def _read_timeout(environment: Mapping[str, str]) -> float:
+    text = environment.get(TIMEOUT, "")
+    try:
+        timeout = float(text or _DEFAULT_TIMEOUT)
+    except ValueError:
+        timeout = 0.0
+    if not 1 <= timeout < float("inf"):
+        raise JobError(f"{TIMEOUT}={text!r}: give a number of seconds, 1 or more")
+    return timeout

@@ -1,61 +1,41 @@
-"""What a rank says when it ends because of a failure, its own or another's."""
+"""Texts that a rank prints when it ends because of a failure, its own or another rank's."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import threading
+from dapple_tf.distributed.progress import RankStatus
 
-from dapple_tf.distributed.progress import Standing
+_ADVICE = "All processes end; restart from the last checkpoint."
 
 
-def say(text: str) -> None:
-    """Write a line to stderr past all buffers: the process is about to end."""
-    os.write(2, f"dapple: {text}\n".encode())
-
-
-def describe_failure(me: int, own: Standing, rank: int, standing: Standing, what: str) -> str:
-    """Rank ``me`` stops because rank ``rank`` (possibly itself) has failed: ``what`` happened to it, and where."""
-    if rank == me:
-        return f"{name(me, own)} stops {own.when}: it {what}; the last exchange it completed: {own.completed}."
+def describe_failure(rank: int, status: RankStatus, failed: int, failed_status: RankStatus, what: str) -> str:
+    """Return why ``rank`` stops: ``what`` happened to the rank ``failed``, which may be the same."""
+    name = name_rank(rank, status)
+    if failed == rank:
+        return f"{name} stops {status.when}: it {what}; the last exchange it completed: {status.last_exchange}."
     return (
-        f"{name(me, own)} stops: {name(rank, standing)}, {standing.when}, {what}; the last exchange it completed, by "
-        f"its last report: {standing.completed}. {name(me, own)} was {own.when}; the last exchange it completed: "
-        f"{own.completed}. All processes end; restart from the last checkpoint."
+        f"{name} stops: {name_rank(failed, failed_status)}, {failed_status.when}, {what}; the last exchange it "
+        f"completed, by its last report: {failed_status.last_exchange}. {name} was {status.when}; the last exchange it "
+        f"completed: {status.last_exchange}. {_ADVICE}"
     )
 
 
-def describe_difference(me: int, own: Standing, what: str) -> str:
-    """Rank ``me`` stops because the ranks differ in what they begin."""
+def describe_call_mismatch(rank: int, status: RankStatus, what: str) -> str:
+    """Return why ``rank`` stops: the ranks make different calls; ``what`` says which rank makes which."""
     return (
-        f"{name(me, own)} stops {own.when}, because the ranks make different calls: {what}. Every rank must be called "
-        f"with the same batches, and make the same calls in the same order. The last exchange it completed: "
-        f"{own.completed}. All processes end; restart from the last checkpoint."
+        f"{name_rank(rank, status)} stops {status.when}, because the ranks make different calls: {what}. Every rank "
+        "must be called with the same batches, and make the same calls in the same order. The last exchange it "
+        f"completed: {status.last_exchange}. {_ADVICE}"
     )
 
 
-def describe_end(me: int, own: Standing, seconds: float) -> str:
-    """Rank ``me`` has reported an error and did not end by itself."""
+def describe_forced_exit(rank: int, status: RankStatus, seconds: float) -> str:
+    """Return why ``rank`` is ended: it has reported an error and did not end by itself."""
     return (
-        f"{name(me, own)} ends now: it has gone on for {seconds:g} s after the error above, but a step that fails ends "
-        "the job. Restart from the last checkpoint."
+        f"{name_rank(rank, status)} is ended: it still runs {seconds:g} s after the error above, but a step that fails "
+        "ends the job. Restart from the last checkpoint."
     )
 
 
-def name(rank: int, standing: Standing) -> str:
-    """``rank 1 (stage 0)``, as far as the stage is known."""
-    return f"rank {rank}" + ("" if standing.stage is None else f" (stage {standing.stage})")
-
-
-def flush_output() -> None:
-    """Write out what was printed, waiting a moment at most: a thread may hold a lock on it."""
-    flushing = threading.Thread(target=_flush, daemon=True)
-    flushing.start()
-    flushing.join(0.2)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or replaced by anything
-            stream.flush()
+def name_rank(rank: int, status: RankStatus) -> str:
+    """Return ``rank 1 (stage 0)``, or without the stage where it is not known."""
+    return f"rank {rank}" + ("" if status.stage is None else f" (stage {status.stage})")

@@ -1,9 +1,10 @@
-"""Has a step failed that does not return?
+"""Detect a failed step that hangs.
 
-When an op fails, TensorFlow cancels the others of the step and waits for them; Horovod's do not heed that, and wait for
-ranks that wait for this one. So every step holds an op that does: it takes elements from a queue until the step has
-exchanged everything. As long as it lives it takes what another thread puts into the queue; what stays there tells that
-the step has been cancelled. Many that stay tell that everything has been exchanged.
+When an op fails, TensorFlow cancels the other ops of the step and waits until they end. Horovod's ops ignore the
+cancellation: they wait for ranks that wait for this one. So every step holds one op that obeys it, a dequeue of
+``_ELEMENTS`` elements from a queue, which otherwise ends when the step has completed its exchanges. While the op runs,
+it takes each element that another thread adds to the queue. If an element stays, the step was cancelled; if
+``_ELEMENTS`` stay, all exchanges are completed.
 """
 
 from __future__ import annotations
@@ -14,31 +15,32 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# Elements that the op takes: so often can be asked in one step. Asking every second, later each time the step has taken
-# an eighth longer, they last for days.
+# Elements that the op dequeues, so the largest number of probes in one step. Probes are a second apart at first, and
+# later an eighth of the time that the step has run so far: the elements last for days.
 _ELEMENTS = 96
 _FIRST_SECONDS = 1.0
 _GROWTH = 8
-# The op starts with the step, unless all threads compute: so long it may take.
+# The op starts with the step, unless all threads compute: it may take this long.
 _START_SECONDS = 20.0
 
 
-class Canary:
-    """The queue, and what was asked of the step that runs."""
+class HangDetector:
+    """The queue, and the probes of the running step."""
 
     def __init__(self) -> None:
         self._queue: Any = None
         self._lock = threading.Lock()
-        self._begun: float | None = None
-        self._next = 0.0
-        self._asked = 1
-        self._seen = False
+        self._started: float | None = None
+        self._next_probe = 0.0
+        self._probes = 1
+        self._op_started = False
 
-    def watch_over(self, done: Any) -> Any:
-        """Put the op into the step being built: it ends when ``done`` is there. Gives ``done``, after that."""
+    def guard(self, done: Any) -> Any:
+        """Add the op to the step being built; return ``done``, a tensor that is computed after all exchanges."""
         import tensorflow as tf
 
-        # Of two errors on one device TensorFlow tells the first, which is this op's; of two devices, the cause.
+        # Of two errors on one device TensorFlow reports the first, which would be the cancelled dequeue; of errors on
+        # two devices, the cause.
         device = tf.config.list_logical_devices("CPU")[-1].name
         if self._queue is None:
             with tf.init_scope(), tf.device(device):
@@ -52,35 +54,42 @@ class Canary:
                 return tf.identity(done)
 
     @contextlib.contextmanager
-    def singing(self) -> Iterator[None]:
-        """While open, a step runs. It finds one element, which tells that the op has started."""
+    def step_running(self) -> Iterator[None]:
+        """Detect the failure of the step that runs in this context.
+
+        The queue holds one element at first: once it is gone, the op has started.
+        """
         with self._lock:
-            left = int(self._queue.size())  # by the step before
+            left = int(self._queue.size())  # by the previous step
             if left > 1:
                 self._queue.dequeue_many(left - 1)
             elif left == 0:
                 self._queue.enqueue(True)
-            self._asked, self._seen, self._begun = 1, False, time.monotonic()
-            self._next = self._begun + _FIRST_SECONDS
+            self._probes, self._op_started, self._started = 1, False, time.monotonic()
+            self._next_probe = self._started + _FIRST_SECONDS
         try:
             yield
         finally:
             with self._lock:
-                self._begun = None
+                self._started = None
 
-    def is_dead(self, now: float) -> bool:
-        """Whether the step that runs has failed; asked for every now and then by another thread."""
+    def has_failed(self, now: float) -> bool:
+        """Return whether the running step has failed, as of ``now`` (seconds of ``time.monotonic``).
+
+        Another thread than the one that runs the step must call this repeatedly: each call may add the probe that the
+        next one evaluates.
+        """
         with self._lock:
-            if self._begun is None or now < self._next:
+            if self._started is None or now < self._next_probe:
                 return False
             left = int(self._queue.size())
             if left >= _ELEMENTS:
-                return False  # everything has been exchanged; weights are being updated
+                return False  # all exchanges are completed; weights are being updated
             if left > 0:
-                return self._seen or now - self._begun > _START_SECONDS
-            self._seen = True
-            if self._asked < _ELEMENTS - 1:
-                self._queue.enqueue(True)  # it is taken at once, or never
-                self._asked += 1
-                self._next = now + max(_FIRST_SECONDS, (now - self._begun) / _GROWTH)
+                return self._op_started or now - self._started > _START_SECONDS
+            self._op_started = True
+            if self._probes < _ELEMENTS - 1:
+                self._queue.enqueue(True)  # taken at once, or never
+                self._probes += 1
+                self._next_probe = now + max(_FIRST_SECONDS, (now - self._started) / _GROWTH)
             return False

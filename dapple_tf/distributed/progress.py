@@ -1,122 +1,119 @@
-"""How far this process has come: which step it is in, and the last exchange that it completed.
+"""Progress of this process: the step that it runs, and the last exchange that it completed.
 
-A step runs in TensorFlow and cannot be asked. Each exchange of its graph writes its number into a variable, which any
-thread may read meanwhile.
+TensorFlow does not say how far a running step has come. So each exchange of its graph writes its number into a
+variable, which any thread may read meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dapple_tf.distributed.call_order_check import RankCall
-from dapple_tf.distributed.hang_detector import Canary
+from dapple_tf.distributed.hang_detector import HangDetector
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a rank had come. ``meetings``: how often it has come to where all ranks must meet."""
+class RankStatus:
+    """Progress of one rank, as it reports it to the others.
+
+    ``exchange``: name of the last exchange that it completed, "" for none in this step. ``collective_calls``: how many
+    calls that wait for all ranks (steps, broadcasts, gathers) it has entered.
+    """
 
     stage: int | None = None
     step: int = 0
     running: bool = False
     exchange: str = ""
-    meetings: int = 0
+    collective_calls: int = 0
 
     @property
     def when(self) -> str:
-        """Words for the time: in, or after, a step."""
+        """Return "before its first step", "in step n" or "after step n"."""
         if not self.step:
             return "before its first step"
         return f"{'in' if self.running else 'after'} step {self.step}"
 
     @property
-    def completed(self) -> str:
-        """Words for the last exchange."""
+    def last_exchange(self) -> str:
+        """Return the name of the last exchange, or "none"."""
         return self.exchange or f"none{f' of step {self.step}' if self.running else ''}"
 
 
 @dataclass
 class Progress:
-    """The standing of this process; steps are counted over all pipelined steps of the process.
+    """Progress of this process; ``step`` counts the steps of all pipelines of the process.
 
-    ``begun`` counts what this rank has begun that all must begin, ``history`` is a checksum of it, and ``listener`` is
-    told of each. ``programs``: how many this process has built.
+    ``calls``: number of calls announced that every rank must make; ``call_history`` is a checksum of them, and
+    ``call_listener`` is called with each. ``programs``: number of programs that this process has built.
     """
 
     stage: int | None = None
     step: int = 0
-    meetings: int = 0
-    met: int = 0
+    collective_calls: int = 0
+    completed_collective_calls: int = 0
     programs: int = 0
-    begun: int = 0
-    history: int = 0
-    listener: Callable[[RankCall], None] | None = None
-    canary: Canary = field(default_factory=Canary)
+    calls: int = 0
+    call_history: int = 0
+    call_listener: Callable[[RankCall], None] | None = None
+    hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
-    _names: list[str] = field(default_factory=lambda: [""])
-    _done: Any = None
+    _exchanges: list[str] = field(default_factory=lambda: [""])
+    _exchange_variable: Any = None
 
     @property
-    def done(self) -> Any:
+    def exchange_variable(self) -> Any:
         """The variable, on the host, that holds the number of the last exchange; 0 for none in this step."""
-        if self._done is None:
+        if self._exchange_variable is None:
             import tensorflow as tf
 
             with tf.init_scope(), tf.device("CPU:0"):
-                self._done = tf.Variable(0, dtype=tf.int32, trainable=False)
-        return self._done
+                self._exchange_variable = tf.Variable(0, dtype=tf.int32, trainable=False)
+        return self._exchange_variable
 
-    def number_of(self, exchange: str) -> int:
-        """The number that stands for an exchange in ``done``."""
-        if exchange not in self._names:
-            self._names.append(exchange)
-        return self._names.index(exchange)
+    def exchange_number(self, exchange: str) -> int:
+        """Return the number that stands for an exchange in ``exchange_variable``."""
+        if exchange not in self._exchanges:
+            self._exchanges.append(exchange)
+        return self._exchanges.index(exchange)
 
-    def standing(self) -> Standing:
-        """How far it is now; any thread may ask."""
-        number = 0 if self._done is None else int(self._done.numpy())
-        return Standing(self.stage, self.step, self._running, self._names[number], self.meetings)
+    def status(self) -> RankStatus:
+        """Return the progress at this moment; any thread may call this."""
+        number = 0 if self._exchange_variable is None else int(self._exchange_variable.numpy())
+        return RankStatus(self.stage, self.step, self._running, self._exchanges[number], self.collective_calls)
 
     @property
-    def waiting(self) -> bool:
-        """Whether it is where all ranks must meet."""
-        return self.meetings > self.met
+    def waiting_in(self) -> int | None:
+        """The number of the collective call that this rank waits in; None if it is in none."""
+        return self.collective_calls if self.collective_calls > self.completed_collective_calls else None
 
-    def begin(self, what: str, detail: str = "") -> None:
-        """Tell that this rank now begins what all ranks must begin; see ``RankCall``."""
-        self.begun += 1
-        self.history = zlib.crc32(what.encode(), self.history)
-        if self.listener is not None:
-            self.listener(RankCall(self.begun, what, detail))
+    def announce_call(self, what: str, detail: str = "") -> None:
+        """Announce a call that every rank must make; see ``RankCall``."""
+        self.calls += 1
+        self.call_history = zlib.crc32(what.encode(), self.call_history)
+        if self.call_listener is not None:
+            self.call_listener(RankCall(self.calls, what, detail))
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """While open, this rank waits for all others to come to the same place."""
-        self.meetings += 1
+    def collective_call(self) -> Iterator[None]:
+        """Mark a call that waits for all other ranks: it lasts as long as this context."""
+        self.collective_calls += 1
         try:
             yield
         finally:
-            self.met = self.meetings
+            self.completed_collective_calls = self.collective_calls
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While open, a step runs."""
-        self.done.assign(0)
+    def step_running(self) -> Iterator[None]:
+        """Mark a step: it runs as long as this context."""
+        self.exchange_variable.assign(0)
         self.step += 1
         self._running = True
         try:
-            with self.meeting(), self.canary.singing():
+            with self.collective_call(), self.hang_detector.step_running():
                 yield
         finally:
             self._running = False
-
-
-@functools.cache
-def progress() -> Progress:
-    """The progress of this process: there is one, as there is one job."""
-    return Progress()

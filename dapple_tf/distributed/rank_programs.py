@@ -1,8 +1,9 @@
-"""A rank's programs: its share of the pipelined graph, agreed with the other ranks before any runs."""
+"""Build and run the programs of one rank: its part of the pipelined graph, compared with the other ranks before use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,9 +16,8 @@ from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_constants, digest_graphs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.progress import Progress, progress
-from dapple_tf.distributed.variable_locations import Needs
-from dapple_tf.distributed.variable_placement import find_needs, settle
+from dapple_tf.distributed.variable_locations import VariableNeeds
+from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
 from dapple_tf.errors import BatchError, StepError, UsageError
 from dapple_tf.plan import Plan
 from graph_passes.passes.base import run_passes
@@ -26,40 +26,55 @@ from graph_passes.passes.verify_ranks import collectives_of
 
 T = TypeVar("T")
 
-_LONGEST_TYPES = 300  # characters of what an error says of a batch
+_LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
 
 
 @dataclass(frozen=True)
 class RankProgram(Program):
-    """A rank's program, which keeps count of its steps and tells the other ranks when one fails.
+    """A rank's program: it counts the steps of its ``job``, and reports a step that fails to the other ranks.
 
-    ``needs`` says which variables it wants on which ranks of ``job``; each step begins with that.
+    ``needs``: the variables that the program needs on each rank; a step first places them. ``number``: of the program
+    in this process, from 1. ``batch_types``: dtypes and shapes of a batch, for error messages.
     """
 
     job: Job = field(kw_only=True)
-    needs: Needs = field(kw_only=True)
-    progress: Progress = field(kw_only=True)
+    needs: VariableNeeds = field(kw_only=True)
     number: int = field(kw_only=True)
     batch_types: str = field(kw_only=True)
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
-        """See ``Program.run``."""
-        samples = int(batch[0].shape[0])
-        what = f"run step {self.progress.step + 1} with {samples} samples (program {self.number})"
-        self.progress.begin(what, f" of {self.batch_types}")
-        settle(self.job, self.needs)
-        with self.progress.running():
+        """Run one step on ``batch``, and return the outputs of the function; see ``Program.run``."""
+        progress, samples = self.job.progress, int(batch[0].shape[0])
+        what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
+        progress.announce_call(what, f" of {self.batch_types}")
+        place_variables(self.job, self.needs)
+        with progress.step_running():
             try:
                 return super().run(batch)
             except StepError as error:
                 report_failure(error)
                 raise
 
+    @contextlib.contextmanager
+    def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
+        """See ``Program.rehearsal``; of ``variables`` those that this rank holds. The steps are not counted.
+
+        Every rank must enter it.
+        """
+        progress, locations = self.job.progress, self.job.variable_locations
+        step = progress.step
+        progress.announce_call(f"rehearse step {step + 1} (program {self.number})", f" of {self.batch_types}")
+        place_variables(self.job, self.needs)
+        held = [variable for variable in variables if self.job.rank in (locations.ranks_of(variable) or ())]
+        with super().rehearsal(held):
+            yield
+        progress.step = step
+
 
 class RankTarget:
-    """Builds programs for one rank of ``job``; the first program gives all ranks equal variables.
+    """Builds programs for one rank of ``job``; the first program gives all ranks the variables of rank 0.
 
-    ``device``: the rank's own; ``home``: the device of the batch, the loss and everything else that belongs to no
+    ``device``: of the rank's stage. ``home``: the device of the batch, the loss and everything else that belongs to no
     stage.
     """
 
@@ -68,18 +83,18 @@ class RankTarget:
         self._device = device
         self._home = home
         self._buffers = Buffers(home)
-        self._equal = False
+        self._synchronized = False
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Tell the other ranks that this rank begins ``what`` for a batch of ``batch_size`` samples; all must do so."""
-        progress().begin(what, f" for {batch_size} samples of {_describe_types(signature)}")
+        """Announce a call that every rank must make, for a batch of ``batch_size`` samples; ``what``: an imperative."""
+        self._job.progress.announce_call(what, f" for {batch_size} samples of {_describe_types(signature)}")
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns on this rank, once it has succeeded on every rank; see ``Job.together``."""
+        """Return what ``work`` returns on this rank, once it has succeeded on every rank; see ``Job.run_on_all``."""
         return self._job.run_on_all(work)
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
-        """Raise BatchError where a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
+        """Raise BatchError if a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
         if fitted.replicas != plan.replicas:
             raise BatchError(
                 f"the batch has {batch_size} samples, too few for the {max(plan.replicas)} ranks of a stage: leave it "
@@ -87,9 +102,10 @@ class RankTarget:
             )
 
     def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
-        """Return the program of this rank for ``plan``; every rank must build the same, in the same order.
+        """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
 
-        Raises JobError where ranks differ in TensorFlow, code, plan, model or batch, saying which.
+        Raises JobError if the ranks differ in TensorFlow, code, plan, model or batch, naming the difference; UsageError
+        for a step that returns gradients.
         """
         if variant is StepVariant.WITH_GRADIENTS:
             raise UsageError("a step of several processes gives no gradients yet: leave them out")
@@ -108,31 +124,30 @@ class RankTarget:
                 "tensors that the model closes over": digest_constants(model.constants),
             }
         )
-        needs = find_needs(model, graphs)
-        # At first rank 0's values go to all: processes draw their own when a model is made.
-        settle(self._job, needs, anew=not self._equal)
-        self._equal = True
+        needs = find_variable_needs(model, graphs)
+        # Each process has drawn initial values of its own when it made the model.
+        place_variables(self._job, needs, synchronize=not self._synchronized)
+        self._synchronized = True
         sets = self._job.make_process_sets(node.integers("ranks") for g in graphs for node in collectives_of(g))
         graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
-        own = progress()
-        own.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
-        collectives = Collectives(self._job.rank, sets, own)
+        progress = self._job.progress
+        progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
+        collectives = Collectives(self._job.rank, sets, progress)
         program = build_rank_program(graph, model, self._buffers, collectives, self._device)
-        own.programs += 1
+        progress.programs += 1
         return RankProgram(
             program.graph,
             program.function,
             program.operations,
-            alone=False,
+            replayable=False,
             job=self._job,
             needs=needs,
-            progress=own,
-            number=own.programs,
+            number=progress.programs,
             batch_types=_describe_types(model.signature),
         )
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
-    """A sample of a batch in a few words: float32[96], int32[]."""
+    """Return dtypes and shapes of one sample: float32[96], int32[]."""
     types = ", ".join(f"{spec.dtype.name}{list(spec.shape[1:])}" for spec in signature)
     return types if len(types) <= _LONGEST_TYPES else types[:_LONGEST_TYPES] + " ..."

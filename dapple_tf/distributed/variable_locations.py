@@ -1,54 +1,51 @@
-"""Which ranks hold which variables' values: each rank knows it of all, since all make the same steps.
+"""Which ranks hold the trained values of which variables.
 
-A value that is held anywhere is the trained one. What a step would leave behind is dropped before it runs.
+Every rank knows this of all variables, for all ranks make the same steps. A value that some rank holds is the trained
+one: a rank drops a value before it runs a step that would leave the value outdated.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import tensorflow as tf
+if TYPE_CHECKING:
+    import tensorflow as tf  # the command line imports this module before TensorFlow
 
 Ranks = frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
-    """The variables that a program knows, each with the ranks that read or write it there (none: it is left alone)."""
+class VariableNeeds:
+    """The variables of a program, each with the ranks whose part reads or writes it (none: it stays where it is)."""
 
     ranks: Sequence[tuple[tf.Variable, Ranks]]
 
 
 @dataclass
-class Holdings:
-    """For each variable the ranks that hold it, and whose ``needs`` that is (None: since then all were gathered).
+class VariableLocations:
+    """The ranks that hold each variable's trained value.
 
-    ``release`` frees again what the user has assigned meanwhile to variables that this rank does not hold.
+    ``placed_for``: the needs that the locations meet; None after a gather, which gives all values to all ranks.
+    ``release`` frees the values that the user has assigned since to variables that this rank does not hold.
     """
 
-    needs: Needs | None = None
+    placed_for: VariableNeeds | None = None
     release: Callable[[], None] | None = None
-    _held: dict[int, tuple[weakref.ref[tf.Variable], Ranks]] = field(default_factory=dict)
+    _ranks: dict[int, tuple[weakref.ref[tf.Variable], Ranks]] = field(default_factory=dict)
 
-    def of(self, variable: tf.Variable) -> Ranks | None:
-        """The ranks that hold the variable's value; None where nothing is known of it: each may have one of its own."""
-        found = self._held.get(id(variable))
+    def ranks_of(self, variable: tf.Variable) -> Ranks | None:
+        """Return the ranks that hold the variable; None if it was never placed: each may have a value of its own."""
+        found = self._ranks.get(id(variable))
         return None if found is None else found[1]
 
-    def put(self, variable: tf.Variable, ranks: Ranks) -> None:
-        """Note that these ranks, and no others, hold the variable's value."""
+    def set_ranks(self, variable: tf.Variable, ranks: Ranks) -> None:
+        """Note that these ranks, and no others, hold the variable."""
         key = id(variable)
-        self._held[key] = weakref.ref(variable, lambda _: self._held.pop(key, None)), ranks
+        self._ranks[key] = weakref.ref(variable, lambda _: self._ranks.pop(key, None)), ranks
 
     def source(self, variable: tf.Variable) -> int:
-        """The rank to ask for the value: the first that holds it."""
-        return min(self.of(variable) or {0})
-
-
-@functools.cache
-def holdings() -> Holdings:
-    """The holdings of this process's job: there is one, and steps of the same model share it."""
-    return Holdings()
+        """Return the rank that sends the value to others: the first that holds it."""
+        return min(self.ranks_of(variable) or {0})

@@ -1,7 +1,7 @@
-"""A rank holds the variables of its stage, and nothing of the others.
+"""Place variables: a rank holds those of its stage, and frees the memory of all others.
 
-Before a program runs, and as soon as it is built, every rank gets what the program needs there, and drops the rest: its
-memory is free, and reading it fails and says what to do, rather than giving a value that other ranks train.
+Before a program runs, and as soon as it is built, every rank receives the variables that its part needs and drops the
+rest. Reading a dropped variable fails with an error that says what to do; it does not give an outdated value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.variable_locations import Needs, holdings
+from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.ir.graph import Graph
@@ -19,10 +19,10 @@ from graph_passes.ir.graph import Graph
 _ADVICE = "other ranks of the job hold and train it; call step.gather() on every rank before this"
 
 
-def find_needs(model: StagedModel, graphs: Sequence[Graph]) -> Needs:
-    """What the ranks need whose ``graphs`` these are, by rank."""
+def find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> VariableNeeds:
+    """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part."""
     held = [resident_variables(graph) for graph in graphs]
-    return Needs(
+    return VariableNeeds(
         tuple(
             (variable, frozenset(rank for rank, names in enumerate(held) if name in names))
             for name, variable in model.variables.items()
@@ -30,28 +30,29 @@ def find_needs(model: StagedModel, graphs: Sequence[Graph]) -> Needs:
     )
 
 
-def settle(job: Job, needs: Needs, *, anew: bool = False) -> None:
-    """Give every rank what it needs and lacks, and have it drop what others need and it does not.
+def place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:
+    """Send every rank the variables that it needs and lacks, and drop those that only other ranks need.
 
-    ``anew``: what several ranks hold is made equal too. A variable that no rank needs stays where it is first held.
-    Every rank must call this, with equal needs.
+    ``synchronize``: send also what a rank has, so that all ranks have rank 0's values. A variable that no rank needs
+    stays where it is. Every rank must call this, with equal needs.
     """
-    known = holdings()
-    if known.needs is needs and not anew:
-        if known.release is None:
-            known.release = internals.make_releaser([v for v, _ in needs.ranks if job.rank not in (known.of(v) or ())])
-        known.release()
+    locations = job.variable_locations
+    if locations.placed_for is needs and not synchronize:
+        if locations.release is None:
+            others = [v for v, _ in needs.ranks if job.rank not in (locations.ranks_of(v) or ())]
+            locations.release = internals.make_releaser(others)
+        locations.release()
         return
     transfers, dropped = [], []
     for variable, ranks in needs.ranks:
-        held, source = known.of(variable), known.source(variable)
+        holders, source = locations.ranks_of(variable), locations.source(variable)
         wanted = ranks or frozenset({source})
-        if anew or held is None or wanted - held:
+        if synchronize or holders is None or wanted - holders:
             transfers.append(Transfer(variable, source, wanted))
-        if held != wanted:
-            known.put(variable, wanted)
+        if holders != wanted:
+            locations.set_ranks(variable, wanted)
             if job.rank not in wanted:
                 dropped.append(variable)
     send_values(job, transfers)
     internals.release_variables(dropped, _ADVICE)
-    known.needs, known.release = needs, None
+    locations.placed_for, locations.release = needs, None

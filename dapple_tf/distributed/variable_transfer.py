@@ -1,4 +1,4 @@
-"""Values of variables from the ranks that hold them to those that want them."""
+"""Send values of variables from the ranks that hold them to those that need them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import tensorflow as tf
 
 from dapple_tf.compiler import StagedModel
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.progress import progress
-from dapple_tf.distributed.variable_locations import Ranks, holdings
+from dapple_tf.distributed.variable_locations import Ranks
 
-# Bytes that travel together: small variables share a message, large ones do not need a whole copy on the way.
-_GROUP_BYTES = 64 * 2**20
+# Bytes of one message: small variables share one, and a large variable needs no second copy of all of it.
+_MESSAGE_BYTES = 64 * 2**20
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The value of ``variable`` goes from the rank ``source`` to those of ``receivers`` that are others."""
+    """Send the value of ``variable`` from the rank ``source`` to the other ``receivers``."""
 
     variable: tf.Variable
     source: int
@@ -36,19 +35,19 @@ def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
 
     They stay until the next step. Every rank must call this, with models traced in the same order.
     """
-    known, everybody = holdings(), frozenset(range(job.size))
+    locations, all_ranks = job.variable_locations, frozenset(range(job.size))
     variables = {id(variable): variable for model in models for variable in model.variables.values()}
-    send_values(job, [Transfer(variable, known.source(variable), everybody) for variable in variables.values()])
+    send_values(job, [Transfer(variable, locations.source(variable), all_ranks) for variable in variables.values()])
     for variable in variables.values():
-        known.put(variable, everybody)
-    known.needs = None
+        locations.set_ranks(variable, all_ranks)
+    locations.placed_for = None
 
 
 def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
-    """Carry out the transfers, bit by bit and of any dtype; every rank must call this with the same."""
+    """Carry out the transfers, bit by bit, of any dtype; every rank must call this with the same transfers."""
     for source in range(job.size):
-        of_source = [transfer for transfer in transfers if transfer.source == source]
-        for group in _groups(of_source, lambda transfer: transfer.variable):
+        from_source = [transfer for transfer in transfers if transfer.source == source]
+        for group in _group_by_bytes(from_source, lambda transfer: transfer.variable):
             variables = [transfer.variable for transfer in group]
             own = [variable.numpy() for variable in variables] if job.rank == source else None
             receives = own is None and any(job.rank in transfer.receivers for transfer in group)
@@ -59,69 +58,70 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
 
 
 def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator[Any]:
-    """The trained value (NumPy) of one variable after the other, on rank 0; on other ranks None for each.
+    """Yield the trained value (NumPy) of one variable after the other on rank 0; on other ranks None for each.
 
-    No rank holds more than a few of them at a time. Every rank must go through all of it, with the same variables.
+    No rank holds more values at a time than fit in a message, or one. Every rank must iterate to the end, over the same
+    variables.
     """
     if job is None:
         yield from (variable.numpy() for variable in variables)
         return
-    for source, found in itertools.groupby(variables, holdings().source):
+    for source, from_source in itertools.groupby(variables, job.variable_locations.source):
         if source == 0:
-            yield from (variable.numpy() if job.rank == 0 else None for variable in found)
+            yield from (variable.numpy() if job.rank == 0 else None for variable in from_source)
             continue
-        for group in _groups(found, lambda variable: variable):
+        for group in _group_by_bytes(from_source, lambda variable: variable):
             own = [variable.numpy() for variable in group] if job.rank == source else None
             yield from _broadcast_values(job, group, source, own, keep=job.rank == 0)
 
 
 def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any]) -> None:
-    """Give the variables the values that ``read`` finds by name on rank 0, on the ranks that hold them.
+    """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on rank 0.
 
-    What ``read`` raises is raised on every rank. Every rank must call this, with variables in the same order.
+    An error of ``read`` is raised on every rank. Every rank must call this, with variables in the same order.
     """
-    for group in _groups(variables.items(), lambda item: item[1]):
+    for group in _group_by_bytes(variables.items(), lambda item: item[1]):
         own: list[Any] = []
         job.run_on_rank_0(partial(_read_into, own, read, [name for name, _ in group]))
         variables_of_group = [variable for _, variable in group]
         values = _broadcast_values(job, variables_of_group, 0, own if job.rank == 0 else None, keep=True)
         for (_, variable), value in zip(group, values, strict=True):
-            held = holdings().of(variable)
-            if held is None or job.rank in held:
+            holders = job.variable_locations.ranks_of(variable)
+            if holders is None or job.rank in holders:
                 variable.assign(value)
 
 
-def _read_into(found: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
-    """Keep the values on the rank that reads them."""
-    found.extend(map(read, names))
+def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
+    """Append the values to a list of this rank: the result of ``run_on_rank_0`` would be pickled for all ranks."""
+    values.extend(map(read, names))
 
 
 def to_bytes(value: Any) -> Any:
-    """The value (NumPy) as a flat array of bytes."""
+    """Return the value (NumPy) as a flat array of bytes (uint8)."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def from_bytes(data: Any, variable: tf.Variable) -> Any:
-    """The value, of the dtype and shape of ``variable``, that these bytes hold."""
+    """Return the value, of the dtype and shape of ``variable``, that a flat array of bytes holds."""
     return np.ascontiguousarray(data).view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
 
 
 def _broadcast_values(
     job: Job, variables: Sequence[tf.Variable], source: int, own: Sequence[Any] | None, *, keep: bool
 ) -> list[Any]:
-    """The values of the variables, of which rank ``source`` gives its ``own``, on the ranks that ``keep`` them.
+    """Return the values of the variables, which rank ``source`` has as ``own``, on the ranks that ``keep`` them.
 
-    A rank that does not gets None for each, and holds no more than a message of them.
+    The other ranks get None for each, and never hold more than one message.
     """
-    sizes = [_size(variable) for variable in variables]
+    sizes = [_byte_size(variable) for variable in variables]
     total = sum(sizes)
     if own is not None:
         data = np.concatenate([to_bytes(value) for value in own]) if len(own) != 1 else to_bytes(own[0])
     else:
-        data = np.zeros(total if keep else min(total, _GROUP_BYTES), np.uint8)
-    with progress().meeting():
-        for begin in range(0, total, _GROUP_BYTES):
-            length = min(_GROUP_BYTES, total - begin)
+        data = np.zeros(total if keep else min(total, _MESSAGE_BYTES), np.uint8)
+    with job.progress.collective_call():
+        for begin in range(0, total, _MESSAGE_BYTES):
+            length = min(_MESSAGE_BYTES, total - begin)
             first = begin if keep or own is not None else 0
             message = _broadcast(data[first : first + length], source)
             if own is None and keep:
@@ -135,23 +135,24 @@ def _broadcast_values(
 def _broadcast(message: Any, source: int) -> Any:
     import horovod.tensorflow as hvd
 
-    # Horovod remembers the shape that goes with a name.
+    # Horovod remembers the shape of each name.
     return hvd.broadcast(message, source, name=f"values/{source}/{len(message)}").numpy()
 
 
-def _groups(items: Iterable[T], variable_of: Callable[[T], tf.Variable]) -> Iterator[list[T]]:
+def _group_by_bytes(items: Iterable[T], variable_of: Callable[[T], tf.Variable]) -> Iterator[list[T]]:
+    """Yield groups of consecutive items whose variables fit in one message; a larger variable is a group of its own."""
     group: list[T] = []
-    size = 0
+    group_bytes = 0
     for item in items:
-        more = _size(variable_of(item))
-        if group and size + more > _GROUP_BYTES:
+        item_bytes = _byte_size(variable_of(item))
+        if group and group_bytes + item_bytes > _MESSAGE_BYTES:
             yield group
-            group, size = [], 0
+            group, group_bytes = [], 0
         group.append(item)
-        size += more
+        group_bytes += item_bytes
     if group:
         yield group
 
 
-def _size(variable: tf.Variable) -> int:
+def _byte_size(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)

@@ -247,7 +247,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 def test_a_run_that_does_not_go_on_from_the_checkpoints_does_not_mix_with_them(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(5)
     with pytest.raises(
-        CheckpointError, match=r"has checkpoint-5\.safetensors already, of a later step than 2: restore"
+        CheckpointError, match=r"already has checkpoint-5\.safetensors, of a later step than 2: restore"
     ):
         Checkpoints(tmp_path, job()[0]).save(2)
     assert checkpoints_in(tmp_path) == ["checkpoint-5.safetensors"]
@@ -270,7 +270,7 @@ def test_a_folder_that_exists_and_cannot_be_written() -> None:
 def test_checkpoints_of_tensorflow_are_told_apart(tmp_path: Path) -> None:
     tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "ckpt"))
     with pytest.raises(
-        CheckpointError, match=r"holds checkpoints of tf\.train\.Checkpoint \(ckpt-1\.index\), which name"
+        CheckpointError, match=r"holds checkpoints of tf\.train\.Checkpoint \(ckpt-1\.index\), which have"
     ):
         Checkpoints(tmp_path, job()[0])
 
@@ -362,7 +362,7 @@ def test_a_damaged_file_is_set_aside_and_the_one_before_it_loaded(
     weight.assign(tf.fill((4, 3), 8.0))
     path = Path(saving.save(2))
     damage(path, how)
-    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* going on from .*checkpoint-1\."):
+    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* continuing from .*checkpoint-1\."):
         assert saving.restore() == Position(1, 1)
     np.testing.assert_array_equal(weight, np.full((4, 3), 7))
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
@@ -406,7 +406,9 @@ def test_a_file_of_a_later_version_is_left_alone(
     with monkeypatch.context() as patch:
         patch.setattr("dapple_tf.checkpoint.file.FORMAT", "dapple-checkpoint/2")
         saving.save(2)
-    with pytest.raises(CheckpointError, match=r"format 'dapple-checkpoint/2', but this version of dapple reads .*/1'"):
+    with pytest.raises(
+        CheckpointError, match=r"has the format 'dapple-checkpoint/2', but this version of dapple reads .*/1'"
+    ):
         saving.restore()
     assert "checkpoint-2.safetensors" in os.listdir(tmp_path)
 

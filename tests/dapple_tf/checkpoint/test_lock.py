@@ -115,5 +115,5 @@ def test_without_locks_a_run_goes_on_and_is_warned(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(DappleWarning, match="has no locks .No locks available.: see to it that no other run saves"):
+    with pytest.warns(DappleWarning, match="has no locks .No locks available.: make sure that no other run saves"):
         assert lock_folder(tmp_path) is None

@@ -142,7 +142,7 @@ def test_every_rank_gets_what_the_others_trained(tmp_path: Path) -> None:
         refused, late, unreadable = seen["errors"]
         assert refused.startswith("/proc/none cannot hold checkpoints: ")
         assert unreadable == f"{tmp_path}/checkpoint-9.safetensors cannot be read: Is a directory"
-        assert "has checkpoint-9.safetensors already, of a later step than 4" in late
+        assert "already has checkpoint-9.safetensors, of a later step than 4" in late
         assert seen["position"] == 1
         assert seen["restored"] == seen["after"]
         assert seen["restored apart"] == seen["after"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.distributed.clocks import compare_clocks
+from dapple_tf.distributed.clocks import clock_offsets
 
 
 def test_ranks_of_a_host_share_its_offset_and_a_late_look_does_not_count() -> None:
@@ -12,4 +12,4 @@ def test_ranks_of_a_host_share_its_offset_and_a_late_look_does_not_count() -> No
         [13.0, 23.5, 33.0],  # 3 s ahead, and once half a second late
         [13.2, 23.2, 33.2],
     ]
-    assert compare_clocks(["a", "a", "b", "b"], times) == (0.0, 0.0, 3.0, 3.0)
+    assert clock_offsets(["a", "a", "b", "b"], times) == (0.0, 0.0, 3.0, 3.0)

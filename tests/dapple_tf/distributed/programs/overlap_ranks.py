@@ -1,4 +1,4 @@
-"""What every rank runs whose AllReduce overlaps the last backward: see ``test_overlap``. Prints a line of JSON."""
+"""Train as a rank whose AllReduce overlaps the last backward; print, as JSON, what was reduced during it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from dapple_tf.distributed.progress import progress  # noqa: E402
+from dapple_tf.distributed.membership import current  # noqa: E402
 from tests.dapple_tf.distributed.programs.cases import WIDE, gradient_that_is_a_constant, momentum, overlapped  # noqa: E402
 from tests.dapple_tf.distributed.programs.cases import batches as make_batches  # noqa: E402
 
@@ -23,18 +23,20 @@ LAYERS, MICRO_BATCHES, PATIENCE_SECONDS = 5, 2, 20.0
 
 
 def wait_in_backward() -> list[str]:
-    """Train one step whose last backward goes on with its first layer only when something has been reduced.
+    """Train one step whose last backward waits before the first layer until a gradient has been reduced.
 
-    What it saw done, which is no allreduce where none was within ``PATIENCE_SECONDS``.
+    Returns the exchange completed by then, which is no allreduce if none was completed in ``PATIENCE_SECONDS``.
     """
+    job = current()
+    assert job is not None, "start it with mpirun"
     random = np.random.default_rng(0)
     matrices = [tf.Variable(random.normal(size=(WIDE, WIDE)) / WIDE**0.5, name=f"w{i}") for i in range(LAYERS)]
     calls, seen, done = [0], list[str](), set[str]()
 
     def look() -> None:
-        """Note what is done: only the last exchange can be asked for, and others follow soon."""
+        """Note the completed exchanges: the progress has only the last, and the next may follow soon."""
         while not seen:
-            done.add(progress().standing().exchange)
+            done.add(job.progress.status().exchange)
             time.sleep(0.0002)
 
     def wait(gradient: Any) -> Any:
@@ -46,9 +48,9 @@ def wait_in_backward() -> list[str]:
             seen.append(max(done, key=lambda name: "allreduce" in name))
         return gradient
 
-    def hold(value: Any) -> Any:
+    def wait_for_reduction(value: Any) -> Any:
         def grad(upstream: Any) -> Any:
-            # Not stateful, or the outputs of any function would wait for it.
+            # Not stateful: otherwise the outputs of every function would wait for it.
             waited = tf.numpy_function(wait, [upstream], upstream.dtype, stateful=False)
             return tf.ensure_shape(waited, upstream.shape)
 
@@ -59,7 +61,7 @@ def wait_in_backward() -> list[str]:
         for i, matrix in enumerate(matrices):
             with tf.name_scope(f"layer{i}"):
                 h = tf.tanh(h @ matrix)
-                h = tf.custom_gradient(hold)(h) if i == 0 else h
+                h = tf.custom_gradient(wait_for_reduction)(h) if i == 0 else h
         return tf.reduce_mean(tf.square(h - y))
 
     watching = threading.Thread(target=look, daemon=True)
@@ -69,7 +71,7 @@ def wait_in_backward() -> list[str]:
 
 
 def run(loss_fn: Any, batches: Any, micro_batches: int) -> None:
-    """Train on the batches, with data parallelism and overlap."""
+    """Train on the batches with data parallelism, AllReduce overlapped."""
     size = int(batches[0][0].shape[0])
     whole = dapple.pipeline(loss_fn, optimizer=momentum(), stages=1, replicas=[2], micro_batches=micro_batches)
     whole.build(*batches[0])
@@ -83,4 +85,4 @@ if __name__ == "__main__":
     found = wait_in_backward()
     run(gradient_that_is_a_constant().loss_fn, make_batches()(), 1)
     print(json.dumps({"seen": found}), flush=True)
-    hvd.allreduce(tf.zeros([1]), name="end")  # a rank that leaves early ends Horovod for all
+    hvd.allreduce(tf.zeros([1]), name="end")  # a rank that leaves early ends Horovod on all ranks

@@ -1,0 +1,171 @@
+"""Decide whether another rank has failed, and when this process must end for it.
+
+Pure logic: it is told what is received, and the time. A rank has failed if its connection closes before it has left, if
+it is silent for too long, if it reports an error, or if it has left while this rank waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dapple_tf.distributed.messages import FailureReport
+from dapple_tf.distributed.progress import RankStatus
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why this process must end: ``what`` happened to ``rank``, which may be this one, when it had this ``status``.
+
+    ``rank`` is None where the ranks make different calls. The process ends at ``deadline``, in seconds of the clock
+    that the detector is called with, and with ``exit_code``.
+    """
+
+    rank: int | None
+    what: str
+    deadline: float
+    exit_code: int = 1
+    status: RankStatus = field(default_factory=RankStatus)
+
+
+@dataclass
+class _Peer:
+    """What is known of another rank.
+
+    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: the collective
+    calls that it had entered when it left. ``raised``: it has reported the error that it raised.
+    """
+
+    connected: bool
+    last_heard: float
+    status: RankStatus = field(default_factory=RankStatus)
+    left_after: int | None = None
+    raised: bool = False
+
+
+class FailureDetector:
+    """The failures that ``rank`` of ``size`` ranks knows of, and ``failure``, the one that ends it.
+
+    ``connected``: ranks that it has a connection to. One of them has failed if nothing was received from it for more
+    than ``silence_seconds``. All times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, rank: int, size: int, connected: Iterable[int], silence_seconds: float, now: float) -> None:
+        self._rank = rank
+        self._silence_seconds = silence_seconds
+        own_connections = set(connected)
+        self._peers = {peer: _Peer(peer in own_connections, now) for peer in range(size) if peer != rank}
+        self.failure: Failure | None = None
+        self.error_reported = False
+
+    # --- what is received
+
+    def note_received(self, rank: int, now: float) -> None:
+        """Note that ``rank`` has sent something over its connection to this one."""
+        self._peers[rank].last_heard = now
+
+    def note_pause(self, seconds: float) -> None:
+        """Note that this process itself was stopped for so long: the others were not silent meanwhile."""
+        for peer in self._peers.values():
+            peer.last_heard += seconds
+
+    def note_status(self, rank: int, status: RankStatus) -> None:
+        """Note the progress that another rank reports."""
+        self._peers[rank].status = status
+
+    def note_leave(self, rank: int, status: RankStatus) -> None:
+        """Note that the script of another rank has ended without an error."""
+        peer = self._peers[rank]
+        peer.status, peer.left_after = status, status.collective_calls
+
+    def note_report(self, report: FailureReport, now: float) -> None:
+        """Note that another rank, or this one by the judgement of another, has failed."""
+        if report.rank == self._rank:  # it was cut off, or stopped, until now
+            self.fail(self._rank, f"was declared failed by the other ranks: it {report.what}", report.status, now)
+            return
+        peer = self._peers[report.rank]
+        peer.status, peer.raised = report.status, report.raised
+        self.fail(report.rank, report.what, report.status, now, report.wait_seconds, report.exit_code)
+
+    def note_disconnect(self, rank: int, network_error: str, now: float) -> None:
+        """Note that the connection to ``rank`` has closed; ``network_error``: see ``Link``."""
+        peer = self._peers[rank]
+        peer.connected = False
+        known = self.failure is not None and self.failure.rank == rank
+        if peer.left_after is not None or known:
+            return
+        what = "was killed or has crashed (its connection closed)"
+        if network_error:
+            what = f"cannot be reached ({network_error}): its host is cut off from the network"
+        self.fail(rank, what, peer.status, now)
+
+    def note_own_error(self) -> None:
+        """Note that this rank has raised an error and told the others: it ends for that and no other reason."""
+        self.error_reported = True
+        self.failure = None
+
+    # --- decisions
+
+    def check(self, now: float, waiting_in: int | None) -> None:
+        """Look for ranks that are silent, or missing in the collective call ``waiting_in`` that this one waits in."""
+        for rank, peer in self._peers.items():
+            silent = now - peer.last_heard
+            if peer.left_after is not None:
+                if waiting_in is not None and waiting_in > peer.left_after:
+                    self.fail(
+                        rank,
+                        "has exited (its script ended, or called sys.exit) while other ranks wait for it: all ranks "
+                        "must take the same steps",
+                        peer.status,
+                        now,
+                    )
+            elif peer.connected and silent > self._silence_seconds:
+                what = (
+                    f"has sent nothing for {silent:.1f} s: its host is cut off from the network, or the process hangs"
+                )
+                self.fail(rank, what, peer.status, now)
+
+    def fail(
+        self, rank: int, what: str, status: RankStatus, now: float, wait_seconds: float = 0.0, exit_code: int = 1
+    ) -> None:
+        """Note that ``rank`` has failed, for which this process must end after ``wait_seconds``.
+
+        Of two failures the one with the earlier deadline counts. None replaces calls that differ, for these cause what
+        else fails.
+        """
+        failure = Failure(rank, what, now + wait_seconds, exit_code, status)
+        known = self.failure
+        if self.error_reported or (known is not None and (known.rank is None or known.deadline <= failure.deadline)):
+            return
+        self.failure = failure
+
+    def note_different_calls(self, what: str, now: float, wait_seconds: float) -> None:
+        """Note that the ranks make different calls, for which this process must end after ``wait_seconds``.
+
+        It does not end later than it would for the failure known so far.
+        """
+        if not self.error_reported:
+            self.failure = Failure(None, what, min(now + wait_seconds, self.deadline))
+
+    def withdraw(self) -> None:
+        """Forget the failure: it does not end this process."""
+        self.failure = None
+
+    @property
+    def deadline(self) -> float:
+        """When this process must end; infinite if no failure is known."""
+        return math.inf if self.failure is None else self.failure.deadline
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether no other rank needs this one any more: Horovod ends on all ranks when it ends on one.
+
+        After an error of its own a rank waits only until the others have heard of it.
+        """
+        peers = self._peers.values()
+        if not any(peer.connected for peer in peers):
+            return True
+        if self.error_reported:
+            return all(peer.raised or not peer.connected for peer in peers)
+        return all(peer.left_after is not None for peer in peers)

@@ -1,0 +1,81 @@
+"""Messages that the watchdogs of the ranks send each other, and their JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dapple_tf.distributed.call_order_check import RankCall
+from dapple_tf.distributed.progress import RankStatus
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """``rank`` is alive; sent several times a second."""
+
+    rank: int
+    status: RankStatus
+
+
+@dataclass(frozen=True)
+class LeaveMessage:
+    """The script of ``rank`` has ended without an error."""
+
+    rank: int
+    status: RankStatus
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """``rank`` has failed: ``what`` happened to it, as a verb phrase ("was killed").
+
+    The receiver ends after ``wait_seconds`` with ``exit_code``. ``raised``: the rank itself raised the error and prints
+    it.
+    """
+
+    rank: int
+    status: RankStatus
+    what: str
+    wait_seconds: float = 0.0
+    exit_code: int = 1
+    raised: bool = False
+
+
+@dataclass(frozen=True)
+class CallMessage:
+    """``rank`` is about to make ``call``; for rank 0, which compares the calls of all ranks."""
+
+    rank: int
+    call: RankCall
+
+
+@dataclass(frozen=True)
+class CallMismatch:
+    """The ranks make different calls; ``what`` says which rank makes which."""
+
+    what: str
+
+
+Message = Heartbeat | LeaveMessage | FailureReport | CallMessage | CallMismatch
+
+_KINDS: Mapping[str, type[Message]] = {
+    "heartbeat": Heartbeat,
+    "leave": LeaveMessage,
+    "failure": FailureReport,
+    "call": CallMessage,
+    "call mismatch": CallMismatch,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NESTED = {"status": RankStatus, "call": RankCall}
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """Return the message as a JSON object."""
+    return {"kind": _NAMES[type(message)], **asdict(message)}
+
+
+def from_json(content: Mapping[str, Any]) -> Message:
+    """Return the message that ``to_json`` wrote."""
+    fields = {key: _NESTED[key](**value) if key in _NESTED else value for key, value in content.items()}
+    return _KINDS[fields.pop("kind")](**fields)

@@ -1,0 +1,59 @@
+"""Errors that all ranks of a job raise together: which rank prints one in full, and texts about ranks that differ."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import TypeVar
+
+from dapple_tf.errors import JobError
+
+_REPORTING_RANK = "_dapple_reporting_rank"
+_QUOTED = 300  # characters of a value that an error quotes
+
+E = TypeVar("E", bound=Exception)
+
+
+def share_error(error: E, rank: int) -> E:
+    """Mark and return an error that every rank raises, or another in its place; ``rank`` prints it in full."""
+    setattr(error, _REPORTING_RANK, rank)
+    return error
+
+
+def reporting_rank(error: BaseException) -> int | None:
+    """Return the rank that prints an error in full; None where only this rank raises it."""
+    return getattr(error, _REPORTING_RANK, None)
+
+
+def make_picklable(error: Exception) -> Exception:
+    """Return the error of rank 0, or a JobError with the same text where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # pickling runs any code
+        return JobError(f"rank 0 failed with {type(error).__name__}: {error}")
+    return error
+
+
+def describe_difference(what: str, values: Sequence[str]) -> str:
+    """Return a text that says which ranks have which of the ``values``; ``values[i]`` is rank i's."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    columns = zip(*groups, strict=False)
+    first_difference = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, groups)))
+    found = ", ".join(f"{_subject(ranks)} {_quote(value, first_difference)}" for value, ranks in groups.items())
+    return (
+        f"the ranks differ in their {what}: {found}. Start the same script with the same packages and data shapes "
+        "everywhere."
+    )
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+
+
+def _quote(value: str, position: int) -> str:
+    """Return the value, or if it is long, the part around ``position``."""
+    begin = max(0, min(position - _QUOTED // 2, len(value) - _QUOTED))
+    end = begin + _QUOTED
+    return ("... " if begin else "") + value[begin:end] + (" ..." if end < len(value) else "")

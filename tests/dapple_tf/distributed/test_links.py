@@ -1,0 +1,76 @@
+"""Connections between two ranks, as socket pairs in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dapple_tf.distributed.links import Link
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Link, Link]]:
+    sockets = socket.socketpair()
+    for end in sockets:
+        end.settimeout(5)
+    yield Link(1, sockets[0]), Link(0, sockets[1])
+    for end in sockets:
+        end.close()
+
+
+def test_messages_of_several_threads_arrive_whole(links: tuple[Link, Link]) -> None:
+    """The main thread announces calls while the watchdog's thread sends heartbeats."""
+    sender, receiver = links
+    threads = [threading.Thread(target=send_many, args=(sender, text * 50_000)) for text in "ab"]
+    for thread in threads:
+        thread.start()
+    received = []
+    while len(received) < 100:
+        received += receiver.receive()
+    assert sorted(message["text"][:1] for message in received) == ["a"] * 50 + ["b"] * 50
+    for thread in threads:
+        thread.join(5)
+
+
+def send_many(link: Link, text: str) -> None:
+    for _ in range(50):
+        link.send({"text": text})
+
+
+def test_a_message_that_arrives_in_two_parts_is_received_once_it_is_complete(links: tuple[Link, Link]) -> None:
+    sender, receiver = links
+    sender.connection.sendall(b'{"text": "a"}\n{"te')
+    assert receiver.receive() == [{"text": "a"}]
+    sender.connection.sendall(b'xt": "b"}\n')
+    assert receiver.receive() == [{"text": "b"}]
+    assert receiver.open
+
+
+def test_a_closed_connection_is_noticed_by_the_receiver_and_ignored_by_the_sender(links: tuple[Link, Link]) -> None:
+    sender, receiver = links
+    sender.connection.close()
+    assert receiver.receive() == []
+    assert not receiver.open
+    assert receiver.network_error == ""
+    receiver.send({"text": "lost"})
+
+
+def test_a_network_error_is_kept_in_words(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable:
+        def recv(self, size: int) -> bytes:
+            raise OSError(113, "No route to host")
+
+    link = Link(1, Unreachable())  # type: ignore[arg-type]  # a socket that fails cannot be had otherwise
+    assert link.receive() == []
+    assert not link.open
+    assert link.network_error == "No route to host"
+
+
+def test_an_idle_connection_is_open(links: tuple[Link, Link]) -> None:
+    _, receiver = links
+    receiver.connection.settimeout(0.01)
+    assert receiver.receive() == []
+    assert receiver.open

@@ -1,0 +1,37 @@
+"""Messages between watchdogs survive the trip through JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dapple_tf.distributed.call_order_check import RankCall
+from dapple_tf.distributed.messages import (
+    CallMessage,
+    CallMismatch,
+    FailureReport,
+    Heartbeat,
+    LeaveMessage,
+    Message,
+    from_json,
+    to_json,
+)
+from dapple_tf.distributed.progress import RankStatus
+
+STATUS = RankStatus(stage=1, step=4, running=True, exchange="exchange/stage0-1", collective_calls=7)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Heartbeat(2, STATUS),
+        LeaveMessage(2, RankStatus()),
+        FailureReport(1, STATUS, "raised KeyError: 'ä'", 0.4, 130, raised=True),
+        CallMessage(1, RankCall(3, "run step 2", " of float32[4]")),
+        CallMismatch("rank 0 is about to save"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    assert from_json(json.loads(json.dumps(to_json(message)))) == message
