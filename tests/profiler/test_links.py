@@ -1,16 +1,19 @@
-"""The probe of links: the fit and the pairing by hand-worked figures, the measuring between real ranks."""
+"""Measuring links: the fit and the pairing on hand-worked numbers, and measurements between real ranks."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profiler import links
 from profiler.cluster import Cluster, Link, Server
 from profiler.errors import ClusterError
 from profiler.link_fit import describe_cluster, fit_link
@@ -29,7 +32,7 @@ def test_points_on_a_line_give_it_back() -> None:
     assert fit_link([MB, 4 * MB, 16 * MB], [2 * MS, 5 * MS, 17 * MS]) == approx(GB, MS)
 
 
-def test_one_disturbed_size_does_not_bend_the_line() -> None:
+def test_one_disturbed_size_does_not_change_the_line() -> None:
     assert fit_link([MB, 2 * MB, 4 * MB, 16 * MB], [2 * MS, 40 * MS, 5 * MS, 17 * MS]) == approx(GB, MS)
 
 
@@ -100,7 +103,7 @@ def test_what_cannot_be_fitted(sizes: list[int], seconds: list[float], message: 
         fit_link(sizes, seconds)
 
 
-def test_the_usual_links_are_medians_and_only_the_odd_ones_are_named() -> None:
+def test_the_common_links_are_medians_and_only_outliers_are_listed() -> None:
     servers = [Server("a", 2), Server("b", 2), Server("c", 1)]
     inside = {("a", "a"): Link(10 * GB, 1 * MS), ("b", "b"): Link(14 * GB, 1 * MS)}  # 17% off their mean: usual
     between = {
@@ -115,14 +118,14 @@ def test_the_usual_links_are_medians_and_only_the_odd_ones_are_named() -> None:
     assert dict(cluster.links) == {("b", "c"): Link(1.4 * GB, 2 * MS)}
 
 
-def test_a_link_that_is_odd_by_latency_or_inside_a_server_is_named() -> None:
+def test_a_link_with_another_latency_or_inside_a_server_is_listed() -> None:
     inside = {(name, name): Link(10 * GB, 1 * MS) for name in "ab"} | {("c", "c"): Link(1 * GB, 1 * MS)}
     between = {("a", "b"): Link(GB, 1 * MS), ("a", "c"): Link(GB, 1 * MS), ("b", "c"): Link(GB, 3 * MS)}
     cluster = describe_cluster([Server(name, 2) for name in "abc"], GB, inside | between)
     assert dict(cluster.links) == {("c", "c"): Link(1 * GB, 1 * MS), ("b", "c"): Link(GB, 3 * MS)}
 
 
-def test_one_kind_of_link_stands_in_for_the_other() -> None:
+def test_where_one_kind_of_link_was_not_measured_the_other_is_used() -> None:
     only = Link(GB, MS)
     one_server = describe_cluster([Server("a", 2)], GB, {("a", "a"): only})
     one_each = describe_cluster([Server("a", 1), Server("b", 1)], GB, {("a", "b"): only})
@@ -140,13 +143,13 @@ def test_hosts_are_in_the_order_of_their_ranks() -> None:
     assert find_hosts(["b", "b", "a"]) == (Host("b", (0, 1)), Host("a", (2,)))
 
 
-def test_ranks_dealt_out_in_turns_are_refused() -> None:
+def test_ranks_distributed_round_robin_are_refused() -> None:
     with pytest.raises(ClusterError, match=r"server b are 0, 2.*--map-by slot"):
         find_hosts(["b", "a", "b"])
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=9))
-def test_every_two_servers_meet_once_and_nobody_is_in_two_pairs_at_once(counts: list[int]) -> None:
+def test_every_two_servers_are_paired_once_and_no_rank_is_in_two_pairs_at_once(counts: list[int]) -> None:
     starts = [sum(counts[:index]) for index in range(len(counts))]
     hosts = [
         Host(str(index), tuple(range(start, start + count)))
@@ -179,9 +182,39 @@ def test_without_horovod_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
         probe()
 
 
-def test_importing_it_starts_neither_tensorflow_nor_horovod() -> None:
+def test_importing_the_module_starts_neither_tensorflow_nor_horovod() -> None:
     program = "import sys, profiler.links; sys.exit(bool({'tensorflow', 'horovod'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.fixture
+def main_on_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Path], int]:
+    """Run the command as one rank of a job that has measured its links."""
+
+    def run(rank: int, output: Path) -> int:
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+        monkeypatch.setattr(links, "probe", lambda: Cluster((Server("a", 2),), GB, Link(GB, MS), Link(GB, MS)))
+        monkeypatch.setattr(links, "_import_horovod", lambda: (SimpleNamespace(rank=lambda: rank), None))
+        monkeypatch.setattr(links, "_wait_for_all", lambda hvd, tf: None)
+        return links.main(["-o", str(output)])
+
+    return run
+
+
+def test_rank_0_writes_the_cluster(main_on_rank: Callable[[int, Path], int], tmp_path: Path) -> None:
+    assert [main_on_rank(rank, tmp_path / f"{rank}.yaml") for rank in (0, 1)] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["0.yaml"]
+    assert Cluster.load(tmp_path / "0.yaml").devices == 2
+
+
+def test_a_failure_to_write_is_one_line_on_rank_0(
+    main_on_rank: Callable[[int, Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_on_rank(0, tmp_path / "nowhere" / "cluster.yaml") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "nowhere" in line
+    assert not list(tmp_path.iterdir())
 
 
 PROBE = """
@@ -199,15 +232,16 @@ def read_cluster(text: str) -> Cluster:
 
 
 def assert_plausible(link: Link) -> None:
-    """Loopback here reaches 0.4 to 4 GB/s, and Horovod negotiates for about a millisecond; a busy machine takes longer.
+    """Check the order of magnitude: a wrong unit (milliseconds, bits) or a wrong size would be outside.
 
-    A time in milliseconds, bits for bytes or sizes mixed up would be outside.
+    Loopback reaches 0.4 to 4 GB/s here, and Horovod negotiates for about a millisecond; a busy machine takes longer.
     """
     assert 1e7 < link.bandwidth < 1e12
     assert 1e-6 < link.latency + 4096 / link.bandwidth < 1
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_two_ranks_on_two_servers() -> None:
     first, second = run_ranks(["-c", PROBE], 2)
     assert first.stdout == second.stdout
@@ -231,6 +265,7 @@ def test_three_ranks_on_two_servers() -> None:
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_the_command_writes_a_description(tmp_path: Path) -> None:
     outputs = run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 2)
     assert [output.stdout for output in outputs] == ["", ""]
@@ -241,6 +276,7 @@ def test_the_command_writes_a_description(tmp_path: Path) -> None:
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_one_rank_has_no_link(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 1)
@@ -251,12 +287,13 @@ def test_one_rank_has_no_link(tmp_path: Path) -> None:
 
 
 @needs_horovod
-def test_a_file_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_file_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "nowhere" / "cluster.yaml")], 2)
     assert caught.value.exit_code == 1
-    said = "".join(output.stderr for output in caught.value.ranks)
-    assert said.count("error: ") == 1
-    assert "nowhere" in said
-    assert "Traceback" not in said
+    stderr = "".join(output.stderr for output in caught.value.ranks)
+    assert stderr.count("error: ") == 1
+    assert "nowhere" in stderr
+    assert "Traceback" not in stderr
     assert not list(tmp_path.iterdir())
