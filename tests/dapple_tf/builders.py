@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.node_def_pb2 import NodeDef
+from tensorflow.python.eager import context
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import capture
@@ -52,3 +55,14 @@ def make_plan(*stages: tuple[int, int, tuple[int, ...]], **changes: Any) -> Plan
         "recompute": False,
     }
     return Plan(**{**fields, "stages": tuple(StagePlan(*stage) for stage in stages), **changes})
+
+
+def executed_nodes(function: Callable[..., object], *arguments: tf.Tensor) -> list[NodeDef]:
+    """Call a function, and return the NodeDefs of the graphs that ran, after inlining."""
+    context.context().enable_run_metadata()
+    try:
+        function(*arguments)
+        metadata = context.context().export_run_metadata()
+    finally:
+        context.context().disable_run_metadata()
+    return [node for graph in metadata.function_graphs for node in graph.post_optimization_graph.node]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gradients_util
 
 from dapple_tf import internals
+from tests.dapple_tf.builders import executed_nodes
 
 HERE, THERE = "/device:CPU:0", "/device:CPU:3"
 
@@ -392,17 +391,6 @@ def test_capture_of_gives_the_placeholder_the_graph_already_has() -> None:
 
 
 # --- options of functions and of their execution
-
-
-def executed_nodes(function: Callable[..., object], *arguments: tf.Tensor) -> list[NodeDef]:
-    """The nodes that ran, after inlining."""
-    context.context().enable_run_metadata()
-    try:
-        function(*arguments)
-        metadata = context.context().export_run_metadata()
-    finally:
-        context.context().disable_run_metadata()
-    return [node for graph in metadata.function_graphs for node in graph.post_optimization_graph.node]
 
 
 @pytest.mark.parametrize("whole", [True, False])

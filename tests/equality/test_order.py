@@ -1,18 +1,16 @@
-"""What runs is what the schedule says: measured times, the edges of the GraphDef, the size of the graph."""
+"""Steps run in the order of their schedule, by measured times; and the size of the graph."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import pytest
 
 import dapple_tf as dapple
-from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.graph import Node
 from tests.equality.small_models import chain, data, sgd, weights
 
-CALLS = ("forward", "backward", "weights")
 SHAPES = [
     # stages, micro-batches, schedule, warm-up K_i of every stage (by hand, from the paper's formulas)
     (1, 4, "dapple-a", [1]),
@@ -64,91 +62,6 @@ def test_every_replica_keeps_the_order() -> None:
     for stage, (warm, replicas) in enumerate([(3, 2), (2, 1), (1, 3)]):
         for replica in range(replicas):
             assert [str(a) for a in step.timeline.order(stage, replica)] == expected(stage, warm, 4)
-
-
-# --- the GraphDef
-
-
-def owners(definition: Any, graph: Graph) -> dict[str, str]:
-    """For each op of the GraphDef the IR node that it was made for (the ops' names say it)."""
-    found = {}
-    for op in definition.node:
-        parts = op.name.split("/")
-        prefixes = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
-        owner = next((prefix for prefix in prefixes if prefix in graph.by_name), None)
-        if owner is not None:
-            found[op.name] = owner
-    return found
-
-
-def control_edges(definition: Any, owner: dict[str, str], ops: tuple[str, ...] | None) -> dict[str, set[str]]:
-    """IR node -> IR nodes whose ops its ops (of these kinds) wait for by control edges."""
-    edges = defaultdict(set)
-    for op in definition.node:
-        if op.name in owner and (ops is None or op.op in ops):
-            sources = (owner.get(name[1:], name) for name in op.input if name.startswith("^"))
-            edges[owner[op.name]].update(source for source in sources if source != owner[op.name])
-    return edges
-
-
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "schedule", "options"),
-    [
-        (2, 3, "dapple-a", {}),
-        (3, 4, "gpipe", {"replicas": [1, 2, 1]}),
-        (4, 8, "dapple-b", {}),
-        (2, 1, "gpipe", {}),
-        (3, 4, "zb-h1", {}),
-    ],
-)
-def test_the_graph_def_has_the_edges_of_the_ir_between_calls(
-    stages: int, micro_batches: int, schedule: str, options: dict[str, Any]
-) -> None:
-    step, batch = build(stages, micro_batches, schedule, **options)
-    step(*batch)
-    calls = {node.name: node for node in step.graph.nodes if node.op in CALLS}
-    owner = owners(step.graph_def, step.graph)
-    found = control_edges(step.graph_def, owner, ("StatefulPartitionedCall", "PartitionedCall"))
-    kinds = 3 if schedule == "zb-h1" else 2
-    assert len(calls) == kinds * micro_batches * sum(options.get("replicas", [1] * stages))
-    for name, node in calls.items():
-        assert found[name] == {control.source for control in node.controls}, name
-    assert any(found[name] & calls.keys() for name in calls) == (micro_batches > 1)
-
-
-def test_edges_from_a_call_wait_for_its_results() -> None:
-    """TensorFlow may inline a call, and an edge from it then waits for its side effects only."""
-    step, batch = build(3, 4, "dapple-a")
-    step(*batch)
-    by_name = {op.name: op for op in step.graph_def.node}
-    owner = owners(step.graph_def, step.graph)
-    waits = 0
-    for op in by_name.values():
-        if op.op not in ("StatefulPartitionedCall", "PartitionedCall") or owner[op.name].rsplit("/")[-1] not in CALLS:
-            continue
-        sources = [by_name[name[1:]] for name in op.input if name.startswith("^")]
-        for call in {owner[source.name] for source in sources if owner[source.name].endswith(CALLS)}:
-            kinds = {source.op for source in sources if owner[source.name] == call}
-            assert "IdentityN" in kinds, (op.name, call)
-            waits += 1
-    assert waits > 3 * 4
-
-
-def test_everything_else_in_the_graph_def_waits_as_the_ir_says() -> None:
-    """Each control edge of the IR is a path in the GraphDef, so updates stay behind the barrier."""
-    step, batch = build(2, 3, "dapple-a")
-    step(*batch)
-    definition = step.graph_def
-    owner = owners(definition, step.graph)
-    edges = defaultdict(set)
-    for op in definition.node:
-        for name in op.input:
-            source = name.lstrip("^").split(":")[0]
-            if op.name in owner and source in owner:
-                edges[owner[op.name]].add(owner[source])
-    for node in step.graph.nodes:
-        missing = {control.source for control in node.controls} - edges[node.name]
-        assert not missing, (node.name, missing)
 
 
 # --- size

@@ -1,0 +1,124 @@
+"""Cutting a batch into micro-batches and replicas' shares, and putting results together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.backend.batch_handlers import HANDLERS
+from graph_passes.ir.graph import Attr, TensorType, tensor
+from graph_passes.ir.ops import OpName
+from tests.dapple_tf.backend.builders import make_context, make_node
+
+
+def run(op: OpName, *inputs: Any, outputs: tuple[TensorType, ...] = (), **attrs: Attr) -> list[Any]:
+    """Return the outputs of a node as NumPy arrays."""
+    results, ends = HANDLERS[op](make_context(), make_node(op, *outputs, **attrs), [tf.constant(x) for x in inputs])
+    assert not ends
+    return [result.numpy() for result in results]
+
+
+def slice_rows(rows: Any, m: int, micro_batches: int, i: int = 0, replicas: int = 1) -> list[Any]:
+    """Return the share and the rows that replica ``i`` takes of micro-batch ``m``."""
+    place = {"micro_batch": m, "micro_batches": micro_batches, "replica": i, "replicas": replicas}
+    return run(OpName.SLICE, np.int64(len(rows)), rows, **place)
+
+
+def test_the_batch_size_is_the_length_of_axis_0() -> None:
+    (size,) = run(OpName.BATCH_SIZE, np.zeros((7, 3), np.float32))
+    assert (size, size.dtype) == (7, np.int64)
+
+
+def test_ten_samples_in_four_micro_batches_have_two_three_two_and_three() -> None:
+    rows = np.arange(10)
+    found = [slice_rows(rows, m, 4) for m in range(4)]
+    assert [list(part) for _, part in found] == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
+    np.testing.assert_array_equal([share for share, _ in found], [0.2, 0.3, 0.2, 0.3])
+
+
+def test_replicas_of_an_uneven_micro_batch_take_each_row_once() -> None:
+    rows = np.arange(20, 30)
+    found = [[slice_rows(rows, m, 2, i, 3)[1] for i in range(3)] for m in range(2)]
+    assert [[list(part) for part in parts] for parts in found] == [
+        [[20], [21, 22], [23, 24]],
+        [[25], [26, 27], [28, 29]],
+    ]
+
+
+def test_a_single_micro_batch_on_one_replica_is_the_whole_batch() -> None:
+    share, rows = slice_rows(np.arange(5.0), 0, 1)
+    assert share == 1
+    np.testing.assert_array_equal(rows, np.arange(5.0))
+
+
+def overlap(rows: int, i: int, senders: int, j: int, receivers: int) -> bool:
+    """Return whether sender ``i`` has rows of receiver ``j``, where each takes its part of ``rows`` rows."""
+    return rows * i // senders < rows * (j + 1) // receivers and rows * j // receivers < rows * (i + 1) // senders
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 3), (3, 1), (2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_split_and_concat_give_each_receiver_its_rows(senders: int, receivers: int, axis: int) -> None:
+    """The second of two micro-batches of 13 samples, which has 7 rows, as every tensor's axis 0 or 1."""
+    batch, micro_batch = 13, np.arange(7 * 2).reshape(7, 2)
+    whole = micro_batch if axis == 0 else micro_batch.T
+    place = {"micro_batch": 1, "micro_batches": 2}
+    pieces: dict[tuple[int, int], Any] = {}
+    for i in range(senders):
+        own = np.take(whole, range(7 * i // senders, 7 * (i + 1) // senders), axis)
+        targets = tuple(j for j in range(receivers) if overlap(7, i, senders, j, receivers))
+        attrs = {**place, "replica": i, "replicas": senders, "of": receivers, "receivers": targets, "axes": (axis,)}
+        found = run(OpName.SPLIT, np.int64(batch), own, **attrs)
+        pieces |= {(i, j): piece for j, piece in zip(targets, found, strict=True)}
+    for j in range(receivers):
+        own = [piece for (_, receiver), piece in sorted(pieces.items()) if receiver == j]
+        (joined,) = run(OpName.CONCAT, *own, **place, replica=j, axes=(axis,), pieces=len(own))
+        expected = np.take(whole, range(7 * j // receivers, 7 * (j + 1) // receivers), axis)
+        np.testing.assert_array_equal(joined, expected)
+
+
+def test_concat_groups_the_pieces_of_each_tensor() -> None:
+    a, b = np.arange(4).reshape(2, 2), np.arange(10, 14).reshape(2, 2)
+    rows, columns = run(OpName.CONCAT, a[:1], a[1:], b[:, :1], b[:, 1:], axes=(0, 1), pieces=2)
+    np.testing.assert_array_equal(rows, a)
+    np.testing.assert_array_equal(columns, b)
+
+
+def test_add_sums_the_gradients_of_each_tensor_over_the_replicas() -> None:
+    first, second = run(OpName.ADD, [1.0, 2.0], [10.0, 20.0], 3.0, 4.0, pieces=2)
+    np.testing.assert_array_equal(first, [11, 22])
+    assert second == 7
+
+
+def test_add_of_no_gradients_is_zero() -> None:
+    (zeros,) = run(OpName.ADD, outputs=(tensor("float32", 2, 3),), pieces=0)
+    np.testing.assert_array_equal(zeros, np.zeros((2, 3), np.float32))
+
+
+def test_the_seed_of_backward_is_the_share_in_the_dtype_of_the_loss() -> None:
+    (seed,) = run(OpName.CAST, np.float64(0.25), outputs=(tensor("float16"),))
+    assert (seed, seed.dtype) == (0.25, np.float16)
+
+
+def test_the_mean_weighs_micro_batches_by_their_samples() -> None:
+    (loss,) = run(OpName.MERGE, np.float32(1.0), 0.25, np.float32(5.0), 0.75, kind="mean")
+    assert (loss, loss.dtype) == (4.0, np.float32)
+
+
+def test_outputs_are_merged_as_their_kind_says() -> None:
+    (rows,) = run(OpName.MERGE, [1, 2], 0.5, [3], 0.5, kind="concat")
+    assert list(rows) == [1, 2, 3]
+    (total,) = run(OpName.MERGE, 1, 0.5, 3, 0.5, kind="sum")
+    assert total == 4
+    (only,) = run(OpName.MERGE, [1, 2], 1.0, kind="concat")
+    assert list(only) == [1, 2]
+
+
+def test_a_checked_loss_must_be_finite() -> None:
+    (loss,) = run(OpName.MERGE, 1.0, 1.0, kind="mean", check=True)
+    assert loss == 1
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the loss is not finite"):
+        run(OpName.MERGE, 1.0, 0.5, float("nan"), 0.5, kind="mean", check=True)
