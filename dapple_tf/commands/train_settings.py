@@ -30,3 +30,8 @@ class TrainSettings:
     def records_curves(self) -> bool:
         """Whether steps are recorded for TensorBoard: a step that checks its numbers cannot record its times."""
         return self.tensorboard is not None and not self.check_numerics
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether any step is recorded: for the trace or for curves."""
+        return self.trace is not None or self.records_curves

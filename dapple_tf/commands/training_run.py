@@ -77,7 +77,7 @@ def _make_step(
 def _build(step: PipelinedStep, first: tuple[Any, ...], settings: TrainSettings, ranks: Ranks) -> None:
     """Plan and compile the step for the first batch; print the plan, the reasons for it, and the predicted memory."""
     step.check_numerics = settings.check_numerics
-    step.build(*first, record=settings.records_curves)
+    step.build(*first, record=settings.records_steps)
     ranks.print_result(describe_plan(step.plan, step.layer_names))
     if step.choice is not None:
         ranks.print_result(str(step.choice))

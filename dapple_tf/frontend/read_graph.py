@@ -118,14 +118,14 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
         if written:
             return Effect.WRITE, written
     if op.type in _CALLS:
-        stateful = _stateful_ops(called_functions(op.node_def), bodies)
+        stateful = find_stateful_ops(called_functions(op.node_def), bodies)
         if stateful:
             return (Effect.RANDOM if stateful <= _RANDOM else Effect.SIDE), ()
         return (Effect.READ if resources else Effect.PURE), ()
     return Effect.SIDE, ()
 
 
-def _stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
+def find_stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
     """Return the types of the stateful ops, except reads and calls, in these functions and in those they call."""
     pending, seen, found = list(names), set(), set()
     while pending:

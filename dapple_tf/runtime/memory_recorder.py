@@ -1,69 +1,114 @@
-"""Memory of the steps that a pipeline runs: predicted for what was built, measured while steps are recorded."""
+"""Memory of recorded steps: predicted for the compiled step, and measured in its rehearsal."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.distributed.membership import Job
+from dapple_tf.errors import StepError
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
+from dapple_tf.runtime.compile_step import CompiledStep
+from dapple_tf.runtime.rehearsal import can_rehearse, rehearse
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 
-# Sampling slows a step down, by a quarter where the heap is in many pieces, and so spoils its times: the first recorded
-# step, which also makes what stays, and the second are measured, and then one of many.
-_FIRST, _EVERY = 2, 20
+# Of a step that cannot be rehearsed the first recorded run, which also allocates what stays, and the second are
+# measured. Their timelines have these notes.
+_NOTES = (
+    "this was the first run of the step, whose effects (prints, Python code or random draws) cannot be undone, so it "
+    "was not rehearsed: the times include TensorFlow's setup and the measurement of memory",
+    "memory was measured in this step: its times are longer than without",
+)
+
+
+@dataclass
+class _Measured:
+    """Memory measured for a planned model, and how many of its real runs were measured."""
+
+    planned: PlannedModel
+    measurements: tuple[DeviceMeasurement, ...] = ()
+    rehearsed: bool = False
+    runs: int = 0
 
 
 class MemoryRecorder:
-    """Keeps what the last measured step held, of this process or of all ranks of a ``job``."""
+    """Keeps the memory of recorded steps, of this process or of all ranks of a ``job``.
+
+    ``planned``: what the last recorded step ran.
+    """
 
     def __init__(self, job: Job | None) -> None:
         self._job = job
-        self._steps = 0
-        self._measured: tuple[DeviceMeasurement, ...] = ()
+        self._known: list[_Measured] = []
         self._predicted: tuple[PlannedModel, tuple[StageMemory, ...]] | None = None
-        self.planned: PlannedModel | None = None  # of the last recorded step
+        self.planned: PlannedModel | None = None
+
+    def rehearse(self, compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str]) -> None:
+        """Rehearse the step and measure its memory, unless that was done before or cannot be done.
+
+        ``batch``: the flattened tensors. ``devices``: names of the plan's devices. In a job every rank must call it.
+        """
+        known = self._of(compiled.planned)
+        if known.rehearsed or known.runs or not can_rehearse(compiled.planned.model):
+            return
+        try:
+            measured = rehearse(compiled, batch, devices)
+        except StepError:
+            if self._job is not None:  # the other ranks know already
+                raise
+            return  # the real step fails too, and its error says what has become of the variables
+        known.measurements = attribute(measured, devices, self._job)
+        known.rehearsed = True
 
     @contextlib.contextmanager
-    def watch(self, planned: PlannedModel, devices: Sequence[str]) -> Iterator[None]:
-        """Measure the step that the block runs, if it is its turn; in a job every rank must do so.
+    def recorded_run(self, planned: PlannedModel, devices: Sequence[str]) -> Iterator[str]:
+        """Run a recorded step in this context; measure its memory if it was not rehearsed. Yield its timeline's note.
 
-        ``devices``: names of those that the plan counts.
+        In a job every rank must enter it.
         """
-        again = self.planned is not None and planned.same(self.planned)
-        number, measured = (self._steps + 1, self._measured) if again else (1, ())
-        if number > _FIRST and number % _EVERY:
-            yield
+        known = self._of(planned)
+        if known.rehearsed or known.runs >= len(_NOTES):
+            yield ""
         else:
             with MemoryMeter(devices) as meter:
-                yield
-            measured = attribute(meter.measured, devices, self._job)
-        self.planned, self._steps, self._measured = planned, number, measured  # not where the step failed
+                yield _NOTES[known.runs]
+            known.measurements = attribute(meter.measured, devices, self._job)
+            known.runs += 1
+        self.planned = planned  # not reached where the step fails
 
     def report(self, planned: PlannedModel, timeline: Timeline | None) -> Report:
-        """The report of what was built; with a ``timeline``, that of the last recorded step, and what it held."""
+        """Return the report of ``planned``; with a ``timeline``, also what was measured of that recorded step."""
         schedule = build_schedule(planned.plan.schedule, len(planned.plan.stages), planned.plan.micro_batches)
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
             self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)
-        measured = () if timeline is None else self._measured
+        measured = () if timeline is None else self._of(planned).measurements
         return make_report(planned.plan, schedule, self._predicted[1], timeline, measured)
+
+    def _of(self, planned: PlannedModel) -> _Measured:
+        for known in self._known:
+            if known.planned.same(planned):
+                return known
+        self._known.append(_Measured(planned))
+        return self._known[-1]
 
 
 def attribute(
     measured: Sequence[MeasuredMemory], devices: Sequence[str], job: Job | None
 ) -> tuple[DeviceMeasurement, ...]:
-    """Whose measurements these are; in a job, where every rank must call it, those of all ranks.
+    """Return each measurement with the index of its device in the plan; in a job, those of all ranks.
 
-    ``devices``: names of those that the plan counts.
+    ``devices``: names of the plan's devices. In a job every rank must call it.
     """
     if job is not None:
-        return tuple((rank, found) for rank, own in enumerate(job.gather(tuple(measured))) for found in own)
-    places = {name.rpartition("device:")[2]: i for i, name in enumerate(devices)}
-    # All CPUs are measured together: they belong to the one device that there is, or to no single one.
+        return tuple((rank, memory) for rank, own in enumerate(job.gather(tuple(measured))) for memory in own)
+    indices = {name.rpartition("device:")[2]: i for i, name in enumerate(devices)}
+    # All CPUs are measured together: they are the only device of the plan, or no single one.
     only = 0 if len(devices) == 1 else None
-    return tuple((places.get(found.device, only), found) for found in measured)
+    return tuple((indices.get(memory.device, only), memory) for memory in measured)

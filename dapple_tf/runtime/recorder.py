@@ -26,13 +26,14 @@ _SECONDS_PER_NODE = 8e-6
 class _RecordedStep:
     """The last recorded step: for each process the nodes that were timed, and their times.
 
-    ``simulated``: the timeline that was simulated when the plan was made.
+    ``simulated``: the timeline that was simulated when the plan was made. ``note``: see ``Timeline``.
     """
 
     stamps: Sequence[Sequence[Stamp]]
     times: Sequence[Any]
     plan: Plan
     simulated: Timeline | None
+    note: str
 
 
 class Recorder:
@@ -49,16 +50,17 @@ class Recorder:
         self._timeline: Timeline | None = None
         self.cost_seconds = 0.0
 
-    def keep(self, graph: Graph, times: Any, plan: Plan, simulated: Timeline | None = None) -> None:
+    def keep(self, graph: Graph, times: Any, plan: Plan, simulated: Timeline | None = None, *, note: str = "") -> None:
         """Keep the ``times`` of a step of ``graph`` that has just run under ``plan``; every rank of a job must call it.
 
-        ``simulated``: the timeline that was simulated when the plan was made, if there is one.
+        ``simulated``: the timeline that was simulated when the plan was made, if there is one. ``note``: see
+        ``Timeline``.
         """
         begin = time.perf_counter()
         own = times.numpy()
         stamps = self._name_stamps(graph)
         gathered = [own] if self._clocks is None else self._clocks.gather(own)
-        self._last, self._timeline = _RecordedStep(stamps, gathered, plan, simulated), None
+        self._last, self._timeline = _RecordedStep(stamps, gathered, plan, simulated, note), None
         self.cost_seconds = time.perf_counter() - begin + _SECONDS_PER_NODE * len(own) / 2
 
     def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
@@ -76,10 +78,9 @@ class Recorder:
         """The timeline of the last recorded step; raises UsageError where there is none."""
         if self._timeline is None:
             last = self._recorded_step()
-            stamps = [fill_stamps(named, times) for named, times in zip(last.stamps, last.times, strict=True)]
-            self._timeline = make_timeline(
-                [s for of_process in stamps for s in of_process], title=plan_title(last.plan)
-            )
+            processes = zip(last.stamps, last.times, strict=True)
+            stamps = [stamp for named, times in processes for stamp in fill_stamps(named, times)]
+            self._timeline = make_timeline(stamps, title=plan_title(last.plan), note=last.note)
         return self._timeline
 
     @property

@@ -119,9 +119,13 @@ class PipelinedStep:
     def build(self, *batch: Any, record: bool = False) -> None:
         """Make the plan and compile the step for batches like this one, without running it.
 
-        ``record``: compile the step that ``record`` runs.
+        ``record``: compile the step that ``record`` runs, and rehearse it (see there).
         """
-        self._compile(batch, StepVariant.TIMED if record else self._variant)
+        if record:
+            with self._lock:
+                self._compile_recorded(batch)
+        else:
+            self._compile(batch, self._variant)
 
     # --- training
 
@@ -151,24 +155,30 @@ class PipelinedStep:
     # --- recorded steps
 
     def record(self, *batch: Any) -> Any:
-        """Train on one batch as a call does, and take the times of all actions and the memory.
+        """Train on one batch as a call does, and record the times of all actions and the memory.
 
-        See ``timeline`` and ``report`` afterwards. In a job every rank must call it, and each gets the times of all.
+        See ``timeline`` and ``report`` afterwards. Before its first recorded step a batch size is rehearsed: the step
+        runs twice, to warm up and to measure memory, and all variables get their values back. A step that prints, runs
+        Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of its first
+        timelines says so. In a job every rank must call it, and each gets the times of all.
         """
         with self._lock:
-            compiled = self._compile(batch, StepVariant.TIMED)  # before the clock starts
-            with self._memory.watch(compiled.planned, list_devices(self._wanted_devices)):
-                compiled, (*outputs, stamps) = self._run(batch, StepVariant.TIMED)
+            compiled = self._compile_recorded(batch)
+            with self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note:
+                *outputs, times = compiled.program.run(tf.nest.flatten(tuple(batch)))
         size = batch_size(batch)
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
-        self._recorder.keep(compiled.program.graph, stamps, plan, simulated)
+        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note)
         return compiled.planned.model.pack(outputs)
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the last recorded step; its ``str`` says what made the step as long as it is."""
+        """The timeline of the last recorded step; its ``str`` says what made the step as long as it is.
+
+        Raises UsageError before ``record``.
+        """
         return self._recorder.timeline
 
     @property
@@ -178,12 +188,12 @@ class PipelinedStep:
 
     @property
     def recording_seconds(self) -> float:
-        """Seconds that recording has added to the last recorded step, about."""
+        """About how many seconds recording has added to the last recorded step."""
         return self._recorder.cost_seconds
 
     @property
     def report(self) -> Report:
-        """Memory of a step on every device: predicted, and measured where a step was recorded; print it."""
+        """Memory of a step on every device: predicted, and measured if a step was recorded; ``str`` prints a table."""
         recorded = self._memory.planned
         if recorded is not None:
             return self._memory.report(recorded, self.timeline)
@@ -211,6 +221,11 @@ class PipelinedStep:
         with self._lock:  # steps share buffers, and a step is a whole training step
             compiled = self._compile(batch, variant)
             return compiled, compiled.program.run(tf.nest.flatten(tuple(batch)))
+
+    def _compile_recorded(self, batch: Sequence[Any]) -> CompiledStep:
+        compiled = self._compile(batch, StepVariant.TIMED)
+        self._memory.rehearse(compiled, tf.nest.flatten(tuple(batch)), list_devices(self._wanted_devices))
+        return compiled
 
     def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
         self._last = compile_step(

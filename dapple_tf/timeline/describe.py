@@ -54,11 +54,8 @@ def describe_path(timeline: Timeline) -> str:
     if waits:
         longest = max(waits, key=lambda part: part.seconds)
         lines[-1] += f"; longest wait {format_seconds(longest.seconds)}, before {longest.item}"
-    if timeline.first_run:
-        lines.append(
-            "this was the first run of the recorded step: its times include TensorFlow's setup and the measurement of "
-            "memory; record another step for times without them"
-        )
+    if timeline.note:
+        lines.append(timeline.note)
     return "\n".join(lines)
 
 

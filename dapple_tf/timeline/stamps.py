@@ -47,7 +47,7 @@ def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
     return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
-def make_timeline(stamps: Sequence[Stamp], *, title: str = "", first_run: bool = False) -> Timeline:
+def make_timeline(stamps: Sequence[Stamp], *, title: str = "", note: str = "") -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
     Its times count from the start of the first action.
@@ -56,7 +56,7 @@ def make_timeline(stamps: Sequence[Stamp], *, title: str = "", first_run: bool =
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
     events = tuple(_event(stamp) for stamp in shifted if stamp.op in KIND_OF_CALL)
-    return Timeline(events, tuple(_transfers(shifted)), tuple(_stage_events(shifted)), title=title, first_run=first_run)
+    return Timeline(events, tuple(_transfers(shifted)), tuple(_stage_events(shifted)), title=title, note=note)
 
 
 def read_timeline(graph: Graph, times: Any) -> Timeline:

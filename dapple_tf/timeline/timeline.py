@@ -46,8 +46,8 @@ class Timeline:
     lines.
 
     ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step it creates the
-    events when they are first needed. ``first_run``: whether the recorded step was the first run of its program, so
-    that its times include TensorFlow's setup. Two timelines are equal if their events are.
+    events when they are first needed. ``note``: what distorts the times of a recorded step, "" for nothing. Two
+    timelines are equal if their events are.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Timeline:
         *,
         title: str = "",
         simulation: Simulation | None = None,
-        first_run: bool = False,
+        note: str = "",
     ) -> None:
         self.title = title
         self.simulation = simulation
-        self.first_run = first_run
+        self.note = note
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events))
 
     @cached_property
