@@ -1,4 +1,4 @@
-"""The README's training loop with checkpoints resumes where it was, in one process and as ranks."""
+"""The training loop of the guide to checkpoints resumes where it stopped, in one process and as ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from tests.dapple_tf.distributed.programs.readme_example import run
+from tests.dapple_tf.distributed.programs.checkpoint_guide import run
 from tests.processes import needs_horovod, run_ranks
 
 
 @needs_horovod
-def test_the_example_resumes_alone_and_as_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_of_the_guide_resumes_alone_and_as_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dapple.init()
     for name in ("whole", "alone", "ranks"):
         (tmp_path / name).mkdir()
@@ -26,7 +26,7 @@ def test_the_example_resumes_alone_and_as_ranks(tmp_path: Path, monkeypatch: pyt
     done, trained = run(160)
     assert done == 100
     np.testing.assert_array_equal(trained, wanted)
-    for rank in run_ranks(["-m", "tests.dapple_tf.distributed.programs.readme_example", str(tmp_path / "ranks")], 2):
+    for rank in run_ranks(["-m", "tests.dapple_tf.distributed.programs.checkpoint_guide", str(tmp_path / "ranks")], 2):
         done, trained = json.loads(rank.stdout)
         assert done == 100
         np.testing.assert_allclose(trained, wanted, rtol=1e-12, atol=1e-14)

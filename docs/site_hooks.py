@@ -1,0 +1,102 @@
+"""Hooks of mkdocs: write the pages that are generated from the code, so that they cannot differ from it.
+
+``architecture/ops.md`` comes from the op table, ``architecture/modules.md`` from the first line of every module,
+``reference/cli.md`` from the commands, and ``reference/api.md`` lists the names of ``dapple_tf.__all__``: mkdocstrings
+puts their docstrings in place of the ``:::`` lines. Nothing here imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+import dapple_tf
+from dapple_tf.cli import cli
+from graph_passes.ir.ops import ops_table_markdown
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the generated pages to those of the ``docs`` folder (a hook that mkdocs calls)."""
+    from mkdocs.structure.files import File  # not at the top: the tests check links where mkdocs is not installed
+
+    for path, page in generated_pages().items():
+        files.append(File.generated(config, path, content=page))
+    return files
+
+
+def generated_pages() -> dict[str, str]:
+    """Return the Markdown of every generated page, by its path inside ``docs``."""
+    return {
+        "architecture/modules.md": modules_page(),
+        "architecture/ops.md": ops_page(),
+        "reference/api.md": api_page(),
+        "reference/cli.md": command_line_page(),
+    }
+
+
+def modules_page() -> str:
+    """Return the page that lists every module of the three packages with the first line of its docstring."""
+    parts = ["# Modules\n\nEvery file of the three packages, with the first line of its docstring.\n"]
+    for package in ("dapple_tf", "graph_passes", "profiler"):
+        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+            parts.append(f"## {folder.relative_to(ROOT)}\n\n| file | |\n|---|---|")
+            for path in sorted(folder.glob("*.py")):
+                line = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
+                name = "(the folder)" if path.name == "__init__.py" else f"`{path.name}`"
+                parts.append(f"| {name} | {_code_spans(line)} |")
+            parts.append("")
+    return "\n".join(parts)
+
+
+def ops_page() -> str:
+    """Return the page of the op table."""
+    return f"""# Operations of the pipelined graph
+
+Every node of a [pipelined graph](ir.md#the-call-level) has one of these operations. `verify` in
+`graph_passes/ir/verify.py` checks each node against this table, which is defined in `graph_passes/ir/ops.py`.
+
+{ops_table_markdown()}
+"""
+
+
+def api_page() -> str:
+    """Return the page of everything that ``import dapple_tf as dapple`` gives."""
+    parts = ["# Python API\n\nEverything that `import dapple_tf as dapple` gives, from its docstrings.\n"]
+    for name in dapple_tf.__all__:
+        home = "dapple_tf.errors" if name == "errors" else f"{dapple_tf._HOMES[name]}.{name}"
+        parts.append(f"::: {home}\n    options:\n      heading: dapple.{name}\n      toc_label: {name}\n")
+    return "\n".join(parts)
+
+
+def command_line_page() -> str:
+    """Return the page of the help texts of all commands."""
+    width = {"max_content_width": 110, "terminal_width": 110}
+    context = click.Context(cli, info_name="dapple", **cli.context_settings, **width)
+    parts = [
+        "# Command line\n",
+        "`dapple` is also `python -m dapple_tf`. Results go to stdout, progress and logs to stderr. With `--json` the "
+        "last line of stdout is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage.\n",
+        _console("dapple --help", cli.get_help(context)),
+    ]
+    for name, command in sorted(cli.commands.items()):
+        if not command.hidden:
+            inner = click.Context(command, info_name=name, parent=context, **width)
+            parts += [f"## dapple {name}\n", _console(f"dapple {name} --help", command.get_help(inner))]
+    return "\n".join(parts)
+
+
+def _code_spans(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def _console(command: str, text: str) -> str:
+    return f"```text\n$ {command}\n{text}\n```\n"

@@ -1,0 +1,109 @@
+"""The Markdown pages of the project, and what stands in them: links, headings, code spans and code blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block: its language (empty for an indented one) and its text."""
+
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A Markdown page: its path from the project's root, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def prose(self) -> str:
+        """The text without code blocks."""
+        return _INDENTED.sub("", _FENCED.sub("", self.text))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All code blocks, the fenced ones first."""
+        fenced = [Block(match["language"], match["text"]) for match in _FENCED.finditer(self.text)]
+        outside = _FENCED.sub("", self.text)
+        return (*fenced, *(Block("", match[0]) for match in _INDENTED.finditer(outside)))
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """The inline code of the prose, line breaks made spaces."""
+        return tuple(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", self.prose))
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """The targets of links and pictures."""
+        return tuple(re.findall(r"\]\(([^)\s]+)\)", self.prose))
+
+    @property
+    def anchors(self) -> frozenset[str]:
+        """The anchors of the headings, as mkdocs makes them."""
+        return frozenset(slug(heading) for heading in re.findall(r"^#+ +(.+)$", self.prose, re.MULTILINE))
+
+
+_FENCED = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}\S[^\n]*\n(?:\n(?= {4}))*)(?: {4}[^\n]*\n(?:\n(?= {4}))*)*")
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading: lower case, without punctuation, hyphens between the words."""
+    plain = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|<[^>]+>", "", heading)).strip().lower()
+    return re.sub(r"[-\s]+", "-", plain)
+
+
+@cache
+def site_hooks() -> ModuleType:
+    """Return the module ``docs/site_hooks.py``, which makes the generated pages."""
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def generated() -> dict[str, Page]:
+    """Return the pages of the site that are made from the code, by their paths from the project's root."""
+    return {f"docs/{path}": Page(f"docs/{path}", text) for path, text in site_hooks().generated_pages().items()}
+
+
+@cache
+def written() -> dict[str, Page]:
+    """Return the pages that people wrote, by their paths from the project's root."""
+    files = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+    return {path: Page(path, (ROOT / path).read_text("utf-8")) for path in (str(f.relative_to(ROOT)) for f in files)}
+
+
+def site_pages() -> dict[str, Page]:
+    """Return all pages of the site, by their paths from the project's root."""
+    return {path: page for path, page in {**written(), **generated()}.items() if path.startswith("docs/")}
+
+
+def resolve(page: Page, target: str) -> str:
+    """Return the path from the project's root of a relative link's file, without the anchor."""
+    path = target.partition("#")[0]
+    if not path:
+        return page.path
+    return str((ROOT / page.path).parent.joinpath(path).resolve().relative_to(ROOT))
+
+
+def read_source(path: str) -> str:
+    """Return the text of a file of the project."""
+    return Path(ROOT / path).read_text("utf-8")

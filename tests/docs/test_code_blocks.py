@@ -1,0 +1,86 @@
+"""Code in the pages is code: Python compiles, YAML loads, included files exist, commands take their options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from dapple_tf.cli import cli
+from profiler.cluster import Cluster
+from tests.docs.pages import Block, Page, read_source, written
+from tests.paths import ROOT
+
+PAGES = list(written().values())
+INCLUDE = re.compile(r"^--8<--\n([^:\n]+)(?::(\w+))?\n--8<--$", re.MULTILINE)
+
+
+def ids(page: Page) -> str:
+    return page.path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_python_blocks_compile(page: Page) -> None:
+    for block in page.blocks:
+        if block.language == "python":
+            compile(_include(block), page.path, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_yaml_blocks_load(page: Page) -> None:
+    for block in page.blocks:
+        if block.language == "yaml":
+            assert isinstance(yaml.safe_load(_include(block)), dict)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_have_the_options_that_are_shown(page: Page) -> None:
+    unknown = []
+    for name, *words in _commands(page):
+        known = {option for parameter in cli.commands[name].params for option in parameter.opts} | {"-h", "--help"}
+        unknown += [f"{name} {word}" for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    assert not unknown
+
+
+def test_the_guide_shows_every_command() -> None:
+    shown = {words[0] for page in PAGES for words in _commands(page)}
+    assert shown == {name for name, command in cli.commands.items() if not command.hidden}
+
+
+def test_the_example_cluster_is_one() -> None:
+    assert Cluster.load(ROOT / "examples" / "cluster.yaml").devices == 16
+
+
+def _include(block: Block) -> str:
+    """The block's text with the files that it includes, as mkdocs puts them in."""
+
+    def text(match: re.Match[str]) -> str:
+        source = read_source(match[1])
+        if match[2] is None:
+            return source
+        start, end = f"[start:{match[2]}]", f"[end:{match[2]}]"
+        assert start in source, f"{match[1]} has no section {match[2]}"
+        lines = source.partition(start)[2].partition(end)[0].splitlines()[1:-1]
+        margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+        return "\n".join(line[margin:] for line in lines)
+
+    return INCLUDE.sub(text, block.text)
+
+
+def _commands(page: Page) -> list[list[str]]:
+    """The words of every ``dapple`` command in a block or a code span; what is only a command's name counts too."""
+    lines = [line for block in page.blocks if block.language in ("", "text", "bash") for line in _lines(block.text)]
+    found = []
+    for text in [*lines, *page.spans]:
+        match = re.match(r"(?:\$ )?(?:mpirun .*?)?(?:\.venv/bin/)?dapple ([a-z].*)", text.strip())
+        if match:
+            words = shlex.split(match[1], comments=True)
+            if words[0] in cli.commands or len(words) > 1:
+                found.append(words)
+    return found
+
+
+def _lines(text: str) -> list[str]:
+    return re.sub(r"\\\n\s*", "", text).splitlines()

@@ -1,0 +1,100 @@
+"""The programs of ``examples/`` run, and print what their docstrings say. One process runs those of one process."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import dapple_tf as dapple
+from tests.examples.runs import run_examples
+from tests.paths import ROOT
+from tests.processes import needs_horovod, run_ranks
+
+pytestmark = pytest.mark.xdist_group("examples")  # one worker, so that the programs run once
+
+PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What the programs printed, by their names, and the folder that they wrote to."""
+
+    printed: dict[str, str]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("examples")
+    names = ("wrap_a_function", "keras_model", "resume_under_another_plan", "read_a_timeline", "plan_for_a_cluster")
+    return Runs(run_examples(folder, *(f"{name}.py" for name in names)), folder)
+
+
+def test_a_function_equals_one_device_and_its_loss_falls(runs: Runs) -> None:
+    printed = runs.printed["wrap_a_function.py"]
+    assert "equal to one device" in printed
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 10
+
+
+def test_a_keras_model_learns_and_is_saved(runs: Runs) -> None:
+    printed = runs.printed["keras_model.py"]
+    assert re.search(r"^stage 0: \S+/first$", printed, re.MULTILINE)
+    assert re.search(r"^stage 1: \S+/second, \S+/scores", printed, re.MULTILINE)
+    assert float(re.findall(r"accuracy of model.predict: ([\d.]+)", printed)[0]) > 0.95
+    assert "the saved model predicts the same: True" in printed
+
+
+def test_a_run_resumed_under_another_plan_equals_one_that_was_not_interrupted(runs: Runs) -> None:
+    printed = runs.printed["resume_under_another_plan.py"]
+    assert "replicas (2, 1, 1): steps 7 to 12" in printed
+    whole, _, resumed = re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)
+    assert float(whole) == pytest.approx(float(resumed), abs=1e-5)
+    assert float(printed.split()[-1]) < 1e-5
+
+
+def test_a_timeline_is_described_and_drawn(runs: Runs) -> None:
+    printed = runs.printed["read_a_timeline.py"]
+    assert printed.startswith("measured: ")
+    assert "stage 0 ran 0F0 0F1 0B0 0F2 0B1" in printed
+    assert printed.count("on the critical path: ") == 3
+    assert (runs.folder / "timeline.png").stat().st_size > 10_000
+    assert (runs.folder / "timeline.json").exists()
+
+
+def test_a_plan_for_a_cluster_is_the_fastest_of_three_and_its_files_give_the_same_step(runs: Runs) -> None:
+    printed = runs.printed["plan_for_a_cluster.py"]
+    best, data_parallel, gpipe = (float(x) for x in re.findall(r"^\w+: .* ([\d.]+) ms, bubble", printed, re.MULTILINE))
+    assert best < min(data_parallel, gpipe)
+    plan = dapple.Plan.load(runs.folder / "plan.json")
+    profile = dapple.Profile.load(runs.folder / "profile.json")
+    timeline = dapple.simulate(plan, profile, dapple.Cluster.load(ROOT / "examples" / "cluster.yaml"))
+    assert timeline.step_seconds * 1e3 == pytest.approx(best, rel=1e-3)
+    assert "<html" in (runs.folder / "step.html").read_text("utf-8")
+
+
+@needs_horovod
+def test_a_job_of_two_ranks_trains_and_gathers_its_variables() -> None:
+    written = [rank.stdout for rank in run_ranks(["examples/two_ranks.py"], 2)]
+    losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in written]
+    assert losses[0] == losses[1]
+    assert float(losses[0][1]) < float(losses[0][0]) / 10
+    for rank, text in enumerate(written):
+        here, total = map(int, re.findall(rf"rank {rank}: (\d+) of (\d+) variables are here", text)[0])
+        assert 0 < here < total
+        assert f"rank {rank}: after gather {total} of {total}" in text
+    assert "rank 0: mean error of model.predict" in written[0]
+
+
+def test_every_example_has_a_test_and_says_how_to_run_it() -> None:
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    for program in PROGRAMS:
+        assert program.stem in tests
+        docstring = ast.get_docstring(ast.parse(program.read_text("utf-8")))
+        assert docstring is not None
+        assert "Run it with ``" in docstring

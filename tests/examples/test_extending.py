@@ -1,0 +1,83 @@
+"""The programs of ``examples/extending/`` run, and do what the pages that show them say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.commands.model_loading import load_workload
+from tests.examples.runs import run_examples
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.xdist_group("extending")  # one worker, so that the programs run once
+
+PAGES = ROOT / "docs" / "extending"
+MODEL = "examples/extending/add_a_model.py:mlp"
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    names = ("add_a_schedule", "add_a_planner", "add_a_pass")
+    return run_examples(tmp_path_factory.mktemp("extending"), *(f"extending/{name}.py" for name in names))
+
+
+def test_a_schedule_of_ones_own_is_printed_simulated_and_run_as_its_page_says(printed: dict[str, str]) -> None:
+    schedule, page = printed["extending/add_a_schedule.py"], (PAGES / "schedule.md").read_text("utf-8")
+    first, second = schedule.splitlines()[:2]
+    assert f"    {first}\n    {second}\n" in page
+    seconds = [float(x) for x in re.findall(r"([\d.]+) ms, bubble", schedule)]
+    memory = [float(x) for x in re.findall(r"stage 0 (\d+) MB", schedule)]
+    assert f"pairs are {seconds[0] / seconds[1] - 1:.0%} faster" in page
+    assert f"{memory[1] / memory[0]:.1f} times the memory" in page
+    assert "equal to one device" in schedule
+
+
+def test_a_planner_of_ones_own_finds_a_plan_that_best_beats_or_equals(printed: dict[str, str]) -> None:
+    planner = printed["extending/add_a_planner.py"]
+    assert re.match(r"halves: layers 0-\d on 4 devices, layers \d-11 on 4 devices", planner)
+    halves, best = (float(x) for x in re.findall(r"([\d.]+) ms, bubble", planner))
+    assert best <= halves
+
+
+def test_a_pass_of_ones_own_adds_its_control_edge_and_leaves_a_valid_graph(printed: dict[str, str]) -> None:
+    rewritten = printed["extending/add_a_pass.py"]
+    assert "stage0/allreduce runs after stage1/allreduce: stagger: AllReduce of stage 0" in rewritten
+    assert "left a valid graph" in rewritten
+
+
+def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "extending"))  # so that what loading adds is taken off again
+    workload = load_workload(MODEL, {"layers": 2, "width": 8, "batch_size": 8})
+    step = dapple.pipeline(workload.loss_fn, optimizer=workload.optimizer, stages=["dense_1"], micro_batches=2)
+    losses = [float(step(*batch)) for batch in workload.dataset]
+    assert len(losses) == 64
+    assert sum(losses[-8:]) < sum(losses[:8])
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_trains_on_the_command_line() -> None:
+    options = ["--stages", "2", "--micro-batches", "4", "--steps", "20", "--set", "width=32", "--json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "dapple_tf", "train", MODEL, *options],
+        cwd=ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["last_loss"] < result["first_loss"]
+
+
+def test_every_page_includes_the_example_that_it_explains() -> None:
+    for kind in ("model", "schedule", "planner", "pass"):
+        assert f"--8<--\nexamples/extending/add_a_{kind}.py" in (PAGES / f"{kind}.md").read_text("utf-8")
