@@ -12,6 +12,8 @@ raises ImportError if TensorFlow is missing or has another version than dapple_t
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.frontend.tensorflow_version import require_tensorflow
@@ -75,11 +77,25 @@ _HOMES = {
 }
 
 
+class _Package(ModuleType):
+    """The package, whose functions ``plan`` and ``pipeline`` stay functions when the modules of that name are imported.
+
+    Python sets every imported submodule as an attribute of its package.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return importlib.import_module("dapple_tf.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # the function, even where a module of that name was just imported
+    globals()[name] = value
     return value

@@ -1,0 +1,23 @@
+"""What ``import dapple_tf as dapple`` gives does not depend on which modules have been imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import dapple_tf as dapple
+from tests.paths import ROOT
+
+
+@pytest.mark.parametrize("name", dapple.__all__)
+def test_every_public_name_is_loaded(name: str) -> None:
+    assert isinstance(getattr(dapple, name), ModuleType) == (name == "errors")
+
+
+def test_plan_is_a_function_after_the_module_of_that_name_was_imported() -> None:
+    program = "import dapple_tf.plan, dapple_tf; print(type(dapple_tf.plan).__name__, dapple_tf.plan.__module__)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["function", "dapple_tf.planner.api"]
