@@ -1,1 +1,1 @@
-"""Measurements behind every figure this project states. ``python -m benchmarks [NAME ...]`` runs them."""
+"""Measurements behind every figure that this project states; run them with ``python -m benchmarks [NAME ...]``."""

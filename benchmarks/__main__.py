@@ -60,9 +60,9 @@ BENCHMARKS = {
 
 
 def main() -> int:
-    """Print a Markdown table for each benchmark; 1 where a figure misses what is wanted.
+    """Print a Markdown table for each benchmark; return 1 if a figure misses its target, 2 for an unknown name.
 
-    One that needs what this machine lacks is left out, and the reason printed.
+    A benchmark whose requirements this machine lacks is left out, and the reason printed.
     """
     names = sys.argv[1:] or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -74,9 +74,9 @@ def main() -> int:
     missed = 0
     for name in names:
         print(f"### {name}\n\n`python -m benchmarks {name}`\n", flush=True)
-        lack = NEEDS[name]() if name in NEEDS else None
-        if lack is not None:
-            print(f"left out: {lack}\n", flush=True)
+        missing = NEEDS[name]() if name in NEEDS else None
+        if missing is not None:
+            print(f"left out: {missing}\n", flush=True)
             continue
         print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
         for row in BENCHMARKS[name].run():

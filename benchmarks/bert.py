@@ -1,8 +1,8 @@
-"""BERT-L of the DAPPLE paper from its shapes: what any number of encoder layers costs on a V100, without running one.
+"""BERT-L of the DAPPLE paper: the cost of any number of encoder layers on a V100, computed from shapes.
 
-Hidden size 1024, 16 heads, 4096 inside, 30522 words: the weights are those of the published profile, to the byte.
-Sequences of 384 are SQuAD's usual, and the published outputs of a layer for 2 samples, 4325376 bytes: the hidden
-states (2 x 384 x 1024) and the attention mask (2 x 384 x 384), of 4 bytes each.
+Hidden size 1024, 16 heads, 4096 inside, 30522 words: the weights have the bytes of the published profile exactly.
+Sequences of 384 are usual for SQuAD, and agree with the published outputs of a layer for 2 samples, 4325376 bytes: the
+hidden states (2 x 384 x 1024) and the attention mask (2 x 384 x 384), of 4 bytes each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DROPOUT = 0.1
 
 
 class Embed(keras.layers.Layer):
-    """Words, their places and the sentence they are of: int32 [batch, length] to [batch, length, width]."""
+    """Sum of the embeddings of word, position and sentence: int32 [batch, length] to [batch, length, width]."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
@@ -30,14 +30,14 @@ class Embed(keras.layers.Layer):
         self.dropout = keras.layers.Dropout(DROPOUT)
 
     def call(self, words: tf.Tensor, sentences: tf.Tensor) -> tf.Tensor:
-        """See the class."""
+        """Return the embeddings, normalized and with dropout."""
         word, position, sentence = self.tables
         x = word(words) + position(ops.arange(LENGTH)) + sentence(sentences)
         return self.dropout(self.norm(x), training=True)
 
 
 class Encoder(keras.layers.Layer):
-    """Attention, then a dense part, each added to its input and normalized: [batch, length, width] to the same."""
+    """Attention, then an MLP, each with a residual connection and normalization: [batch, length, width]."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
@@ -48,14 +48,14 @@ class Encoder(keras.layers.Layer):
         self.dropout = keras.layers.Dropout(DROPOUT)
 
     def call(self, x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-        """``mask``: [batch, length], 1 where there is a word."""
+        """Return the layer's output. ``mask``: [batch, length], 1 where there is a word."""
         first, second = self.norms
         x = first(x + self.dropout(_rows(self.output_, self.attend(x, mask), WIDTH), training=True))
         inside = _rows(self.up, x, INSIDE)
         return second(x + self.dropout(_rows(self.down, inside, WIDTH), training=True))
 
     def attend(self, x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-        """All heads' attention."""
+        """Return the attention of all heads."""
         q, k, v = (
             ops.transpose(ops.reshape(_rows(dense, x, WIDTH), (-1, LENGTH, HEADS, WIDTH // HEADS)), (0, 2, 1, 3))
             for dense in self.inputs
@@ -67,17 +67,17 @@ class Encoder(keras.layers.Layer):
 
 
 def _rows(dense: keras.layers.Dense, x: tf.Tensor, width: int) -> tf.Tensor:
-    """The dense layer as one product of matrices, a row a word, as BERT has it."""
+    """Return the dense layer as one matrix product with a row per word, as in BERT."""
     return ops.reshape(dense(ops.reshape(x, (-1, x.shape[-1]))), (-1, LENGTH, width))
 
 
-def examine(batch_size: int) -> Profile:
-    """The analytic profile of two encoder layers on a V100, for so many samples."""
+def profile_two_layers(batch_size: int) -> Profile:
+    """Return the analytic profile of two encoder layers on a V100, for ``batch_size`` samples."""
     embed, encoders = Embed("embeddings"), [Encoder(f"layer_{i}") for i in range(2)]
     span = keras.layers.Dense(2, name="span")
 
     def loss_fn(words: tf.Tensor, sentences: tf.Tensor, mask: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-        """Where the answer starts and ends, as in SQuAD."""
+        """Return the loss of the answer's start and end, as in SQuAD."""
         x = embed(words, sentences)
         for encoder in encoders:
             x = encoder(x, mask)
@@ -90,14 +90,14 @@ def examine(batch_size: int) -> Profile:
         tf.ones([batch_size, LENGTH]),
         tf.zeros([batch_size, 2], tf.int32),
     )
-    loss_fn(*batch)
+    tf.function(loss_fn).get_concrete_function(*batch)  # makes the variables without computing anything
     return dapple.analytic_profile(loss_fn, batch, "V100", model="BERT-L")
 
 
-def deepen(profile: Profile, layers: int) -> Profile:
-    """The profile of so many encoder layers, from that of two: the second's costs, again and again.
+def repeat_layer(profile: Profile, layers: int) -> Profile:
+    """Return the profile of ``layers`` encoder layers, from that of two: the second one's costs are repeated.
 
-    Stages start at whole encoder layers.
+    Stages may start at whole encoder layers only.
     """
     parts = [layer.name.split("/")[0] for layer in profile.layers]
     first, end = parts.index("layer_0"), len(parts) - parts[::-1].index("layer_1")

@@ -1,4 +1,4 @@
-"""All that the published planner (HPGO 0.9.2) can return: DP, every two-stage split and straight pipelines."""
+"""All plans that the published planner (HPGO 0.9.2) can return: DP, every two-stage split and straight pipelines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_c
 
 
 def published_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """DP, the fastest two-stage split and even straight pipelines, each at all micro-batch sizes, simulated."""
+    """Return DP, the fastest two-stage split and even straight pipelines at all micro-batch sizes, simulated."""
     most = min(problem.cluster.devices, len(problem.chain.parameter_bytes))
     found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     for stages in range(2, most + 1):
@@ -23,9 +23,9 @@ def published_candidates(problem: PlanningProblem) -> list[Candidate]:
 
 
 def fastest_split(problem: PlanningProblem) -> Candidate | None:
-    """The fastest plan of two stages on all devices in order: all cuts, replica counts and micro-batch sizes.
+    """Return the fastest plan of two stages on all devices in order, over all cuts, replicas and micro-batch sizes.
 
-    By rising lower bound of the step, simulated until the bound says that no other can be faster.
+    Plans are simulated by rising lower bound of the step, until the bound exceeds the best step found.
     """
     best: Candidate | None = None
     for bound, size, replicas, cut in sorted(_bounds(problem)):
@@ -39,7 +39,7 @@ def fastest_split(problem: PlanningProblem) -> Candidate | None:
 
 
 def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
-    """Lower bound (seconds), micro-batch size, replicas of the first stage, cut; of all that can fit."""
+    """Yield lower bound (seconds), micro-batch size, replicas of the first stage and cut of all plans that may fit."""
     devices, homes, links = problem.cluster.devices, problem.cluster.homes, link_tables(problem.cluster)
     cuts = np.array(problem.profile.positions())
     if not len(cuts):
@@ -73,6 +73,6 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
 
 
 def _both(values: object, cuts: np.ndarray) -> np.ndarray:
-    """The sums before and after each cut."""
+    """Return the sums before and after each cut."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
     return np.array([sums[cuts], sums[-1] - sums[cuts]])

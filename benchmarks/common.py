@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows of the table, steps taken in turn, processes pinned to cores."""
+"""Shared by the benchmarks: rows of the tables, interleaved timing, processes on chosen cores and under mpirun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what was measured, what is wanted, what came out, and whether that is enough."""
+    """A row of a table: the figure's name, its target, the measured value, and whether that meets the target."""
 
     figure: str
     wanted: str
@@ -23,8 +23,8 @@ class Row:
     ok: bool
 
 
-def seconds_in_turn(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Run the steps in turn, ``rounds`` times, so that all see the same noise; seconds of each run."""
+def time_interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Run every step once per round, so that all see the same noise; return each one's seconds, by name."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -35,12 +35,15 @@ def seconds_in_turn(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict
 
 
 def median(values: Sequence[float]) -> float:
-    """The median: a busy moment of the machine does not move it."""
+    """Return the median, which a few disturbed runs do not move."""
     return statistics.median(values)
 
 
-def pinned(module: str, cores: Sequence[int], *arguments: str, timeout: float = 600) -> Any:
-    """Run ``python -m module arguments`` on these cores only; the JSON of its last line of output."""
+def run_on_cores(module: str, cores: Sequence[int], *arguments: str, timeout: float = 600) -> Any:
+    """Run ``python -m module arguments`` on these cores only; return the JSON object of its last line of output.
+
+    Raises RuntimeError with the end of its errors where it fails.
+    """
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -55,11 +58,25 @@ def pinned(module: str, cores: Sequence[int], *arguments: str, timeout: float = 
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print rows for ``pinned`` to read."""
+def run_ranks(module: str, ranks: int, *arguments: str, timeout: float = 600, options: Sequence[str] = ()) -> Any:
+    """Run ``python -m module arguments`` as so many ranks under mpirun; return the JSON of rank 0's last line.
+
+    ``options``: further ones of mpirun. Raises RuntimeError with the end of the errors where a rank fails.
+    """
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *options]
+    command += [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print rows as JSON, for ``run_on_cores`` to read."""
     print(json.dumps([asdict(row) for row in rows]))
 
 
-def cores() -> list[int]:
-    """The cores this process may use."""
+def available_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))

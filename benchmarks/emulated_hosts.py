@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces joined by a bridge, their links shaped. Needs root and iproute2.
+"""Emulate hosts on one machine: network namespaces on a bridge, with shaped links. Needs root and iproute2.
 
-Names of namespaces and interfaces begin with this process's number, so that several processes may have hosts at the
-same time; all have the same addresses, which nobody else sees.
+Names of namespaces and interfaces contain this process's id, so that several processes can emulate hosts at the same
+time. All use the same addresses, which are not visible outside.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NETWORK = "10.77.0"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Started hosts: their addresses, and the script that mpirun enters one with in place of ssh."""
+    """Running hosts: their addresses, and the script with which mpirun starts processes there in place of ssh."""
 
     addresses: tuple[str, ...]
     agent: Path
 
     def command(self) -> list[str]:
-        """The words before the program's own that start it as one rank a host."""
+        """Return the command that, followed by a program, starts it as one rank per host."""
         network = f"{_NETWORK}.0/24"
         words = ["ip", "netns", "exec", _namespace(0)]
         words += ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-np", str(len(self.addresses))]
@@ -38,13 +38,13 @@ class Hosts:
         return [*words, "-x", "PYTHONPATH", "-x", "TF_CPP_MIN_LOG_LEVEL", "-wdir", str(Path.cwd())]
 
     def cut_off(self, host: int) -> None:
-        """Take the host off the network, as if its cable were pulled."""
+        """Disconnect the host from the network, as if its cable were pulled."""
         _run("ip", "link", "set", _outside(host), "down")
 
     def mpirun(self, arguments: Sequence[str], timeout: float) -> str:
-        """Run ``python arguments`` as one rank a host; what rank 0 printed.
+        """Run ``python arguments`` as one rank per host; return what rank 0 printed.
 
-        Raises RuntimeError with the end of the errors where it fails.
+        Raises RuntimeError with the end of the errors where a rank fails.
         """
         environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "TF_CPP_MIN_LOG_LEVEL": "3"}
         inside = [*self.command(), sys.executable, *arguments]
@@ -54,8 +54,8 @@ class Hosts:
         return done.stdout
 
 
-def find_hindrance() -> str | None:
-    """Why no hosts can be made here; None where they can."""
+def find_missing_requirement() -> str | None:
+    """Return why hosts cannot be emulated here, or None if they can."""
     missing = [program for program in ("ip", "tc", "mpirun") if shutil.which(program) is None]
     if missing:
         return f"hosts on one machine need {' and '.join(missing)} (iproute2, Open MPI)"
@@ -71,11 +71,11 @@ def find_hindrance() -> str | None:
 def emulated_hosts(
     count: int, rate: str, *, burst: float = 0.005, retransmissions: int | None = None
 ) -> Iterator[Hosts]:
-    """``count`` hosts whose interfaces pass ``rate`` (as tc writes it: ``1gbit``) each way; gone afterwards.
+    """Emulate ``count`` hosts with interfaces of ``rate`` (in tc's syntax: ``1gbit``) in each direction, in the block.
 
-    ``burst``: after a pause, so many seconds' worth of bytes pass at once; less than the transfers that are timed.
-    ``retransmissions``: so often TCP tries before it gives a connection up. The system's 15 take a quarter of an hour,
-    and so does mpirun to notice that a host has gone; 4 take 6 s.
+    ``burst``: the seconds' worth of bytes that pass at once after a pause; choose it below the transfers to be timed.
+    ``retransmissions``: how often TCP retries before it closes a connection. The system's default of 15 takes a quarter
+    of an hour, and so long mpirun takes to notice that a host is gone; 4 take 6 s.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -102,7 +102,7 @@ def _namespace(host: int) -> str:
 
 
 def _outside(host: int) -> str:
-    """The end of the host's link that is plugged into the bridge."""
+    """Return the name of the bridge's end of the host's link."""
     return f"dp{os.getpid()}o{host}"
 
 
@@ -120,14 +120,15 @@ def _add_host(host: int, rate: str, burst: float) -> None:
     _run(*inside, "ip", "link", "set", "eth0", "up")
     _run(*inside, "ip", "link", "set", "lo", "up")
     shape = ("root", "tbf", "rate", rate, "burst", _burst(rate, burst), "latency", "10ms")
-    _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *shape)  # what leaves the host
-    _run("tc", "qdisc", "replace", "dev", outside, *shape)  # what enters it
+    _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *shape)  # outgoing
+    _run("tc", "qdisc", "replace", "dev", outside, *shape)  # incoming
 
 
 def _burst(rate: str, seconds: float) -> str:
-    """What so many seconds pass, in bytes.
+    """Return the bytes that ``rate`` passes in ``seconds``.
 
-    In queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps, in those of 10 ms and bursts of 5 ms 190.
+    With queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps; with queues of 10 ms and bursts of 5 ms,
+    190.
     """
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     number, unit = rate[:-4], rate[-4:]
@@ -135,7 +136,7 @@ def _burst(rate: str, seconds: float) -> str:
 
 
 def _write_agent(folder: Path) -> Path:
-    """A script with ssh's arguments (options, host, command) that enters the host's namespace, under its own name."""
+    """Write a script with ssh's arguments (options, host, command) that runs the command in the host's namespace."""
     agent = folder / "agent"
     agent.write_text(
         "#!/bin/sh\n"

@@ -1,4 +1,4 @@
-"""How far from one device: loss, gradients and variables of whole models after one step."""
+"""Errors against one device: loss, gradients and variables of whole models after one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ APPLICATIONS = ("MobileNetV2", "ResNet50", "DenseNet121", "VGG16")
 
 
 def run() -> Iterator[Row]:
-    """keras.applications at 32x32 (batch norm in inference mode) and the gpt, in both precisions."""
+    """Yield keras.applications at 32x32 (batch norm in inference mode) and the gpt, in both precisions."""
     for dtype in ("float64", "float32"):
         for name in APPLICATIONS:
             yield _row(f"{name}, {dtype}", dtype, *_application(name, dtype))

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parents[1] / "out" / "benchmarks"
 
-# By title of a panel: its x values, and by name of a line its y values (NaN: no point).
+# For each panel, by title: its x values, and its y values by name of a line (NaN: no point).
 Panels = Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]]
 
 _STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
 def line_figure(name: str, panels: Panels, *, x: str, y: str, columns: int = 1, log_y: bool = False) -> Path:
-    """A PNG of panels in rows of ``columns``, x on a logarithmic scale of 2 where it spans more than 8-fold.
+    """Draw the panels, ``columns`` in a row, and return the path of the PNG.
 
-    A line without points is named in its panel as one that does not fit the memory.
+    The x axis is logarithmic (base 2) where x spans more than 8-fold. A line without points is named in its panel as
+    one that does not fit the memory.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -51,13 +52,13 @@ def line_figure(name: str, panels: Panels, *, x: str, y: str, columns: int = 1, 
     canvas.draw()
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / name
-    # A few dozen colours do, and make the file a third as large.
+    # 64 colours are enough, and make the file a third as large.
     Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64).save(path, optimize=True)
     return path
 
 
 def draw_lines(axes: Axes, xs: Sequence[float], lines: Mapping[str, Sequence[float]]) -> None:
-    """The lines of one panel."""
+    """Draw the lines of one panel."""
     absent = []
     for (label, ys), (marker, style) in zip(lines.items(), _STYLES, strict=False):
         axes.plot(xs, ys, marker=marker, linestyle=style, markersize=4, linewidth=1.4, label=label)

@@ -1,9 +1,9 @@
 """Two hosts of one device on a slow network: the planner's plan against data parallelism, measured and simulated.
 
-The model has the paper's property: large weights (134 MB), small activations. Hosts are network namespaces with shaped
-links, each with one core, by pinning. Plain Horovod data parallelism with its tape, which sums gradients while
-backward still runs, is the rival; the predictions come from a profile taken on one core and a cluster description with
-the bandwidth that the links are shaped to.
+The model has large weights (134 MB) and small activations, as the paper's have. Hosts are network namespaces with
+shaped links; each is pinned to one core. The baseline is Horovod's data parallelism with its tape, which sums gradients
+while backward still runs. Predictions come from a profile measured on one core, and a cluster with the bandwidth that
+the links are shaped to.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.own_core import keep_to_own_core
+from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__":  # before any library counts the cores
-    keep_to_own_core("OMPI_COMM_WORLD_RANK")
+    run_on_own_core("OMPI_COMM_WORLD_RANK")
 
 import functools
 import json
@@ -23,38 +23,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
 from benchmarks.emulated_hosts import emulated_hosts
 
 LAYERS, WIDTH, BATCH, MICRO_BATCHES = 8, 2048, 256, 8
 RATES = {"1gbit": ("1Gbps", "1 Gbps"), "500mbit": ("500Mbps", "500 Mbps"), "200mbit": ("200Mbps", "200 Mbps")}
 PLANS = ("planned", "straight", "dp", "dp-overlap")
-RIVAL = "horovod"
-LATENCY = 0.6e-3  # seconds of an exchange between these hosts, whatever their bandwidth
+BASELINE = "horovod"
+LATENCY = 0.6e-3  # seconds of a transfer between these hosts, at any bandwidth
 
 
 def run() -> Iterator[Row]:
-    """Step times of each way, and the ratios measured and predicted."""
+    """Yield the step times of each plan and the baseline, and their ratios, measured and predicted."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        pinned("benchmarks.hosts", cores()[:1], "profile", str(folder))
+        run_on_cores("benchmarks.hosts", available_cores()[:1], "profile", str(folder))
         for rate, (bandwidth, name) in RATES.items():
-            predicted = pinned("benchmarks.hosts", cores()[:1], "plan", str(folder), bandwidth)
+            predicted = run_on_cores("benchmarks.hosts", available_cores()[:1], "plan", str(folder), bandwidth)
             with emulated_hosts(2, rate) as hosts:
                 measured = {}
-                for kind in (*PLANS, RIVAL):
+                for kind in (*PLANS, BASELINE):
                     found = hosts.mpirun(["-m", "benchmarks.hosts", kind, str(folder)], timeout=600)
                     measured[kind] = float(json.loads(found.strip().splitlines()[-1]))
             yield from compare(name, measured, predicted, rate == "200mbit")
 
 
 def compare(name: str, measured: dict[str, float], predicted: dict[str, Any], slowest: bool) -> Iterator[Row]:
-    """The rows of one bandwidth."""
-    for kind in (*PLANS, RIVAL):
-        told = f" ({predicted['told']})" if kind == "planned" else ""
+    """Yield the rows of one bandwidth."""
+    for kind in (*PLANS, BASELINE):
+        description = f" ({predicted['description']})" if kind == "planned" else ""
         seconds = predicted["seconds"][kind]
-        yield Row(f"{name}: {kind}{told}", "-", f"{measured[kind]:.3f} s, predicted {seconds:.3f} s", True)
-    ratio, wanted = measured[RIVAL] / measured["planned"], predicted["seconds"][RIVAL] / predicted["seconds"]["planned"]
+        yield Row(f"{name}: {kind}{description}", "-", f"{measured[kind]:.3f} s, predicted {seconds:.3f} s", True)
+    ratio = measured[BASELINE] / measured["planned"]
+    wanted = predicted["seconds"][BASELINE] / predicted["seconds"]["planned"]
     off = ratio / wanted - 1
     yield Row(
         f"{name}: Horovod DP with overlap over the planned",
@@ -66,33 +67,33 @@ def compare(name: str, measured: dict[str, float], predicted: dict[str, Any], sl
         yield Row(f"{name}: the planned one's advantage", "more than 2x", f"{ratio:.2f}x", ratio > 2)
 
 
-def make() -> Any:
-    """The loss, the optimizer and a batch."""
+def make_workload() -> Any:
+    """Return the loss, the optimizer and a batch."""
     from benchmarks.workloads import dense
 
     return dense(LAYERS, WIDTH, BATCH)
 
 
 def measure(kind: str, folder: Path) -> float:
-    """Median seconds of a step of this job."""
+    """Return the median seconds of a step of this job."""
     import tensorflow as tf
 
     import dapple_tf as dapple
 
-    timed = make()
+    timed = make_workload()
     loss_fn, optimizer = timed.workload.loss_fn, timed.workload.optimizer
-    if kind == RIVAL:
+    if kind == BASELINE:
         step = horovod_step(loss_fn, optimizer, timed.batch)
     else:
         plan = dapple.Plan.load(folder / f"{kind}.json")
         step = functools.partial(dapple.pipeline(loss_fn, optimizer=optimizer, plan=plan), *timed.batch)
     steps = {"step": lambda: float(tf.convert_to_tensor(step()))}
-    seconds_in_turn(steps, 2)
-    return median(seconds_in_turn(steps, 5)["step"])
+    time_interleaved(steps, 2)
+    return median(time_interleaved(steps, 5)["step"])
 
 
 def horovod_step(loss_fn: Any, optimizer: Any, batch: Any) -> Any:
-    """A step of plain Horovod on this rank's half of the batch."""
+    """Return a step of plain Horovod on this rank's half of the batch."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -111,10 +112,10 @@ def horovod_step(loss_fn: Any, optimizer: Any, batch: Any) -> Any:
 
 
 def save_profile(folder: Path) -> None:
-    """A profile of the model on this core."""
+    """Measure and save a profile of the model on this core."""
     import dapple_tf as dapple
 
-    timed = make()
+    timed = make_workload()
     size = BATCH // MICRO_BATCHES
     share = tuple(tensor[:size] for tensor in timed.batch)
     found = dapple.profile(timed.workload.loss_fn, share, batch_sizes=[size // 2, BATCH // 4, BATCH // 2])
@@ -122,7 +123,7 @@ def save_profile(folder: Path) -> None:
 
 
 def save_plans(folder: Path, bandwidth: str) -> dict[str, Any]:
-    """Plan for two hosts that such a link joins; the seconds of each plan's step by the simulator."""
+    """Plan for two hosts with such a link; return the simulated seconds of each plan, and the best plan as text."""
     import dataclasses
 
     import dapple_tf as dapple
@@ -147,8 +148,8 @@ def save_plans(folder: Path, bandwidth: str) -> dict[str, Any]:
         plan.save(folder / f"{kind}.json")
     seconds = {kind: dapple.simulate(plan, profile, cluster).step_seconds for kind, plan in plans.items()}
     stages = ", ".join(f"layers {s.first_layer}-{s.last_layer} on {len(s.devices)}" for s in planned.stages)
-    told = f"{planned.schedule}, M = {planned.micro_batches}, {stages}"
-    return {"seconds": {**seconds, RIVAL: seconds["dp-overlap"]}, "told": told}
+    description = f"{planned.schedule}, M = {planned.micro_batches}, {stages}"
+    return {"seconds": {**seconds, BASELINE: seconds["dp-overlap"]}, "description": description}
 
 
 if __name__ == "__main__":

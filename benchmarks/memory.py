@@ -1,8 +1,9 @@
-"""Memory of activations against M, schedule by schedule; and what is predicted against what is measured.
+"""Activation memory against M for each schedule, and predicted against measured memory.
 
-Every run is a process of its own with a fixed micro-batch. Measured is what a recorded step holds above what was there
-before it (weights, sums of gradients, the batch), by the heap: TensorFlow runs without oneDNN, whose allocator hands
-out blocks up to twice as large as asked for. Activations outweigh weights, whose gradients may wait to be added up.
+Every run is a process of its own with a fixed micro-batch. The measured value is what a recorded step allocates above
+what was there before it (weights, accumulated gradients, the batch), by the heap: TensorFlow runs without oneDNN, whose
+allocator returns blocks of up to twice the requested size. The models have more activations than weights, since
+gradients of weights may be in memory until they are accumulated.
 """
 
 from __future__ import annotations
@@ -13,36 +14,35 @@ if __name__ == "__main__":  # before TensorFlow is imported
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import Row, cores, pinned
-from benchmarks.needs import lack_of_ranks
+from benchmarks.common import Row, available_cores, run_on_cores, run_ranks
+from benchmarks.needs import find_missing_for_ranks
 
 STAGES, MICRO_BATCHES = 2, (4, 32)
 SAMPLES = {"dense": 512, "gpt": 4}  # of a micro-batch
-RECORDED = 3  # steps; the last is looked at
+RECORDED = 3  # recorded steps; the last counts
 
 
 def run() -> Iterator[Row]:
-    """Slopes of both models, then the prediction in one process and on two ranks."""
+    """Yield the slopes of both models, then the prediction's error in one process and on two ranks."""
     for model in ("dense", "gpt"):
         found = {
-            (schedule, m): pinned("benchmarks.memory", cores()[:STAGES], model, schedule, str(m))
+            (schedule, m): run_on_cores("benchmarks.memory", available_cores()[:STAGES], model, schedule, str(m))
             for schedule in ("gpipe", "dapple-a", "dapple-b")
             for m in MICRO_BATCHES
         }
         yield from compare_slopes(model, found)
         yield compare_seen(model, found)
         yield compare_predicted(f"{model}: one process, all stages at the recorded overlap", list(found.values()))
-        if lack_of_ranks() is None:
+        if find_missing_for_ranks() is None:
             yield compare_ranks(model)
 
 
 def compare_slopes(model: str, found: dict[tuple[str, int], Any]) -> Iterator[Row]:
-    """How the measured peak grows with M, as a share of GPipe's growth."""
+    """Yield the growth of the measured peak with M, as a share of GPipe's growth."""
     few, many = MICRO_BATCHES[0], MICRO_BATCHES[-1]
     slopes = {s: (found[s, many]["measured"] - found[s, few]["measured"]) / (many - few) for s, _ in found}
     for schedule in ("dapple-a", "dapple-b"):
@@ -55,14 +55,14 @@ def compare_slopes(model: str, found: dict[tuple[str, int], Any]) -> Iterator[Ro
 
 
 def compare_seen(model: str, found: dict[tuple[str, int], Any]) -> Row:
-    """Micro-batches that each stage held, by time stamps, against K."""
+    """Return the row of how many micro-batches each stage held, by time stamps, against K."""
     right = sum(run["seen"] == run["planned"] for run in found.values())
     figure = f"{model}: stage i holds K_i stashes, by time stamps, three schedules, M to {MICRO_BATCHES[-1]}"
     return Row(figure, "all", f"{right} of {len(found)}", right == len(found))
 
 
 def compare_predicted(what: str, runs: list[Any]) -> Row:
-    """The predicted peak over the measured one, the worst of several runs."""
+    """Return the row of the predicted peak over the measured one, the worst of several runs."""
     errors = [run["predicted"] / run["measured"] - 1 for run in runs]
     worst = max(errors, key=abs)
     measured = f"{worst:+.1%} at worst, {sum(map(abs, errors)) / len(errors):.1%} on average of {len(errors)} runs"
@@ -70,18 +70,15 @@ def compare_predicted(what: str, runs: list[Any]) -> Row:
 
 
 def compare_ranks(model: str) -> Row:
-    """Two ranks, each stage by itself."""
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(STAGES)]
-    command += ["--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "benchmarks.memory", model, "gpipe", "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    stages = json.loads(done.stdout.strip().splitlines()[-1])["stages"]
+    """Return the row of two ranks, whose stages are measured separately."""
+    options = ("--mca", "mpi_yield_when_idle", "1")
+    found = run_ranks("benchmarks.memory", STAGES, model, "gpipe", "8", timeout=300, options=options)
+    stages = found["stages"]
     return compare_predicted(f"{model}: two ranks, GPipe, M = 8, stage by stage", stages)
 
 
 def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
-    """What a step of this process, or of this job, holds: bytes above the start of the step."""
+    """Return what a step of this process, or of this job, holds: bytes above the start of the step."""
     import dapple_tf as dapple
     from benchmarks.workloads import dense, small_gpt
 

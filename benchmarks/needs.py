@@ -1,4 +1,4 @@
-"""What some benchmarks need that a machine may lack; without it they are left out, and say why."""
+"""Requirements of some benchmarks that a machine may lack; such a benchmark is left out, with the reason."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Mapping
 
-from benchmarks.emulated_hosts import find_hindrance
+from benchmarks.emulated_hosts import find_missing_requirement
 
 
-def lack_of_ranks() -> str | None:
-    """Why no job of several processes can run here; None where one can."""
+def find_missing_for_ranks() -> str | None:
+    """Return why no job of several processes can run here, or None if one can."""
     if importlib.util.find_spec("horovod") is None or shutil.which("mpirun") is None:
         return "it needs Horovod and Open MPI: make horovod"
     return None
 
 
-def lack_of_hosts() -> str | None:
-    """Why no job can run on several emulated hosts here; None where one can."""
-    return lack_of_ranks() or find_hindrance()
+def find_missing_for_hosts() -> str | None:
+    """Return why no job can run on several emulated hosts here, or None if one can."""
+    return find_missing_for_ranks() or find_missing_requirement()
 
 
-# By name of the benchmark.
+# By the benchmark's name.
 NEEDS: Mapping[str, Callable[[], str | None]] = {
-    "ranks": lack_of_ranks,
-    "startup": lack_of_ranks,
-    "hosts": lack_of_hosts,
-    "table4": lack_of_hosts,
+    "ranks": find_missing_for_ranks,
+    "startup": find_missing_for_ranks,
+    "hosts": find_missing_for_hosts,
+    "table4": find_missing_for_hosts,
 }

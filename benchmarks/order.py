@@ -1,4 +1,4 @@
-"""Do the devices run what the schedule says? Read from time stamps taken inside the step."""
+"""Check that the devices run the actions in the schedule's order, by time stamps taken inside the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES, MICRO_BATCHES, SCHEDULES = (1, 2, 3, 4), (1, 2, 4, 8, 16), ("gpipe", "da
 
 
 def run() -> list[Row]:
-    """Every S, M and schedule: compare the order on every stage; and count the nodes of the graph."""
+    """Return, over every S, M and schedule, how many stages ran in order, and the largest number of graph nodes."""
     from benchmarks.workloads import dense
 
     right = total = 0

@@ -1,4 +1,4 @@
-"""What the rewriting costs: one stage against the plain step, the first step, and the size of the graph."""
+"""The overhead of pipelining: one stage against the plain step, and the time to compile and run the first step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import time
 from collections.abc import Iterator
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, report, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
 
 
 def run() -> Iterator[Row]:
-    """S = 1, M = 1 against the plain step; rewrite and first step at M = 8 against the plain ones."""
-    core = cores()[:1]
+    """Yield S = 1, M = 1 against the plain step; then compilation and first step at M = 8 against the plain ones."""
+    core = available_cores()[:1]
     for model in ("dense", "gpt"):
-        yield from (Row(**row) for row in pinned("benchmarks.overhead", core, "step", model))
-        plain, ours = (pinned("benchmarks.overhead", core, "first", model, way) for way in ("plain", "pipelined"))
+        yield from (Row(**row) for row in run_on_cores("benchmarks.overhead", core, "step", model))
+        plain, ours = (run_on_cores("benchmarks.overhead", core, "first", model, way) for way in ("plain", "pipelined"))
         ratio = ours / plain
         figure = f"{model}: rewrite and first step, S = 2, M = 8, over plain trace and first step"
         yield Row(figure, "at most 3x", f"{ratio:.2f}x ({plain:.1f} s, {ours:.1f} s)", ratio <= 3)
 
 
 def measure_step(model: str) -> list[Row]:
-    """Alternate the plain and the one-stage step of the same model on one core."""
+    """Time the plain and the one-stage step of the same model on one core, in turn."""
     from benchmarks.workloads import MODELS
     from dapple_tf.commands.training_loop import plain_step
 
@@ -30,15 +30,15 @@ def measure_step(model: str) -> list[Row]:
     step = dapple.pipeline(ours.workload.loss_fn, optimizer=ours.workload.optimizer, stages=1, micro_batches=1)
     reference = plain_step(plain.workload)
     steps = {"plain": lambda: float(reference(*plain.batch)), "one stage": lambda: float(step(*ours.batch))}
-    seconds_in_turn(steps, 3)
-    taken = seconds_in_turn(steps, 40)
+    time_interleaved(steps, 3)
+    taken = time_interleaved(steps, 40)
     ratio = median([b / a for a, b in zip(taken["plain"], taken["one stage"], strict=True)])
     measured = f"{ratio - 1:+.1%} ({median(taken['plain']) * 1e3:.0f} ms, {median(taken['one stage']) * 1e3:.0f} ms)"
     return [Row(f"{model}: S = 1, M = 1 over the plain step", "at most +2%", measured, ratio <= 1.02)]
 
 
 def measure_first(model: str, way: str) -> float:
-    """Seconds from a built model to the end of its first step."""
+    """Return the seconds from a built model to the end of its first step."""
     from benchmarks.workloads import MODELS
     from dapple_tf.commands.training_loop import plain_step
 
@@ -55,6 +55,6 @@ def measure_first(model: str, way: str) -> float:
 if __name__ == "__main__":
     dapple.init(2)
     if sys.argv[1] == "step":
-        report(measure_step(sys.argv[2]))
+        print_rows(measure_step(sys.argv[2]))
     else:
         print(measure_first(*sys.argv[2:]))

@@ -1,7 +1,7 @@
 """Two stages on two cores against the bubble-limited bound, with one device on one core in the same run.
 
-A pipeline of S stages with M micro-batches is at best M S / (M + S - 1) times as fast as one device (GPipe's
-and DAPPLE's bubble). Both processes run side by side in time: first one on one core, then one on two.
+A pipeline of S stages with M micro-batches is at best M S / (M + S - 1) times as fast as one device (GPipe's and
+DAPPLE's bubble). The processes alternate: first one on one core, then one on two.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
 
 STAGES, MICRO_BATCHES = 2, 8
 
 
 def run() -> Iterator[Row]:
-    """The dense stack and the gpt; three turns each, the median ratio."""
-    available = cores()
+    """Yield the dense stack and the gpt: the median ratio of three turns each."""
+    available = available_cores()
     if len(available) < STAGES:
         yield Row("two stages on two cores", "at least 95%", "this machine has one core", False)
         return
@@ -25,8 +25,8 @@ def run() -> Iterator[Row]:
     for model in ("dense", "gpt"):
         pairs = []
         for _ in range(3):
-            one = pinned("benchmarks.pipelining", available[:1], model, "1")
-            two = pinned("benchmarks.pipelining", available[:STAGES], model, str(STAGES))
+            one = run_on_cores("benchmarks.pipelining", available[:1], model, "1")
+            two = run_on_cores("benchmarks.pipelining", available[:STAGES], model, str(STAGES))
             pairs.append((one, two))
         speedups = [one / two for one, two in pairs]
         one, two = sorted(pairs, key=lambda pair: pair[0] / pair[1])[1]
@@ -37,7 +37,7 @@ def run() -> Iterator[Row]:
 
 
 def measure(model: str, stages: int) -> float:
-    """Median seconds of a step: the plain one for one stage, else the pipeline's."""
+    """Return the median seconds of a step: the plain one for one stage, else the pipeline's."""
     from benchmarks.workloads import MODELS
     from dapple_tf.commands.training_loop import plain_step
 
@@ -49,8 +49,8 @@ def measure(model: str, stages: int) -> float:
         else dapple.pipeline(timed.workload.loss_fn, optimizer=optimizer, stages=stages, micro_batches=MICRO_BATCHES)
     )
     steps = {"step": lambda: float(step(*timed.batch))}
-    seconds_in_turn(steps, 3)
-    return median(seconds_in_turn(steps, 15)["step"])
+    time_interleaved(steps, 3)
+    return median(time_interleaved(steps, 15)["step"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks of planning share: tasks, candidates compared, and plans in the paper's words."""
+"""Shared by the planning benchmarks: problems, compared candidates, and plans in the paper's notation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dapple_tf.timeline.timeline import Timeline
 
 @dataclass(frozen=True)
 class WholeSlices(PlanningProblem):
-    """A problem whose replicas each get at least the batch that the profile was taken with.
+    """A problem whose replicas each get at least the batch that the profile was measured with.
 
-    The paper plans with the time of that one batch (Table II) and wants micro-batches "large enough to ensure device
-    efficiency" (section V.B.2); any smaller slice is a guess, that time is proportional to it.
+    The paper plans with the time of that one batch (Table II) and asks for micro-batches "large enough to ensure device
+    efficiency" (section V.B.2). For smaller slices one must guess that time is proportional to their size.
     """
 
     def cost_tables(self, *asked: Any) -> CostTables:
-        """The search's tables, in which a stage has no more replicas than whole slices."""
+        """Return the search's tables, in which a stage has no more replicas than whole slices."""
         tables = super().cost_tables(*asked)
         return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
     def evaluate(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
-        """The simulator's price; None where a slice is too small, or the memory."""
+        """Return the simulated candidate; None where a slice is too small or the memory does not fit."""
         if max(stage.replicas for stage in stages) * self.profile.batch_size > micro_batch_size:
             return None
         return super().evaluate(stages, micro_batch_size, origin)
@@ -37,7 +37,7 @@ class WholeSlices(PlanningProblem):
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate, its prediction and how the paper would write it."""
+    """A candidate, its simulated step, and its plan and split in the paper's notation."""
 
     candidate: Candidate
     timeline: Timeline
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.timeline.step_seconds
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Choice:
 
 
 def describe(model: Model, problem: PlanningProblem, candidate: Candidate) -> Choice:
-    """The candidate, simulated."""
+    """Simulate the candidate, and return it with its notation."""
     plan, timeline = predict_plan(problem, candidate, candidate.origin)
     units = ":".join(map(str, count_units(model, problem.profile, plan.stages)))
     name = notation(plan)
@@ -63,14 +63,14 @@ def describe(model: Model, problem: PlanningProblem, candidate: Candidate) -> Ch
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one with the least seconds; None where there is none."""
+    """Return the fastest candidate, or None if there is none."""
     return min(candidates, key=lambda c: c.seconds, default=None)
 
 
 def explain(problem: PlanningProblem, ours: Choice, other: Choice) -> str:
-    """Why ``other`` lost against ``ours``, in the planner's words."""
+    """Return why ``other`` is slower than ``ours``, as the planner explains it."""
     decision = PlannerResult(ours.candidate, (other.candidate,))
-    told = describe_result(
+    text = describe_result(
         problem, decision, (ours.timeline.plan, ours.timeline), [(other.timeline.plan, other.timeline)]
     )
-    return told.splitlines()[0].split(": ", 1)[1]
+    return text.splitlines()[0].split(": ", 1)[1]

@@ -1,7 +1,7 @@
-"""Pipelines whose stages wait instead of computing, so that their costs are known: a step under each policy.
+"""Pipelines of known costs, whose stages sleep instead of computing: the step under each policy.
 
-A case is built twice: as a model of ``benchmarks.waits`` that runs, and as a profile for the simulator and the
-planner. (A profile taken now would not do: it takes off the time in which the process does not work, and this is all.)
+A case is built twice: as a model of ``benchmarks.waits`` that runs, and as a profile for the simulator and the planner.
+(A measured profile would be of no use: it subtracts the time in which the process does not compute, which is all.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROWS = 8  # samples of a micro-batch
 
 @dataclass(frozen=True)
 class Case:
-    """Stages of so many equal layers (``loads``), each of which waits ``forward`` and ``backward`` seconds.
+    """A pipeline: the number of layers of each stage, all of which sleep ``forward`` and ``backward`` seconds.
 
-    ``link``: what joins the stages' hosts; ``ratio``: the ACR (DAPPLE, section V.C) that the boundary's bytes are
-    chosen for, where the link's latency allows.
+    ``link``: between the stages' hosts. ``ratio``: the ACR (DAPPLE, section V.C) that the bytes of a boundary are
+    chosen for, as far as the link's latency allows.
     """
 
-    loads: tuple[int, ...]
+    layer_counts: tuple[int, ...]
     forward: float
     backward: float
     micro_batches: int
@@ -39,52 +39,52 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Columns of float32 with which a boundary's two transfers take ``ratio`` of a stage's mean compute."""
-        compute = (self.forward + self.backward) * sum(self.loads) / len(self.loads)
+        """Columns (float32) with which a boundary's two transfers take ``ratio`` of a stage's mean compute."""
+        compute = (self.forward + self.backward) * sum(self.layer_counts) / len(self.layer_counts)
         seconds = self.ratio * compute / 2 - self.link.latency
         return max(1, round(seconds * self.link.bandwidth / (4 * ROWS)))
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """A device each."""
-        ends = [sum(self.loads[: i + 1]) for i in range(len(self.loads))]
-        return tuple(
-            StagePlan(end - load, end - 1, (i,)) for i, (end, load) in enumerate(zip(ends, self.loads, strict=True))
-        )
+        """The stages, with one device each."""
+        counts = self.layer_counts
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        pairs = zip(ends, counts, strict=True)
+        return tuple(StagePlan(end - count, end - 1, (i,)) for i, (end, count) in enumerate(pairs))
 
     @property
     def problem(self) -> PlanningProblem:
-        """What is known: the waits, the bytes of the boundaries, and the link."""
+        """The planning problem with the known costs: sleeps, bytes of the boundaries, and the link."""
         sent = 4.0 * ROWS * self.width
-        count = sum(self.loads)
+        count = sum(self.layer_counts)
         layers = tuple(
             LayerCost(f"wait_{i}", self.forward, self.backward, sent, sent, 4.0 * self.width) for i in range(count)
         )
-        servers = tuple(Server(f"host{i}", 1) for i in range(len(self.loads)))
+        servers = tuple(Server(f"host{i}", 1) for i in range(len(self.layer_counts)))
         cluster = Cluster(servers, 8e9, self.link, self.link)
         profile = Profile("waits", ROWS, "waiting", layers)
         return make_problem(profile, cluster, global_batch_size=ROWS * self.micro_batches, micro_batch_size=ROWS)
 
     def predict(self, policy: str) -> Timeline:
-        """The simulated step."""
+        """Return the simulated step under a policy."""
         problem = self.problem
         return simulate(problem.make_plan(self.stages, ROWS, policy, "policies"), problem.profile, problem.cluster)
 
     def choose(self) -> ScheduleChoice:
-        """What ``schedule="auto"`` takes for these stages, from what is known of them in place of a profile."""
+        """Return what ``schedule="auto"`` chooses for these stages, from the known costs in place of a profile."""
         costs = {self.micro_batches: self.predict(POLICIES[0]).costs}
         return choose_schedule(costs, self.problem.cluster.device_memory, measured=True)
 
     def make_steps(self) -> dict[str, Callable[[bool], Timeline | None]]:
-        """A step under each policy, which runs once; the timeline where it is to record."""
+        """Return a function for each policy that runs one step, and returns its timeline if called with True."""
         return {policy: self._make_step(policy) for policy in POLICIES}
 
     def _make_step(self, policy: str) -> Callable[[bool], Timeline | None]:
         import dapple_tf as dapple
         from benchmarks.waits import stage_names, waits
 
-        count = sum(self.loads)
-        # All of a backward is the gradient of its inputs: what is sent back is there when it ends.
+        count = sum(self.layer_counts)
+        # Backward consists of the gradient of the inputs only, so the tensor to send back is ready when it ends.
         timed = waits(
             count,
             forward=self.forward,
@@ -113,8 +113,8 @@ class Case:
         return run
 
 
-def beside(timeline: Timeline) -> float:
-    """The part of the exchanges' time in which both ends run an action."""
+def overlapped_share(timeline: Timeline) -> float:
+    """Return the part of the transfers' time during which both ends run an action."""
     total = both = 0.0
     for transfer in timeline.transfers:
         total += transfer.end - transfer.start

@@ -1,6 +1,6 @@
-"""The step that the simulator predicts from a profile, against the step that runs: the main job's gpt on two devices.
+"""The step that the simulator predicts from a profile, against the measured step: the gpt of ``make train``.
 
-One process on two cores profiles the model, simulates the plan, and times its steps, in turns: noise hits both.
+One process on two cores profiles the model, simulates the plan and times its steps, so that noise affects both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
 from benchmarks.workloads import MODELS
 
 MICRO_BATCHES = 8
@@ -19,10 +19,10 @@ WANTED = 0.10
 
 
 def run() -> Iterator[Row]:
-    """Two stages, as in the main job, and whatever the planner takes; the median of three turns."""
-    available = cores()[:2]
+    """Yield two stages, as in ``make train``, and the planner's choice: the median of three turns."""
+    available = available_cores()[:2]
     for model, stages in (("gpt", "2"), ("gpt", "auto"), ("dense", "2")):
-        turns = [pinned("benchmarks.prediction", available, model, stages) for _ in range(3)]
+        turns = [run_on_cores("benchmarks.prediction", available, model, stages) for _ in range(3)]
         off = median([turn["predicted"] / turn["measured"] - 1 for turn in turns])
         turn = sorted(turns, key=lambda turn: turn["predicted"] / turn["measured"])[1]
         measured = (
@@ -34,7 +34,7 @@ def run() -> Iterator[Row]:
 
 
 def measure(model: str, stages: str) -> dict[str, object]:
-    """Predicted and measured seconds of a step."""
+    """Return the predicted and measured seconds of a step."""
     timed = MODELS[model]()
     step = dapple.pipeline(
         timed.workload.loss_fn,
@@ -44,13 +44,13 @@ def measure(model: str, stages: str) -> dict[str, object]:
         example_batch=timed.batch,
     )
     steps = {"step": lambda: float(step(*timed.batch))}
-    seconds_in_turn(steps, 3)
-    before = seconds_in_turn(steps, 8)["step"]
+    time_interleaved(steps, 3)
+    before = time_interleaved(steps, 8)["step"]
     size = int(timed.batch[0].shape[0]) // MICRO_BATCHES
     rows = tf.nest.map_structure(lambda leaf: leaf[:size], timed.batch)
     profile = dapple.profile(timed.workload.loss_fn, rows, batch_sizes=[size // 2])
     predicted = dapple.simulate(step.plan, profile, dapple.Cluster.detect(2)).step_seconds
-    after = seconds_in_turn(steps, 8)["step"]
+    after = time_interleaved(steps, 8)["step"]
     return {"predicted": predicted, "measured": median(before + after), "replicas": list(step.plan.replicas)}
 
 

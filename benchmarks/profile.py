@@ -1,4 +1,4 @@
-"""Whether the layers of a profile sum to the whole model, how much a profile spreads, and how long it takes."""
+"""The sum of a profile's layers against the whole model, the spread of profiles, and the time that one takes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, report
+from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores
 
 ROUNDS = 3
 
 
 def run() -> Iterator[Row]:
-    """The models of the project, at micro-batches such as their training jobs have."""
+    """Yield the project's models, at the micro-batch sizes of typical training jobs."""
     for model, size in (("gpt", 8), ("gpt", 64), ("vgg", 8), ("resnet", 8)):
-        # A profile takes the cores of one device by itself: all of them are offered.
-        yield from (Row(**row) for row in pinned("benchmarks.profile", cores(), model, str(size)))
+        # A profile limits itself to the cores of one device, so all cores are offered.
+        yield from (Row(**row) for row in run_on_cores("benchmarks.profile", available_cores(), model, str(size)))
 
 
 def measure(model: str, size: int) -> list[Row]:
-    """Profile one model a few times."""
+    """Profile one model several times."""
     from dapple_tf.commands.model_loading import load_workload
     from dapple_tf.profiling.measured import disagreement
 
@@ -32,7 +32,7 @@ def measure(model: str, size: int) -> list[Row]:
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", dapple.errors.DappleWarning)  # the row says it
+            warnings.simplefilter("ignore", dapple.errors.DappleWarning)  # the row shows it
             profile = dapple.profile(workload.loss_fn, batch)
         taken.append(time.perf_counter() - begin)
         off.append(disagreement(profile) or 0.0)
@@ -59,4 +59,4 @@ def measure(model: str, size: int) -> list[Row]:
 
 if __name__ == "__main__":
     dapple.init(8)
-    report(measure(sys.argv[1], int(sys.argv[2])))
+    print_rows(measure(sys.argv[1], int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""What the DAPPLE paper says of its models: Tables II, V and VII, and how its layer counts read on our profiles."""
+"""Published figures of the DAPPLE paper's models (Tables II, V and VII), and its layer counts on the profile files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ PROFILES = Path(__file__).parents[2] / "shared" / "profiles"
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the paper and its profile file; ``units``: the names of the layers that the paper counts.
+    """A model of the paper and its profile file.
 
-    ``global_batch``: samples (Table V). ``slots``: what the optimizer keeps of each weight. ``memory``: bytes of one
-    device that trains one batch of the profile's size (Table II). ``size_scale``: see ``read_graph_file``.
+    ``units``: a pattern for the names of the layers that the paper counts. ``global_batch``: samples (Table V).
+    ``slots``: values that the optimizer keeps per weight. ``memory``: bytes of one device that trains one batch of the
+    profile's size (Table II). ``size_scale``: see ``read_graph_file``.
     """
 
     title: str
@@ -39,7 +40,7 @@ GNMT = Model("GNMT-16", "gnmt-16-pbs-64", r"(EmuBidir|node\d+ )?LSTM|RecurrentAt
 BERT = Model("BERT-48", "bert-48-pbs-2", r"layer_", 64, 2, 11.4e9)
 XLNET = Model("XLNet-36", "xlnet-36-pbs-1", r"Layer_", 128, 2, 12e9)
 AMOEBA = Model("AmoebaNet-36", "amoeba-36-pbs-1", r"cell_\d", 128, 2, 20e9)
-# Not in Table II, but its layers are BERT-48's: 5.4 GB of weights and slots, and 5.5 times its outputs as there.
+# Not in Table II, but its layers are BERT-48's: 5.4 GB of weights and slots, and as there 5.5 times the outputs.
 BERT_LARGE = Model("BERT-Large", "bert-24-pbs-6", r"layer_", 128, 2, 7.2e9)
 
 MODELS = (VGG, GNMT, BERT, XLNET, AMOEBA)
@@ -47,9 +48,9 @@ MODELS = (VGG, GNMT, BERT, XLNET, AMOEBA)
 
 @dataclass(frozen=True)
 class Published:
-    """A planning result of Table V: the output plan, the split position (of two stages) and the ACR, as printed.
+    """A row of Table V: the output plan, the split position (of two stages) and the ACR, as printed.
 
-    ``units``: how many of the counted layers the first stage has, where that is not the split position's first.
+    ``units``: the counted layers of the first stage, where the split position does not say it.
     """
 
     model: Model
@@ -61,15 +62,15 @@ class Published:
 
     @property
     def first_units(self) -> int:
-        """How many of the counted layers the first of two stages has."""
+        """The number of counted layers in the first of two stages."""
         return int(self.split.split(":")[0]) if self.units is None else self.units
 
 
 TABLE_5 = (
     Published(VGG, "a", "DP"),
     Published(VGG, "b", "DP"),
-    # Section VI.C says where: between the 16 convolutions and the 3 fully connected layers, where 3 MB cross. Counted
-    # in weight layers that is 16:3, not 13:6, where 13 MB would.
+    # By section VI.C the cut is between the 16 convolutions and the 3 fully connected layers, where 3 MB cross. In
+    # weight layers that is 16:3, not the printed 13:6, where 13 MB would cross.
     Published(VGG, "c", "15:1", "13:6", 0.40, units=16),
     Published(GNMT, "a", "8:8", "9:7", 0.10),
     Published(GNMT, "b", "8:8", "9:7", 0.10),
@@ -88,10 +89,11 @@ TABLE_5 = (
 
 @dataclass(frozen=True)
 class Strategies:
-    """A row of Table VII, two servers of Config A: the layers that start DAPPLE's and PipeDream's stages, replicas.
+    """A row of Table VII, for two servers of Config A: DAPPLE's and PipeDream's plans.
 
-    ``renumbered``: what to add to the printed layers, since ``BERT-Large`` has 27 there (29 in the file: four before
-    the encoder where the paper has two) and XLNet-36 has 42 (43). No ``pipedream``: straight.
+    A plan is the layers that start a stage, and the replicas of each stage; ``pipedream`` None is a straight pipeline.
+    ``renumbered``: an offset to the printed layers, since BERT-Large has 27 layers there (29 in the file: four before
+    the encoder, not two), and XLNet-36 has 42 (43).
     """
 
     model: Model
@@ -109,30 +111,30 @@ TABLE_7 = (
 )
 
 
-def missing() -> str:
-    """Why the benchmarks on the published profiles cannot run here; empty where they can."""
+def find_missing_profiles() -> str:
+    """Return why the benchmarks on the published profiles cannot run here; "" if they can."""
     absent = [m.file for m in (*MODELS, BERT_LARGE) if not (PROFILES / f"{m.file}.txt").is_file()]
     return f"skipped: ../shared/profiles lacks {', '.join(absent)}" if absent else ""
 
 
 @cache
 def read_profile(model: Model) -> Profile:
-    """The profile as its file has it."""
+    """Return the profile in the model's file."""
     return read_graph_file(PROFILES / f"{model.file}.txt", size_scale=model.size_scale)
 
 
 @cache
 def read_calibrated(model: Model) -> Profile:
-    """The profile with the stash that Table II implies."""
+    """Return the profile with the stash that Table II implies."""
     return calibrate_stash(read_profile(model), model.memory, model.slots)
 
 
 def calibrate_stash(profile: Profile, memory: float, slots: int) -> Profile:
-    """The profile, its stash grown until one device with one batch of it holds ``memory`` bytes.
+    """Return the profile with its stash enlarged, so that one device with one batch of it holds ``memory`` bytes.
 
-    The graph.txt files say what a layer puts out, not all that its backward keeps: the difference goes to the layers
-    that have a backward, in proportion to their outputs. Where weights, slots and outputs are more than ``memory``
-    already (GNMT-16 at 16 bytes a parameter) the stash stays as it is.
+    The graph.txt files hold the outputs of layers, but not all that their backward keeps. The difference is added to
+    the layers that have a backward, in proportion to their outputs. Where weights, slots and outputs exceed ``memory``
+    already (GNMT-16 at 16 bytes per parameter), the stash is not changed.
     """
     fixed = sum(layer.parameter_bytes for layer in profile.layers) * (2 + slots)
     stash = sum(layer.stash_bytes for layer in profile.layers)
@@ -146,15 +148,15 @@ def calibrate_stash(profile: Profile, memory: float, slots: int) -> Profile:
 
 
 def count_units(model: Model, profile: Profile, stages: Sequence[StagePlan]) -> tuple[int, ...]:
-    """How many of the layers that the paper counts each stage holds."""
+    """Return how many of the layers that the paper counts each stage holds."""
     places = _units(model, profile)
     return tuple(sum(stage.first_layer <= p <= stage.last_layer for p in places) for stage in stages)
 
 
 def find_cut(model: Model, problem: PlanningProblem, units: int) -> int:
-    """The layer that starts a stage after so many of the layers that the paper counts.
+    """Return the layer that starts a stage after ``units`` of the layers that the paper counts.
 
-    Of the cuts between the last of them and the next one, the first that the fewest bytes cross.
+    Of the cuts between that layer and the next counted one, it is the first that the fewest bytes cross.
     """
     places = _units(model, problem.profile)
     crossing = problem.profile.crossing_bytes()
@@ -163,9 +165,9 @@ def find_cut(model: Model, problem: PlanningProblem, units: int) -> int:
 
 
 def published_stages(row: Published, problem: PlanningProblem) -> tuple[StagePlan, ...]:
-    """The plan of a row, devices in order.
+    """Return the plan of a row, on the devices in order.
 
-    A straight plan's split is not printed: GNMT-16 has one LSTM layer a stage (section VI.B); the others are even.
+    The split of a straight plan is not printed: GNMT-16 has one LSTM layer per stage (section VI.B); others are even.
     """
     devices = problem.cluster.devices
     if row.plan == "DP":
@@ -180,7 +182,7 @@ def published_stages(row: Published, problem: PlanningProblem) -> tuple[StagePla
 
 
 def stages_of(problem: PlanningProblem, starts: Sequence[int], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
-    """Stages that start at layer 0 and ``starts``, on so many devices each, in order."""
+    """Return stages that start at layer 0 and ``starts``, with these replicas, on the devices in order."""
     bounds = [0, *starts, len(problem.profile.layers)]
     stages, device = [], 0
     for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):

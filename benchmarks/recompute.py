@@ -1,7 +1,7 @@
-"""What re-computation costs and saves: seconds of a step on one core, bytes that forward keeps for backward.
+"""The cost and the saving of re-computation: seconds of a step on one core, bytes that forward keeps for backward.
 
-One forward and one backward (of twice its work) become two forwards and one backward: 4/3 of the compute. Backward of
-the dense stack is one product short of that (the first layer's input has no gradient): 63/47 of 16 layers' products.
+One forward and one backward (of twice the work) become two forwards and one backward: 4/3 of the compute. Backward of
+the dense stack has one product less (the first layer's input needs no gradient): 63/47 for 16 layers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from functools import partial
 from typing import Any
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, report, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
 from graph_passes.ir.graph import Port
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 4, 10
 
 
 def run() -> Iterator[Row]:
-    """The dense stack and the gpt in two stages, all on one core."""
+    """Yield the dense stack and the gpt in two stages, all on one core."""
     for model in ("dense", "gpt"):
-        yield from (Row(**row) for row in pinned("benchmarks.recompute", cores()[:1], model))
+        yield from (Row(**row) for row in run_on_cores("benchmarks.recompute", available_cores()[:1], model))
 
 
 def measure(model: str) -> list[Row]:
-    """Alternate steps of the same model with and without re-computation; the bytes are those of its functions."""
+    """Time steps of the same model with and without re-computation, in turn; bytes are those of its functions."""
     from benchmarks.workloads import dense, small_gpt
 
     make = {"dense": partial(dense, layers=16, batch_size=1024), "gpt": small_gpt}[model]
@@ -36,8 +36,8 @@ def measure(model: str) -> list[Row]:
         step = dapple.pipeline(timed.workload.loss_fn, optimizer=timed.workload.optimizer, **options)
         steps[recompute] = step
         runs[f"recompute={recompute}"] = lambda step=step, batch=timed.batch: float(step(*batch))
-    seconds_in_turn(runs, 3)
-    plain, again = seconds_in_turn(runs, ROUNDS).values()
+    time_interleaved(runs, 3)
+    plain, again = time_interleaved(runs, ROUNDS).values()
     ratio = median([b / a for a, b in zip(plain, again, strict=True)])
     times = f"{median(plain) * 1e3:.0f} ms, {median(again) * 1e3:.0f} ms"
     figure = f"{model}: step with re-computation over without, S = {STAGES}, M = {MICRO_BATCHES}, one core"
@@ -53,9 +53,9 @@ def measure(model: str) -> list[Row]:
 
 
 def sizes(step: Any, stage: int, role: str, samples: int) -> list[int]:
-    """Bytes of what the stage's forward keeps ("stash") or takes ("boundary") for a micro-batch of so many samples.
+    """Return the bytes of each tensor that the stage's forward keeps ("stash") or receives ("boundary").
 
-    An unknown length counts as the batch's, which is too much for that of a size.
+    For a micro-batch of ``samples``; an unknown dimension counts as the batch's.
     """
     function = step.graph.function(f"stage{stage}/forward")
     ports: list[Port] = [port for _, port in function.output_ports(role)]
@@ -66,4 +66,4 @@ def sizes(step: Any, stage: int, role: str, samples: int) -> list[int]:
 
 if __name__ == "__main__":
     dapple.init(STAGES)
-    report(measure(sys.argv[1]))
+    print_rows(measure(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Figures 12 and 14 of the paper: speed-up of the best plan, and of DP with and without overlap."""
+"""Figures 12 and 14 of the paper: the speed-up of the best plan, and of DP with and without overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.common import Row
 from benchmarks.figures import line_figure
 from benchmarks.planning import fastest
-from benchmarks.published import AMOEBA, MODELS, Model, missing
+from benchmarks.published import AMOEBA, MODELS, Model, find_missing_profiles
 from benchmarks.table5 import FREE, WHOLE
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.best import plan_best
@@ -21,13 +21,13 @@ DEVICES = (2, 4, 6, 8, 10, 12, 14, 16)
 LINES = ("best hybrid", "DP with overlap", "DP")
 # Section VI.C, at a global batch of 128: the best hybrid over DP with overlap, on average over the models.
 PUBLISHED = {"a": 1.71, "b": 1.37, "c": 1.79}
-# Strong scaling keeps Table V's batch; of AmoebaNet-36 the figure says another.
+# Strong scaling uses Table V's batch, except for AmoebaNet-36, for which the figure names another.
 SCALED = {model: 256 if model is AMOEBA else model.global_batch for model in MODELS}
 
 
 def run() -> Iterator[Row]:
-    """The curves as plots, and what they must say."""
-    if why := missing():
+    """Yield what must hold for the curves; the curves are saved as plots."""
+    if why := find_missing_profiles():
         yield Row("speed-ups", "Fig. 12 and Fig. 14", why, True)
         return
     yield from _over_batches()
@@ -58,14 +58,14 @@ def _over_devices() -> Iterator[Row]:
         points = [speedups(_on(model, devices)) for devices in DEVICES]
         panels[f"{model.title}, batch {SCALED[model]}"] = DEVICES, _by_line(points)
         ratios.append([best / overlapped for best, overlapped, _ in points])
-        told = ", ".join(f"{d}: {best:.1f}" for d, (best, _, _) in zip(DEVICES, points, strict=True))
-        yield Row(f"Fig. 14, {model.title}, batch {SCALED[model]}, config A: best", "-", told, True)
+        text = ", ".join(f"{d}: {best:.1f}" for d, (best, _, _) in zip(DEVICES, points, strict=True))
+        yield Row(f"Fig. 14, {model.title}, batch {SCALED[model]}, config A: best", "-", text, True)
     path = line_figure("speedups-devices.png", panels, x="devices of config A", y="speed-up", columns=3)
     yield _never_slower(f"Fig. 14 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios)
 
 
 def speedups(problem: PlanningProblem) -> tuple[float, float, float]:
-    """Over one device that runs the whole batch: the best plan, DP with overlap, DP; NaN where none fits."""
+    """Return the speed-ups over one device of the best plan, DP with overlap and DP; NaN where none fits."""
     profile, batch = problem.profile, problem.global_batch_size
     alone = float(profile.forward_seconds(batch).sum() + profile.backward_seconds(batch).sum())
     decision = plan_best(problem)
@@ -92,7 +92,7 @@ def _never_slower(figure: str, ratios: Iterable[Sequence[float]]) -> Row:
 
 
 def _never_falling(curves: Mapping[str, Sequence[float]]) -> Row:
-    """Twice the micro-batches of a plan take at most twice as long, so a larger batch has no smaller speed-up."""
+    """Check that the speed-up never falls: a plan with twice the micro-batches takes at most twice as long."""
     falls = [
         f"{title}, {batch} to {2 * batch}: {before:.2f} to {after:.2f}"
         for title, curve in curves.items()
@@ -104,7 +104,7 @@ def _never_falling(curves: Mapping[str, Sequence[float]]) -> Row:
 
 def _mean(letter: str, title: str, ratios: Mapping[Model, float]) -> Row:
     known = [ratio for ratio in ratios.values() if not math.isnan(ratio)]
-    told = ", ".join(f"{m.title} {'DP does not fit' if math.isnan(r) else f'{r:.2f}'}" for m, r in ratios.items())
+    text = ", ".join(f"{m.title} {'DP does not fit' if math.isnan(r) else f'{r:.2f}'}" for m, r in ratios.items())
     mean = sum(known) / len(known)
     figure = f"config {letter.upper()}, {title}: best over DP with overlap, mean"
-    return Row(figure, f"at least 1 (paper, batch 128: {PUBLISHED[letter]:.2f})", f"{mean:.2f} ({told})", mean >= 1)
+    return Row(figure, f"at least 1 (paper, batch 128: {PUBLISHED[letter]:.2f})", f"{mean:.2f} ({text})", mean >= 1)

@@ -1,9 +1,10 @@
-"""Table IV of the paper: policy B over policy A, which rises with the activation communication ratio (ACR).
+"""Table IV of the paper: the speed-up of policy B over policy A, which rises with the ACR.
 
-Two hosts of one device, network namespaces whose link is shaped, run a pipeline whose work is waiting, so that both
-really compute at the same time, beside their exchanges. What crosses the boundary is made wider and wider; both
-policies take turns. A fifth case, of uneven stages in one process, has policy A ahead. Predictions are the simulator's,
-from the waits and the link as it is shaped, and so is what "auto" takes of gpipe and both policies.
+Two emulated hosts of one device (network namespaces with a shaped link) run a pipeline whose stages sleep instead of
+computing, so that both really work at the same time, and during their transfers. The tensor at the boundary is made
+wider from case to case; both policies are timed in turn. In a fifth case, of uneven stages in one process, policy A is
+faster. The simulator predicts the steps, and chooses "auto" among gpipe and both policies, from the seconds of the
+sleeps and the link as shaped.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
 from benchmarks.emulated_hosts import emulated_hosts
 from benchmarks.hosts import LATENCY
-from benchmarks.policies import POLICIES, Case, beside
+from benchmarks.policies import POLICIES, Case, overlapped_share
 from profiler.cluster import Link
 
 RATE, WIRE = "100mbit", Link(100e6 / 8, LATENCY)
 LINKED = tuple(Case((1, 1), 0.02, 0.04, 8, WIRE, ratio) for ratio in (0.03, 0.1, 0.3, 0.6))
-UNEVEN = Case((2, 1, 1, 1), 0.02, 0.02, 4, Link(1e12, 0.0))  # in one process nothing is sent
+UNEVEN = Case((2, 1, 1, 1), 0.02, 0.02, 4, Link(1e12, 0.0))  # in one process transfers take no time
 ROUNDS = 7
-TIE = 0.01  # of a step's time: what is closer cannot be told apart
+TIE = 0.01  # share of a step's time; smaller differences cannot be measured
 CLOSE = 0.05  # of the predicted ratio
 
 
 def run() -> Iterator[Row]:
-    """For each case both policies, measured and predicted, and what auto takes; and how the gain rises."""
+    """Yield for each case both policies, measured and predicted, and the choice of auto; then the gains by ACR."""
     with emulated_hosts(2, RATE, burst=0.001) as hosts:
         found = json.loads(hosts.mpirun(["-m", "benchmarks.table4", "linked"], timeout=300).strip().splitlines()[-1])
-    told = f"{found['beside']:.0%}"
+    text = f"{found['beside']:.0%}"
     yield Row(
-        "time of the exchanges, ACR 0.6, in which both hosts compute", "more than half", told, found["beside"] > 0.5
+        "time of the exchanges, ACR 0.6, in which both hosts compute", "more than half", text, found["overlapped"] > 0.5
     )
     gains = []
     for case, measured in zip(LINKED, found["seconds"], strict=True):
@@ -48,52 +49,52 @@ def run() -> Iterator[Row]:
         ", ".join(f"{gain:.2f} ({case.ratio:g})" for gain, case in zip(gains, LINKED, strict=True)),
         all(b > a - TIE for a, b in itertools.pairwise(gains)) and gains[-1] > gains[0] + TIE,
     )
-    (uneven,) = pinned("benchmarks.table4", cores()[:2], "uneven")["seconds"]
+    (uneven,) = run_on_cores("benchmarks.table4", available_cores()[:2], "uneven")["seconds"]
     yield from compare("stages of 2, 1, 1, 1 layers, one process", UNEVEN, uneven)
 
 
 def compare(title: str, case: Case, measured: Mapping[str, float]) -> Iterator[Row]:
-    """The speedup of B over A, and whether auto takes the faster."""
+    """Yield the speedup of B over A, and whether auto chooses the faster one."""
     predicted = {policy: case.predict(policy) for policy in POLICIES}
     figure = f"{title}, ACR {predicted['dapple-a'].acr:.2f}"
     gain = measured["dapple-a"] / measured["dapple-b"]
     wanted = predicted["dapple-a"].step_seconds / predicted["dapple-b"].step_seconds
-    told = ", ".join(
+    text = ", ".join(
         f"{policy} {measured[policy] * 1e3:.0f} ms (predicted {predicted[policy].step_seconds * 1e3:.0f})"
         for policy in POLICIES
     )
     yield Row(
         f"{figure}: speedup of B over A",
         f"within {CLOSE:.0%} of the simulator's {wanted:.2f}",
-        f"{gain:.2f}; {told}",
+        f"{gain:.2f}; {text}",
         abs(gain / wanted - 1) <= CLOSE,
     )
     taken = case.choose().schedule
     (other,) = set(POLICIES) - {taken}
     more = measured[taken] / measured[other] - 1
-    told = f"{taken}, {abs(more):.1%} {'slower' if more > 0 else 'faster'} than {other}"
+    text = f"{taken}, {abs(more):.1%} {'slower' if more > 0 else 'faster'} than {other}"
     if abs(more) <= TIE:
-        told += f": a tie, within {TIE:.0%}"
-    yield Row(f"{figure}: what auto takes", "the faster", told, more <= TIE)
+        text += f": a tie, within {TIE:.0%}"
+    yield Row(f"{figure}: what auto takes", "the faster", text, more <= TIE)
 
 
 def measure(cases: Sequence[Case]) -> list[dict[str, float]]:
-    """Median seconds of a step of each case under each policy, all in turn."""
+    """Return the median seconds of a step of each case under each policy, all timed in turn."""
     steps = {(i, policy): step for i, case in enumerate(cases) for policy, step in case.make_steps().items()}
     calls = {str(key): partial(step, False) for key, step in steps.items()}
-    seconds_in_turn(calls, 2)
-    taken = seconds_in_turn(calls, ROUNDS)
+    time_interleaved(calls, 2)
+    taken = time_interleaved(calls, ROUNDS)
     return [{policy: median(taken[str((i, policy))]) for policy in POLICIES} for i in range(len(cases))]
 
 
 def measure_linked() -> dict[str, Any]:
-    """The linked cases as one rank of the job, and how the widest one's exchanges lie beside compute."""
+    """Measure the linked cases as one rank of the job, and the widest one's overlap of transfers and compute."""
     seconds = measure(LINKED)
     step = LINKED[-1].make_steps()["dapple-b"]
     step(True)  # once for TensorFlow to optimise the graph
     timeline = step(True)
     assert timeline is not None
-    return {"seconds": seconds, "beside": beside(timeline)}
+    return {"seconds": seconds, "overlapped": overlapped_share(timeline)}
 
 
 if __name__ == "__main__":
@@ -103,7 +104,7 @@ if __name__ == "__main__":
     from benchmarks.waits import start_waiting
 
     if sys.argv[1] == "uneven":
-        start_waiting(len(UNEVEN.loads))
+        start_waiting(len(UNEVEN.layer_counts))
         print(json.dumps({"seconds": measure([UNEVEN])}))
     else:
         tf.config.threading.set_inter_op_parallelism_threads(8)

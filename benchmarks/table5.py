@@ -1,4 +1,4 @@
-"""Table V of the paper: its plan, ours by its formulas and ours by the simulator, in 18 rows, under two conventions."""
+"""Table V of the paper: its plans, ours by its formulas and ours by the simulator, in 18 rows, by two conventions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.published import (
     TABLE_5,
     Model,
     Published,
-    missing,
+    find_missing_profiles,
     published_stages,
     read_calibrated,
     read_profile,
@@ -26,7 +26,7 @@ from profiler.profile import Profile
 
 @dataclass(frozen=True)
 class Convention:
-    """How plans are compared: which slices are allowed, whose stash counts, and whether AllReduce overlaps backward."""
+    """How plans are compared: allowed slices, the profile's stash, and whether AllReduce overlaps backward."""
 
     title: str
     problem: type[PlanningProblem]
@@ -34,7 +34,7 @@ class Convention:
     overlap: bool = True
 
     def make_problem(self, model: Model, letter: str, global_batch: int | None = None) -> PlanningProblem:
-        """The problem of a row, on 16 devices."""
+        """Return the planning problem of a row, on 16 devices."""
         batch = model.global_batch if global_batch is None else global_batch
         sizes = list_micro_batch_sizes(batch, None)
         return self.problem(
@@ -59,7 +59,7 @@ _TITLES = {"formula": "by formula", "best": "best", "published": "of DP, two sta
 class Compared:
     """A row under a convention: the paper's plan, ours by formula and by simulator, the best of the published space.
 
-    ``printed``: the paper's plan with the cut as printed, where ``paper`` has it as the text says.
+    ``printed``: the paper's plan with the printed cut, where ``paper`` has the cut that the paper's text describes.
     """
 
     row: Published
@@ -71,12 +71,12 @@ class Compared:
     printed: Choice | None
 
     def agrees(self, ours: Choice) -> bool:
-        """Whether this is the paper's plan, up to the places of the cuts."""
+        """Return whether this is the paper's plan, whatever the positions of the cuts."""
         whole = len(ours.candidate.stages) == self.problem.cluster.devices
         return ours.name == self.row.plan and (whole or ours.name != "straight")
 
     def exactly(self, ours: Choice) -> bool:
-        """Whether the cut is the printed one, too; those of straight plans are not printed."""
+        """Return whether the cut is the printed one, too; cuts of straight plans are not printed."""
         if not self.agrees(ours):
             return False
         if ":" not in ours.name:
@@ -84,7 +84,7 @@ class Compared:
         return ours.split == self.row.split
 
     def verdict(self) -> str:
-        """Whether the plans agree, or why the paper's lost."""
+        """Return whether the plans agree, or why the paper's is slower."""
         if self.exactly(self.best):
             return "agrees"
         if self.best.candidate.stages == self.paper.candidate.stages:
@@ -94,7 +94,7 @@ class Compared:
 
 
 def compare(row: Published, convention: Convention) -> Compared:
-    """All that is said of a row under one convention."""
+    """Return the comparison of a row under one convention."""
     problem = convention.make_problem(row.model, row.config)
     paper = fastest(problem.evaluate_all_sizes(published_stages(row, problem), "paper"))
     published = fastest(published_candidates(problem))
@@ -115,8 +115,8 @@ def compare(row: Published, convention: Convention) -> Compared:
 
 
 def run() -> Iterator[Row]:
-    """18 rows twice, and how many agree under these conventions and others."""
-    if why := missing():
+    """Yield 18 rows twice, and how many agree under these conventions and others."""
+    if why := find_missing_profiles():
         yield Row("Table V", "18 rows", why, True)
         return
     for letter in "abc":
@@ -132,7 +132,7 @@ def run() -> Iterator[Row]:
 
 
 def show(convention: Convention, each: Compared) -> Row:
-    """A row of the table; ok where ours is no slower than the paper's and the published planner's."""
+    """Return a row of the table; ok if ours is no slower than the paper's and the published planner's."""
     row = each.row
     acr = "" if row.acr is None else f", ACR {row.acr:.2f}"
     wanted = f"no slower than the paper's: {row.plan}{' ' + row.split if row.split else ''}{acr}"
@@ -147,12 +147,12 @@ def show(convention: Convention, each: Compared) -> Row:
 
 
 def count_agreeing(convention: Convention, compared: list[Compared]) -> Row:
-    """How many rows agree, by each way to choose; ok where ours is never slower than the paper's."""
-    told = []
+    """Return how many rows agree, for each way to choose; ok if ours is never slower than the paper's."""
+    text = []
     for title in ("formula", "best", "published"):
         plans = [(each, getattr(each, title)) for each in compared]
         same, exact = sum(each.agrees(plan) for each, plan in plans), sum(each.exactly(plan) for each, plan in plans)
-        told.append(f"{_TITLES[title]} {same} ({exact} cut as printed)")
+        text.append(f"{_TITLES[title]} {same} ({exact} cut as printed)")
     never = all(c.best.seconds <= min(c.paper.seconds, c.published.seconds) * (1 + 1e-9) for c in compared)
     figure = f"rows of {len(compared)} with the paper's plan: {convention.title}"
-    return Row(figure, "best never slower than the paper's", "; ".join(told), never)
+    return Row(figure, "best never slower than the paper's", "; ".join(text), never)

@@ -1,7 +1,7 @@
-"""DAPPLE, Table VI: throughput and peak memory of GPipe and DAPPLE, with and without re-computation, by M.
+"""Table VI of the paper: throughput and peak memory of GPipe and DAPPLE, with and without re-computation, by M.
 
-The gpt at two stages on two cores of one process, two samples a micro-batch as in the paper. The memory cap stands
-where the paper's does: GPipe fits at M = 2 and not at M = 3. What is compared at one M runs in turn in one process.
+The gpt at two stages on two cores of one process, with two samples per micro-batch as in the paper. The memory cap is
+where the paper's is: GPipe fits at M = 2 and not at M = 3. Steps with the same M are timed in turn in one process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
 
 STAGES, SAMPLES, MICRO_BATCHES = 2, 2, (2, 3, 5, 8, 16)
 WAYS = {
@@ -24,8 +24,8 @@ ROUNDS = 5
 
 
 def run() -> Iterator[Row]:
-    """The table, a row for each way and M, and what is wanted of it."""
-    table = {m: pinned("benchmarks.table6", cores()[:STAGES], str(m)) for m in MICRO_BATCHES}
+    """Yield a row for each configuration and M, and then the targets."""
+    table = {m: run_on_cores("benchmarks.table6", available_cores()[:STAGES], str(m)) for m in MICRO_BATCHES}
     cap = (table[2]["GPipe"]["bytes"] + table[3]["GPipe"]["bytes"]) / 2
     for way in WAYS:
         for m in MICRO_BATCHES:
@@ -48,9 +48,9 @@ def run() -> Iterator[Row]:
 
 
 def measure(micro_batches: int) -> dict[str, Any]:
-    """By way: samples a second by the median step, and the peak in bytes.
+    """Return for each configuration the samples per second of the median step, and the peak in bytes.
 
-    The peak is what a recorded step holds above the start, by TensorFlow's allocator, and what is always there.
+    The peak is what a recorded step allocates above its start, by TensorFlow's allocator, plus what is always there.
     """
     import dapple_tf as dapple
     from benchmarks.workloads import small_gpt
@@ -69,8 +69,8 @@ def measure(micro_batches: int) -> dict[str, Any]:
             recompute=recompute,
         )
     calls = {way: lambda step=step: float(step(*batch)) for way, step in steps.items()}
-    seconds_in_turn(calls, 2)
-    taken = seconds_in_turn(calls, ROUNDS)
+    time_interleaved(calls, 2)
+    taken = time_interleaved(calls, ROUNDS)
     found = {}
     for way, step in steps.items():
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Table VII of the paper: DAPPLE's and PipeDream's strategies on two servers of Config A, and ours."""
+"""Table VII of the paper: the plans of DAPPLE and PipeDream on two servers of Config A, and ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.common import Row
 from benchmarks.planning import describe, explain, fastest
-from benchmarks.published import TABLE_7, Strategies, missing, stages_of
+from benchmarks.published import TABLE_7, Strategies, find_missing_profiles, stages_of
 from benchmarks.table5 import FREE, WHOLE, Convention
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import run_planner
@@ -15,8 +15,8 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 
 
 def run() -> Iterator[Row]:
-    """Four rows, under the two conventions of Table V."""
-    if why := missing():
+    """Yield four rows, under the two conventions of Table V."""
+    if why := find_missing_profiles():
         yield Row("Table VII", "4 rows", why, True)
         return
     for convention in (FREE, WHOLE):
@@ -24,21 +24,21 @@ def run() -> Iterator[Row]:
 
 
 def compare(row: Strategies, convention: Convention) -> Row:
-    """A row; ok where ours is no slower than either strategy."""
+    """Return a row; ok if ours is no slower than either plan."""
     problem = convention.make_problem(row.model, "a", row.global_batch)
     best = describe(row.model, problem, run_planner(problem, "best").chosen)
-    told, least = [f"best {best}"], best.seconds
+    texts, least = [f"best {best}"], best.seconds
     for name, stages in (("DAPPLE's", _stages(problem, row, row.dapple)), ("PipeDream's", _pipedream(problem, row))):
         found = fastest(problem.evaluate_all_sizes(stages, name))
         if found is None:
-            told.append(f"{name} does not fit the memory")
+            texts.append(f"{name} does not fit the memory")
             continue
         theirs = describe(row.model, problem, found)
-        told.append(f"{name} {theirs}: {explain(problem, best, theirs)}")
+        texts.append(f"{name} {theirs}: {explain(problem, best, theirs)}")
         least = min(least, theirs.seconds)
     ours = best.seconds <= least * (1 + 1e-9)
     figure = f"{row.model.title}, {row.global_batch}, 2 x 8, {convention.title}"
-    return Row(figure, "best never slower", "; ".join(told), ours)
+    return Row(figure, "best never slower", "; ".join(texts), ours)
 
 
 def _pipedream(problem: PlanningProblem, row: Strategies) -> tuple[StagePlan, ...]:

@@ -1,11 +1,11 @@
 """Table VIII of the paper: the largest BERT-L that straight pipelines of 1, 2, 4, 8 V100s hold with re-computation.
 
-What the figures rest on: 16 bytes a parameter (Adam, as the table says); 16 GB a device, NVLink between them (Config
-A); micro-batches of 2 samples (Tables II and VI) and a global batch of 64 (Table V), that is M = 32, for the
-"reasonable input size", which the paper does not give; policy A; stages of whole encoder layers, cut by compute and
-memory. Costs are those of ``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds.
-Nothing is fitted to the table. Utilisation is the simulator's: M micro-batches' compute, re-computation included, over
-the step. One device has no bubble, so 100% here; the paper's 93% there must be the GPU's own figure.
+Assumptions: 16 bytes per parameter (Adam, as the table says); 16 GB per device, with NVLink (Config A); micro-batches
+of 2 samples (Tables II and VI) and a global batch of 64 (Table V), that is M = 32, for the "reasonable input size",
+which the paper does not state; policy A; stages of whole encoder layers, cut by compute and memory. Costs are those of
+``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds. Nothing is fitted to the
+table. Utilisation is the simulator's: the compute of M micro-batches, with re-computation, over the step. One device
+has no bubble, so it is 100% here; the paper's 93% must be the utilisation of the GPU itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 import dapple_tf as dapple
-from benchmarks.bert import deepen, examine
+from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.common import Row
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.fit_cuts import fit_cuts
@@ -27,24 +27,24 @@ from profiler.profile import Profile
 DEVICES = (1, 2, 4, 8)
 LAYERS = (48, 106, 215, 428)
 UTILISATION = (0.93, 0.89, 0.89, 0.87)
-MEMORY = 16e9  # of a V100, as everywhere here; it has 16 GiB, of which CUDA and TensorFlow keep a part
+MEMORY = 16e9  # of a V100, as everywhere here; it has 16 GiB, of which CUDA and TensorFlow use a part
 PRINTED_BYTES = 88.2e9  # of the parameters on 8 devices
 GLOBAL_BATCH, MICRO_BATCH = 64, 2
 WANTED = 0.10
 # Table VI, GPipe and DAPPLE with M = 2 on two devices: 12.1 and 10.6 GB on average, for 2 and (2 + 1) / 2 micro-batches
 # in flight of a stage of 24 layers.
-KEPT = (12.1e9 - 10.6e9) / 0.5 / 24
+PUBLISHED_STASH = (12.1e9 - 10.6e9) / 0.5 / 24
 
 
 def run() -> Iterator[Row]:
-    """What a layer keeps, the four sizes with utilisation, how they grow, and what smaller inputs would do."""
-    profile = examine(MICRO_BATCH)
-    kept = sum(layer.stash_bytes for layer in profile.layers if layer.name.startswith("layer_1/"))
+    """Yield the stash of a layer, the four sizes with utilisation, their growth, and the sizes for other inputs."""
+    profile = profile_two_layers(MICRO_BATCH)
+    stash = sum(layer.stash_bytes for layer in profile.layers if layer.name.startswith("layer_1/"))
     yield Row(
         f"an encoder layer's stash, {MICRO_BATCH} samples",
-        f"within {WANTED:.0%} of Table VI's: {KEPT / 1e6:.0f} MB",
-        f"{kept / 1e6:.0f} MB ({kept / KEPT - 1:+.0%})",
-        abs(kept / KEPT - 1) <= WANTED,
+        f"within {WANTED:.0%} of Table VI's: {PUBLISHED_STASH / 1e6:.0f} MB",
+        f"{stash / 1e6:.0f} MB ({stash / PUBLISHED_STASH - 1:+.0%})",
+        abs(stash / PUBLISHED_STASH - 1) <= WANTED,
     )
     largest = [find_largest(profile, devices, MICRO_BATCH) for devices in DEVICES]
     for devices, wanted, busy, (layers, timeline) in zip(DEVICES, LAYERS, UTILISATION, largest, strict=True):
@@ -54,7 +54,7 @@ def run() -> Iterator[Row]:
 
 
 def compare(devices: int, wanted: int, busy: float, layers: int, timeline: Timeline) -> Row:
-    """A row of the table."""
+    """Return a row of the table."""
     off = layers / wanted - 1
     found = float(np.mean(timeline.utilisation))
     parameters = sum(cost.fixed_bytes for cost in timeline.costs)
@@ -68,7 +68,7 @@ def compare(devices: int, wanted: int, busy: float, layers: int, timeline: Timel
 
 
 def growth(layers: list[int]) -> Iterator[Row]:
-    """Layers a device gains: the same from 1 to 2 devices as from 4 to 8."""
+    """Yield the layers that each further device adds: the same from 1 to 2 devices as from 4 to 8."""
     rates = [(b - a) / (n - m) for a, b, m, n in zip(layers, layers[1:], DEVICES, DEVICES[1:], strict=False)]
     theirs = [(b - a) / (n - m) for a, b, m, n in zip(LAYERS, LAYERS[1:], DEVICES, DEVICES[1:], strict=False)]
     yield Row(
@@ -80,29 +80,32 @@ def growth(layers: list[int]) -> Iterator[Row]:
 
 
 def others() -> Iterator[Row]:
-    """Other inputs and memory, and what the table itself leaves for a layer's stash: its input must be the smaller."""
+    """Yield the sizes for other inputs and memory, and the stash per layer that the table leaves room for.
+
+    That is less than Table VI's, so the table's input must be smaller.
+    """
     cases = {
         "micro-batches of 1 (M = 64)": (1, MEMORY),
         "micro-batches of 4 (M = 16)": (4, MEMORY),
         "16 GiB a device": (MICRO_BATCH, 2.0**34),
     }
     for title, (size, memory) in cases.items():
-        profile = examine(size)
+        profile = profile_two_layers(size)
         found = [find_largest(profile, devices, size, memory)[0] for devices in DEVICES]
         off = ", ".join(f"{a / b - 1:+.0%}" for a, b in zip(found, LAYERS, strict=True))
         yield Row(f"the same with {title}", "-", f"{', '.join(map(str, found))} ({off})", True)
     left = [(m - PRINTED_BYTES / DEVICES[-1]) / (LAYERS[-1] / DEVICES[-1]) / 1e6 for m in (MEMORY, 2.0**34)]
-    told = f"{left[0]:.0f} MB ({left[1]:.0f} MB of 16 GiB), where Table VI has {KEPT / 1e6:.0f} MB"
-    yield Row("what Table VIII leaves for an encoder layer's stash (8 x V100)", "-", told, True)
+    text = f"{left[0]:.0f} MB ({left[1]:.0f} MB of 16 GiB), where Table VI has {PUBLISHED_STASH / 1e6:.0f} MB"
+    yield Row("what Table VIII leaves for an encoder layer's stash (8 x V100)", "-", text, True)
 
 
 def find_largest(profile: Profile, devices: int, micro_batch: int, memory: float = MEMORY) -> tuple[int, Timeline]:
-    """The most encoder layers whose straight pipeline fits ``memory`` bytes, by bisection, and its simulated step."""
+    """Return the most encoder layers whose straight pipeline fits ``memory`` bytes, and its simulated step."""
     fitting, best = 0, None
     above = 128 * devices
     while above - fitting > 1:
         layers = (fitting + above) // 2
-        timeline = simulate_straight(deepen(profile, layers), devices, micro_batch, memory)
+        timeline = simulate_straight(repeat_layer(profile, layers), devices, micro_batch, memory)
         if timeline is None:
             above = layers
         else:
@@ -113,7 +116,7 @@ def find_largest(profile: Profile, devices: int, micro_batch: int, memory: float
 
 
 def simulate_straight(profile: Profile, devices: int, micro_batch: int, memory: float = MEMORY) -> Timeline | None:
-    """A stage a device, cut as the planners cut; None where one of them does not fit."""
+    """Return the simulated step of one stage per device, cut as the planners cut; None where a stage does not fit."""
     cluster = replace(config("a", devices), device_memory=memory)
     problem = make_problem(
         profile,

@@ -1,8 +1,8 @@
-"""A model whose work is waiting: calibrated sleeps in place of arithmetic, so that stages may outnumber the cores.
+"""A model that sleeps for a set time instead of computing, so that there can be more stages than cores.
 
-What is measured is the real graph, with its edges, transfers and runtime; only the devices are pretended. The work of a
-stage takes turns, as a device computes one thing at a time. What is computed beside (products with a weight that has
-one entry for each column) is tiny, and its gradients are right, so that a step can be compared with one device's.
+The graph, its control edges, its transfers and the runtime are the real ones; only the devices' work is emulated. One
+lock per stage makes its work sequential, as on a device. What is computed besides (a product with one weight per
+column) is tiny and has correct gradients, so that a step can be compared with the same step on one device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dapple_tf import Workload
 
 
 class Wait(keras.layers.Layer):
-    """``x * weight`` of [samples, width]: waits in forward, for the gradient of ``x``, and for that of the weight.
+    """``x * weight`` of [samples, width], with a sleep in forward, in the gradient of ``x`` and in that of the weight.
 
-    ``seconds``: those three. Layers that share ``turn`` wait one after the other.
+    ``seconds``: of these three sleeps. Layers that share the lock ``turn`` sleep one after the other.
     """
 
     def __init__(self, seconds: Sequence[float], turn: Any, width: int, name: str) -> None:
@@ -34,7 +34,7 @@ class Wait(keras.layers.Layer):
         self.weight = self.add_weight(shape=(width,), initializer="ones")
 
     def call(self, x: Any) -> Any:
-        """See the class."""
+        """Return ``x * weight`` after the sleep of forward."""
         forward, inputs, weights = self.seconds
 
         @tf.custom_gradient
@@ -49,7 +49,7 @@ class Wait(keras.layers.Layer):
 
 
 def pause(tensor: Any, seconds: float, turn: Any) -> Any:
-    """The same tensor, ``seconds`` after it is there and ``turn`` is free; it takes a thread, but no core."""
+    """Return the tensor ``seconds`` after it is computed and ``turn`` is free; this occupies a thread, but no core."""
     if not seconds:
         return tensor
 
@@ -72,11 +72,12 @@ def waits(
     width: int = 4,
     batch_size: int = 64,
 ) -> Timed:
-    """A chain of ``stages`` layers that wait so many seconds a micro-batch, however many samples it has.
+    """Return a chain of ``stages`` layers that sleep for a set time per micro-batch, whatever its number of samples.
 
-    ``inputs``, ``weights``: the backward's gradients of what enters a layer, and of its weight. ``width``: columns of
-    what crosses (float32), of ``batch_size`` samples. The first layer scales the batch, so that the one after it has a
-    gradient of its inputs to compute, as in any model with several layers in its first stage. See ``stage_names``.
+    ``forward``: seconds of forward. ``inputs``, ``weights``: seconds of backward for the gradients of a layer's inputs
+    and of its weight. ``width``: columns (float32) of the tensor between layers, for ``batch_size`` samples. A variable
+    scales the batch first, so that the first layer has a gradient of its inputs to compute, as the later layers of a
+    stage do in any model. See ``stage_names``.
     """
     layers = [Wait((forward, inputs, weights), threading.Lock(), width, name) for name in _names(stages)]
     scale = tf.Variable(tf.ones([width]), name="scale")
@@ -93,7 +94,7 @@ def waits(
 
 
 def stage_names(stages: int) -> list[str]:
-    """The layers at which the stages of ``waits`` after the first start, for ``dapple.pipeline(stages=...)``."""
+    """Return the layers that start the stages of ``waits`` but the first, for ``dapple.pipeline(stages=...)``."""
     return _names(stages)[1:]
 
 
@@ -102,6 +103,6 @@ def _names(stages: int) -> list[str]:
 
 
 def start_waiting(stages: int) -> None:
-    """``dapple.init`` with threads for as many stages: each waits in one, and two gradients may wait for their turn."""
+    """Call ``dapple.init`` with enough threads: each stage sleeps in one, and two gradients may wait for the lock."""
     tf.config.threading.set_inter_op_parallelism_threads(4 * stages)
     dapple.init(stages)

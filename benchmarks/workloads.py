@@ -1,4 +1,4 @@
-"""The models that are timed: a stack of dense layers, and the gpt of the main job."""
+"""The models that are timed: a stack of dense layers, and the gpt that ``make train`` trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timed:
 
 
 def dense(layers: int = 8, width: int = 1024, batch_size: int = 2048) -> Timed:
-    """``layers`` dense layers of ``width``: large matrix products, so timing shows the pipeline and little else."""
+    """Return ``layers`` dense layers of ``width``: large matrix products, beside which other ops take no time."""
     generator = np.random.default_rng(0)
     stack = [keras.layers.Dense(width, activation="relu", name=f"dense_{i}") for i in range(layers)]
     model = keras.Sequential([keras.Input((width,)), *stack])
@@ -35,7 +35,7 @@ def dense(layers: int = 8, width: int = 1024, batch_size: int = 2048) -> Timed:
 
 
 def small_gpt(batch_size: int = 64) -> Timed:
-    """The main job's model, one batch."""
+    """Return the model of ``make train`` and one batch."""
     workload = gpt(batch_size=batch_size)
     return Timed(workload, next(iter(workload.dataset)))
 

@@ -1,7 +1,7 @@
-"""ZB-H1 against 1F1B (dapple-a): the bubble that weight gradients fill, in the simulator, in waits and in products.
+"""ZB-H1 against 1F1B (dapple-a): weight gradients fill the bubble; simulated, with sleeps and with real products.
 
-Stages of waits (see ``benchmarks.waits``) show schedules of more stages than there are cores. Both schedules run in one
-process, in turn.
+With stages that sleep (see ``benchmarks.waits``) there can be more stages than cores. Both schedules are timed in turn
+in one process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import dapple_tf as dapple
-from benchmarks.common import Row, cores, median, pinned, report, seconds_in_turn
-from benchmarks.needs import lack_of_ranks
+from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
+from benchmarks.needs import find_missing_for_ranks
 from benchmarks.waits import stage_names, start_waiting, waits
 from benchmarks.zero_bubble_ranks import rows_of_ranks
 
@@ -21,10 +21,10 @@ SCHEDULES = ("dapple-a", "zb-h1")
 
 
 def run() -> Iterator[Row]:
-    """The simulator against the paper's closed forms, then what was measured against the simulator."""
+    """Yield the simulator against the paper's formulas, then the measurements against the simulator."""
     yield from compare_with_paper()
-    yield from (Row(**row) for row in pinned("benchmarks.zero_bubble", cores()))
-    lack = lack_of_ranks()
+    yield from (Row(**row) for row in run_on_cores("benchmarks.zero_bubble", available_cores()))
+    lack = find_missing_for_ranks()
     if lack is None:
         predicted = [simulated(name, 2, MICRO_BATCHES, 1, 1, 1) for name in SCHEDULES]
         yield from rows_of_ranks(predicted[1] / predicted[0])
@@ -33,7 +33,7 @@ def run() -> Iterator[Row]:
 
 
 def compare_with_paper() -> list[Row]:
-    """Bubbles of (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023); the most micro-batches in flight."""
+    """Compare bubbles with (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023), and K with 1F1B's."""
     from graph_passes.schedules.policies import build_schedule
 
     right = total = 0
@@ -44,8 +44,8 @@ def compare_with_paper() -> list[Row]:
             found = [simulated(name, stages, m, f, b, w) - m * (f + b + w) for name in SCHEDULES]
             right += sum(a == c for a, c in zip(found, wanted, strict=True))
             total += 2
-            held = [max(build_schedule(name, stages, m).in_flight) for name in SCHEDULES]
-            least_room = min(least_room, held[0] - held[1])
+            in_flight = [max(build_schedule(name, stages, m).in_flight) for name in SCHEDULES]
+            least_room = min(least_room, in_flight[0] - in_flight[1])
     return [
         Row(
             "simulated bubbles of 1F1B and ZB-H1, S to 8, M to 4 S",
@@ -63,7 +63,7 @@ def compare_with_paper() -> list[Row]:
 
 
 def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float, w: float) -> float:
-    """Seconds of a step of equal stages without transfers."""
+    """Return the simulated seconds of a step of equal stages without transfers."""
     import numpy as np
 
     from dapple_tf.simulator.engine import has_weights, step_seconds
@@ -76,7 +76,7 @@ def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float
 
 
 def measure() -> dict[str, Any]:
-    """Median seconds of a step under each schedule, the median of their ratios, and the most in flight."""
+    """Return the median seconds of a step under each schedule, their median ratio, and the most in flight."""
     steps, batches = {}, {}
     for name in SCHEDULES:
         timed = waits(STAGES, forward=SECONDS, inputs=SECONDS, weights=SECONDS)
@@ -85,24 +85,24 @@ def measure() -> dict[str, Any]:
             loss_fn, optimizer=optimizer, stages=stage_names(STAGES), micro_batches=MICRO_BATCHES, schedule=name
         )
         batches[name] = timed.batch
-    held = []
+    in_flight = []
     for name, step in steps.items():
         for _ in range(2):  # the first one builds
             step.record(*batches[name])
-        held.append(most_in_flight(step.timeline))
+        in_flight.append(count_in_flight(step.timeline))
     calls = {name: lambda step=step, name=name: float(step(*batches[name])) for name, step in steps.items()}
-    seconds_in_turn(calls, 2)
-    taken = seconds_in_turn(calls, 15)
+    time_interleaved(calls, 2)
+    taken = time_interleaved(calls, 15)
     pairs = zip(*(taken[name] for name in SCHEDULES), strict=True)
     return {
         "seconds": [median(taken[name]) for name in SCHEDULES],
         "ratio": median([after / before for before, after in pairs]),
-        "held": held,
+        "in_flight": in_flight,
     }
 
 
-def most_in_flight(timeline: Any) -> int:
-    """Over all stages, the most micro-batches whose F had begun, and whose W (or whole backward) had not ended."""
+def count_in_flight(timeline: Any) -> int:
+    """Return the largest number of micro-batches in flight on a stage: F has started, W (or B) has not ended."""
     frees = "W" if any(event.action.kind == "W" for event in timeline.events) else "B"
     most = 0
     for stage in range(STAGES):
@@ -114,16 +114,16 @@ def most_in_flight(timeline: Any) -> int:
 
 
 def rows_of_waits() -> list[Row]:
-    """S = 4, M = 8, F = B = W."""
+    """Return the rows of S = 4, M = 8, F = B = W."""
     start_waiting(STAGES)
     found = measure()
     before, after = found["seconds"]
     predicted = [simulated(name, STAGES, MICRO_BATCHES, SECONDS, SECONDS, SECONDS) for name in SCHEDULES]
     figure = f"S = {STAGES}, M = {MICRO_BATCHES}, F = B = W = {SECONDS * 1e3:.0f} ms of waiting: ZB-H1 over 1F1B"
-    told = f"{found['ratio']:.3f} ({before * 1e3:.0f} ms, {after * 1e3:.0f} ms)"
+    text = f"{found['ratio']:.3f} ({before * 1e3:.0f} ms, {after * 1e3:.0f} ms)"
     wanted = predicted[1] / predicted[0]
     return [
-        Row(figure, f"below 1; simulated {wanted:.3f}", told, found["ratio"] < 1),
+        Row(figure, f"below 1; simulated {wanted:.3f}", text, found["ratio"] < 1),
         *(
             Row(f"{name}, the same: measured over simulated", "within 10%", f"{ratio:.3f}", ratio <= 1.1)
             for name, ratio in zip(SCHEDULES, (before / predicted[0], after / predicted[1]), strict=True)
@@ -131,11 +131,11 @@ def rows_of_waits() -> list[Row]:
         Row(
             "the same: most micro-batches in flight on a stage, from time stamps",
             "no more than 1F1B's",
-            f"{found['held'][1]}, and {found['held'][0]}",
-            found["held"][1] <= found["held"][0],
+            f"{found['in_flight'][1]}, and {found['in_flight'][0]}",
+            found["in_flight"][1] <= found["in_flight"][0],
         ),
     ]
 
 
 if __name__ == "__main__":
-    report(rows_of_waits())
+    print_rows(rows_of_waits())

@@ -1,1 +1,1 @@
-"""Tests of what the benchmarks work out before they compare."""
+"""Tests of what the benchmarks compute before they measure."""

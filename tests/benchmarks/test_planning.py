@@ -1,4 +1,4 @@
-"""The helpers of the planning benchmarks, on figures worked out by hand."""
+"""The helpers of the planning benchmarks, on numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_tight_problem(**fields: object) -> PlanningProblem:
     return PlanningProblem(make_profile(), make_cluster(), 8, (1, 2, 4, 8), **fields)
 
 
-def test_a_cut_after_so_many_cells_is_where_least_crosses() -> None:
+def test_a_cut_after_a_number_of_cells_is_where_the_fewest_bytes_cross() -> None:
     problem = make_tight_problem()
     # After the second cell a stage may start at the view (9 bytes cross) or at cell2 (1 byte).
     assert [find_cut(MODEL, problem, units) for units in (1, 2, 3)] == [1, 3, 4]
@@ -56,7 +56,7 @@ def test_a_published_plan_has_its_cut_and_its_devices_in_order() -> None:
     assert count_units(MODEL, make_profile(), stages) == (2, 2)
 
 
-def test_a_published_cut_may_be_counted_another_way() -> None:
+def test_the_cut_of_a_row_may_differ_from_the_printed_one() -> None:
     stages = published_stages(Published(MODEL, "a", "3:1", "2:2", units=1), make_tight_problem())
     assert stages[1].first_layer == 1
 
@@ -69,7 +69,7 @@ def test_published_dp_and_straight_plans() -> None:
     assert count_units(MODEL, problem.profile, straight) == (1, 1, 1, 1)
 
 
-def test_stash_grows_where_there_is_a_backward_until_the_memory_is_the_published_one() -> None:
+def test_the_stash_of_layers_with_a_backward_is_raised_to_the_published_memory() -> None:
     profile = make_profile()
     # Weights, gradients and one slot: 300. Working: cell1 has 9 + 3 = 12. Stash of cells with a backward: 17.
     grown = calibrate_stash(profile, memory=300 + 12 + 34, slots=1)
@@ -77,7 +77,7 @@ def test_stash_grows_where_there_is_a_backward_until_the_memory_is_the_published
     assert [layer.activation_bytes for layer in grown.layers] == [3.0, 9.0, 1.0, 5.0, 0.0]
 
 
-def test_stash_stays_where_the_published_memory_is_too_small() -> None:
+def test_the_stash_is_not_changed_where_the_published_memory_is_too_small() -> None:
     assert calibrate_stash(make_profile(), memory=200.0, slots=1) == make_profile()
 
 
@@ -91,8 +91,7 @@ def test_whole_slices_give_every_replica_the_profile_batch() -> None:
 
 
 @pytest.mark.parametrize("planner", ["best", "dapple"])
-def test_planners_keep_to_whole_slices(planner: str) -> None:
-
+def test_planners_give_replicas_whole_slices(planner: str) -> None:
     chosen = run_planner(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen
     assert max(stage.replicas for stage in chosen.stages) * 2 <= chosen.micro_batch_size
 
@@ -109,12 +108,12 @@ def test_the_fastest_split_is_that_of_all_splits(overlap: bool, memory: float) -
     assert found.seconds == min(price.seconds for price in prices)
 
 
-def test_no_split_where_none_fits() -> None:
+def test_there_is_no_split_where_none_fits() -> None:
     assert fastest_split(replace(make_tight_problem(), cluster=make_cluster(100.0))) is None
 
 
-@pytest.mark.skipif(bool(published.missing()), reason=published.missing())
-def test_the_paper_s_plans_on_its_profiles() -> None:
+@pytest.mark.skipif(bool(published.find_missing_profiles()), reason=published.find_missing_profiles())
+def test_the_papers_plans_on_its_profiles() -> None:
     cuts = {}
     for row in published.TABLE_5:
         problem = make_problem(

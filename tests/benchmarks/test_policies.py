@@ -1,4 +1,4 @@
-"""The pipelines of known waits: what the simulator says of them, and what is read off a recorded step."""
+"""Pipelines of known costs: the simulator's predictions, and what is computed from a recorded step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from benchmarks.emulated_hosts import _burst
-from benchmarks.policies import Case, beside
+from benchmarks.policies import Case, overlapped_share
 from benchmarks.table4 import LINKED, UNEVEN
 from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.timeline import Timeline
@@ -15,7 +15,7 @@ from graph_passes.schedules.schedule import Action
 from profiler.cluster import Link
 
 
-def test_a_case_has_the_ratio_that_was_asked_for() -> None:
+def test_a_case_has_the_requested_ratio() -> None:
     for case in LINKED:
         assert case.predict("dapple-a").acr == pytest.approx(case.ratio, rel=0.01)
 
@@ -40,14 +40,14 @@ def test_stages_hold_their_layers_in_order() -> None:
     assert [(s.first_layer, s.last_layer, s.devices) for s in stages] == [(0, 1, (0,)), (2, 2, (1,))]
 
 
-def test_the_time_in_which_both_ends_of_an_exchange_compute_by_hand() -> None:
+def test_the_share_of_a_transfer_in_which_both_ends_compute() -> None:
     def event(stage: int, start: float, end: float) -> Event:
         return Event(Action(stage, "F", 0), 0, f"rank:{stage}", start, end)
 
     # The exchange goes on from 2 to 6; stage 0 works until 3 and again from 5, stage 1 from 1 to 7: half of it.
     events = (event(0, 0, 3), event(1, 1, 7), event(0, 5, 8))
-    assert beside(Timeline(events, (Transfer(0, 1, 0, 2, 6),))) == 0.5
-    assert beside(Timeline(events)) == 0
+    assert overlapped_share(Timeline(events, (Transfer(0, 1, 0, 2, 6),))) == 0.5
+    assert overlapped_share(Timeline(events)) == 0
 
 
 def test_bursts_are_bytes() -> None:

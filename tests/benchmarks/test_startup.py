@@ -1,4 +1,4 @@
-"""What the benchmark of a rank's start measures."""
+"""What the benchmark of a rank's start-up time measures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 TICK = 0.01
 
 
-def test_a_process_knows_when_it_was_started() -> None:
+def test_the_age_of_a_process_is_the_time_since_its_start() -> None:
     program = "import time; time.sleep(0.3); from benchmarks.startup import process_age; print(process_age())"
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -20,5 +20,5 @@ def test_a_process_knows_when_it_was_started() -> None:
     assert 0.3 <= float(done.stdout) <= took + TICK
 
 
-def test_parts_are_told_with_their_sum() -> None:
+def test_parts_are_printed_with_their_sum() -> None:
     assert describe({"import": 1.26, "join": 0.5}) == "1.8 s (import 1.3, join 0.5)"

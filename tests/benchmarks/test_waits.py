@@ -1,10 +1,10 @@
-"""Stages that wait in place of computing: captured, split and right like any other model."""
+"""Stages that sleep instead of computing: they are captured, split and correct like any other model."""
 
 from __future__ import annotations
 
 import dapple_tf as dapple
 from benchmarks.waits import stage_names, waits
-from benchmarks.zero_bubble import most_in_flight, simulated
+from benchmarks.zero_bubble import count_in_flight, simulated
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
@@ -31,7 +31,7 @@ def test_each_part_of_a_stage_waits_once_and_the_gradients_are_right() -> None:
     assert report.ok, str(report)
 
 
-def test_a_wait_of_no_time_is_none() -> None:
+def test_a_wait_of_no_time_adds_no_op() -> None:
     timed = waits(1, forward=0, inputs=0, weights=0, batch_size=4)
     step = dapple.pipeline(
         timed.workload.loss_fn, optimizer=timed.workload.optimizer, stages=1, micro_batches=2, example_batch=timed.batch
@@ -44,9 +44,9 @@ def test_micro_batches_in_flight_are_counted_from_starts_to_ends() -> None:
         (actions,) = parse_schedule(text).stages
         return Timeline(tuple(Event(a, 0, "CPU:0", i, i + 1) for i, a in enumerate(actions)))
 
-    assert most_in_flight(timeline("0F0 0F1 0B0 0B1")) == 2
-    assert most_in_flight(timeline("0F0 0B0 0F1 0B1")) == 1
-    assert most_in_flight(timeline("0F0 0B0 0F1 0B1 0W0 0W1")) == 2
+    assert count_in_flight(timeline("0F0 0F1 0B0 0B1")) == 2
+    assert count_in_flight(timeline("0F0 0B0 0F1 0B1")) == 1
+    assert count_in_flight(timeline("0F0 0B0 0F1 0B1 0W0 0W1")) == 2
 
 
 def test_equal_stages_in_the_simulator() -> None:
