@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.common import Row, median
 from benchmarks.figures import line_figure
-from benchmarks.published import BERT_LARGE, GNMT, MODELS, missing, read_profile
+from benchmarks.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.api import plan
 from profiler.cluster import Cluster
 from profiler.presets import config
@@ -27,7 +27,7 @@ def run() -> Iterator[Row]:
 
 
 def _published() -> Iterator[Row]:
-    if why := missing():
+    if why := find_missing_profiles():
         yield Row("shared profiles", "at most 0.1 s", why, True)
         return
     for model in (*MODELS, BERT_LARGE):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.own_core import keep_to_own_core
+from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__" and sys.argv[1] == "ranks":  # before any library counts the cores
-    keep_to_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
+    run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
 import json
 import subprocess
@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import Row, cores, median, pinned, seconds_in_turn
-from benchmarks.needs import lack_of_ranks
+from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
+from benchmarks.needs import find_missing_for_ranks
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 8, 25
 MOST = 0.01
@@ -26,13 +26,14 @@ MOST = 0.01
 
 def run() -> Iterator[Row]:
     """The dense stack and the gpt in one process, the dense stack as two ranks; then reading and writing."""
-    if len(cores()) < STAGES:
+    if len(available_cores()) < STAGES:
         yield Row("recording two stages on two cores", "at most +1%", "this machine has one core", False)
         return
-    found = {model: pinned("benchmarks.timeline", cores()[:STAGES], "process", model) for model in ("dense", "gpt")}
+    available = available_cores()[:STAGES]
+    found = {model: run_on_cores("benchmarks.timeline", available, "process", model) for model in ("dense", "gpt")}
     for model, seconds in found.items():
         yield _compare(f"{model}: step.record over step, S = {STAGES}, M = {MICRO_BATCHES}, two cores", seconds)
-    if lack_of_ranks() is None:
+    if find_missing_for_ranks() is None:
         yield _compare(f"dense: the same as two ranks, M = {MICRO_BATCHES}, a core each", launch("dense"))
     taken = found["gpt"]
     parts = f"{taken['read'] * 1e3:.1f} ms, {taken['write'] * 1e3:.1f} ms"
@@ -69,8 +70,8 @@ def measure(model: str) -> dict[str, Any]:
         timed.workload.loss_fn, optimizer=timed.workload.optimizer, stages=STAGES, micro_batches=MICRO_BATCHES
     )
     steps = {"step": lambda: float(step(*timed.batch)), "record": lambda: float(step.record(*timed.batch))}
-    seconds_in_turn(steps, 2)
-    taken: dict[str, Any] = dict(seconds_in_turn(steps, ROUNDS))
+    time_interleaved(steps, 2)
+    taken: dict[str, Any] = dict(time_interleaved(steps, ROUNDS))
     reads, writes = [], []
     with tempfile.TemporaryDirectory() as folder:
         scalars = Scalars(folder)
