@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.errors import BatchError, CaptureError, LossError
-from dapple_tf.frontend.capture import Captured, batch_signature, capture
+from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.frontend.capture import capture
 from graph_passes.ir.graph import Effect, Graph, Node
 from graph_passes.ir.verify import verify
 
@@ -29,11 +29,6 @@ def the(graph: Graph, op: str) -> Node:
 
 def controls(graph: Graph) -> dict[str, list[str]]:
     return {node.name: [control.source for control in node.controls] for node in graph.nodes if node.controls}
-
-
-def layers_of(captured: Captured) -> list[str]:
-    """The paths of leaf layers, in the order of their first ops."""
-    return list(dict.fromkeys(node.string("layer") for node in captured.graph.nodes if node.has("layer")))
 
 
 # --- data edges, inputs, outputs
@@ -56,15 +51,6 @@ def test_the_batch_size_is_unknown() -> None:
 
 
 weight_of_two = tf.Variable([[1.0], [2.0]], name="two")
-
-
-def test_nested_arguments_are_flattened_in_order() -> None:
-    specs = batch_signature(({"b": X, "a": np.ones((4,), np.int32)}, X))
-    assert [(spec.shape.as_list(), spec.dtype.name) for spec in specs] == [
-        ([None], "int32"),
-        ([None, 2], "float32"),
-        ([None, 2], "float32"),
-    ]
 
 
 def test_aux_outputs_follow_the_loss_and_keep_their_structure() -> None:
@@ -255,85 +241,6 @@ def test_bodies_of_loops_branches_and_calls_are_kept() -> None:
     assert {name for name in referred if name.startswith(("while", "cond"))} <= set(names)
 
 
-# --- layer names
-
-
-def test_ops_are_named_by_the_keras_layer_that_made_them() -> None:
-    layers = [keras.Input((2,)), keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1, name="out")]
-    model = keras.Sequential(layers, name="net")
-    captured = capture(lambda x: tf.reduce_mean(model(x)), (X,))
-    assert layers_of(captured) == ["net/hidden", "net/out"]
-    assert not the(captured.graph, "Mean").has("layer")
-
-
-def test_nested_models_give_paths() -> None:
-    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="a")], name="inner")
-    outer = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1, name="b")], name="outer")
-    assert layers_of(capture(lambda x: tf.reduce_mean(outer(x)), (X,))) == ["outer/inner/a", "outer/b"]
-
-
-def test_a_layer_called_twice_has_one_name_for_both_calls() -> None:
-    dense = keras.layers.Dense(2, name="shared")
-    dense.build((None, 2))
-    captured = capture(lambda x: tf.reduce_mean(dense(tf.exp(dense(x)))), (X,))
-    assert [node.string("layer") for node in captured.graph.nodes if node.op == "MatMul"] == ["shared", "shared"]
-    assert not the(captured.graph, "Exp").has("layer")
-
-
-def test_a_custom_leaf_layer_is_one_layer() -> None:
-    class Scale(keras.Layer):
-        def build(self, shape: Any) -> None:
-            self.scale = self.add_weight(shape=(2,))
-
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return tf.tanh(x * self.scale)
-
-    layer = Scale(name="scale")
-    captured = capture_built(layer)
-    assert layers_of(captured) == ["scale"]
-    assert the(captured.graph, "Tanh").string("layer") == "scale"
-
-
-def capture_built(layer: keras.Layer) -> Captured:
-    layer(X)
-    return capture(lambda x: tf.reduce_mean(layer(x)), (X,))
-
-
-def test_raw_ops_of_a_model_are_within_it_and_no_layer() -> None:
-    class Model(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name="model")
-            self.first, self.last = keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="last")
-
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return self.last(tf.tanh(self.first(x)))
-
-    captured = capture_built(Model())
-    tanh = the(captured.graph, "Tanh")
-    assert not tanh.has("layer")
-    assert tanh.string("within") == "model"
-    assert layers_of(captured) == ["model/first", "model/last"]
-
-
-def test_layers_called_in_the_body_of_a_loop_do_not_name_ops_outside() -> None:
-    class Tail(keras.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return keras.ops.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, dense(y)), (0, x))[1]
-
-    dense = keras.layers.Dense(2, name="inside")
-    dense.build((None, 2))
-    tail = Tail(name="tail")
-
-    def loss(x: tf.Tensor) -> tf.Tensor:
-        for _ in range(20):
-            x = tf.tanh(x)
-        return tf.reduce_mean(tail(x))
-
-    captured = capture(loss, (X,))
-    assert not any(node.has("layer") or node.has("within") for node in captured.graph.nodes if node.op == "Tanh")
-    assert the(captured.graph, "While").string("layer") == "tail"
-
-
 # --- the user's function
 
 
@@ -380,26 +287,6 @@ def test_an_input_signature_must_leave_axis_0_open(rows: int | None) -> None:
 
 
 # --- refusals
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((), "takes at least one argument, batched on axis 0"),
-        ((X, 3), r"argument 1 is a scalar; every argument must be batched on axis 0 \(close over what is not\)"),
-        (([X, 2.0],), r"argument 0\[1\] is a scalar"),
-        ((X, "text"), "argument 1 is a scalar"),
-        ((X, X[:2]), "not batched alike on axis 0: argument 0: 4, argument 1: 2"),
-        (({"a": X, "b": X[:1]},), r"not batched alike on axis 0: argument 0\[0\]: 4, argument 0\[1\]: 1"),
-        ((None,), "argument 0 is a NoneType; every argument must be an array or a dense tensor"),
-        ((X, object()), "argument 1 is a object; every argument must be an array"),
-        ((tf.ragged.constant([[1], [2, 3]]),), "argument 0 is a RaggedTensor; every argument must be .* dense tensor"),
-        ((tf.sparse.eye(3),), "argument 0 is a SparseTensor; every argument must be"),
-    ],
-)
-def test_batches_that_are_none(batch: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        batch_signature(batch)
 
 
 def loss_of(make: Callable[[tf.Tensor], Any]) -> Callable[[tf.Tensor], Any]:

@@ -1,0 +1,100 @@
+"""The arguments of a loss: how they are checked, and which share a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.errors import BatchError
+from dapple_tf.frontend.batch import as_arguments, batch_key, batch_signature, batch_size
+
+X = np.ones((4, 2), np.float32)
+
+
+def test_nested_arguments_are_flattened_in_order() -> None:
+    specs = batch_signature(({"b": X, "a": np.ones((4,), np.int32)}, X))
+    assert [(spec.shape.as_list(), spec.dtype.name) for spec in specs] == [
+        ([None], "int32"),
+        ([None, 2], "float32"),
+        ([None, 2], "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((), "takes at least one argument, batched on axis 0"),
+        ((X, 3), r"argument 1 is a scalar; every argument must be batched on axis 0 \(close over what is not\)"),
+        (([X, 2.0],), r"argument 0\[1\] is a scalar"),
+        ((X, "text"), "argument 1 is a scalar"),
+        ((X, X[:2]), "not batched alike on axis 0: argument 0: 4, argument 1: 2"),
+        (({"a": X, "b": X[:1]},), r"not batched alike on axis 0: argument 0\[0\]: 4, argument 0\[1\]: 1"),
+        ((None,), "argument 0 is a NoneType; every argument must be an array or a dense tensor"),
+        ((X, object()), "argument 1 is a object; every argument must be an array"),
+        ((tf.ragged.constant([[1], [2, 3]]),), "argument 0 is a RaggedTensor; every argument must be .* dense tensor"),
+        ((tf.sparse.eye(3),), "argument 0 is a SparseTensor; every argument must be"),
+    ],
+)
+def test_batches_that_are_refused(batch: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        batch_signature(batch)
+
+
+def test_a_batch_is_a_tuple_of_arguments_or_the_only_one() -> None:
+    assert as_arguments((X, 1)) == (X, 1)
+    assert as_arguments([X, 1]) == (X, 1)
+    assert as_arguments({"x": X}) == ({"x": X},)
+    (only,) = as_arguments(X)
+    assert only is X
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X,),
+        ({"b": X, "a": np.ones(4)},),
+        (tf.constant(X), 3),
+        (tf.TensorSpec([4, None]),),
+    ],
+)
+def test_the_batch_size_is_the_length_of_the_first_tensors_axis_0(batch: tuple[Any, ...]) -> None:
+    assert batch_size(batch) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((), "the batch has no tensors"),
+        (({},), "the batch has no tensors"),
+        (([[1, 2], [3, 4]],), r"the batch's first tensor has shape \(\)"),  # nested arguments, each a number
+        ((np.float32(1),), r"the batch's first tensor has shape \(\): axis 0 must be the number of samples"),
+        ((tf.TensorSpec([None, 2]),), r"shape \(None, 2\): axis 0 must be the number of samples"),
+        ((X[:0],), "the batch is empty"),
+    ],
+)
+def test_a_batch_without_a_size_is_refused(batch: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        batch_size(batch)
+
+
+def test_batches_of_other_sizes_share_a_trace() -> None:
+    assert batch_key((X, [X])) == batch_key((X[:3], [X[:3]]))
+    assert batch_key((X,)) == batch_key((tf.constant(X[:3]),))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (X[:, :1],),
+        (X.astype(np.float64),),
+        (X, X),
+        ([X],),
+        ({"x": X},),
+    ],
+    ids=["inner shape", "dtype", "count", "list", "dict"],
+)
+def test_batches_of_other_kinds_do_not_share_a_trace(other: tuple[Any, ...]) -> None:
+    assert batch_key((X,)) != batch_key(other)
