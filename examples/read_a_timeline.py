@@ -34,8 +34,7 @@ def main(folder: Path = Path("out")) -> None:
     step = dapple.pipeline(
         loss_fn, optimizer=keras.optimizers.SGD(0.01), stages=["dense_3"], micro_batches=8, schedule="dapple-a"
     )
-    for _ in range(3):
-        step.record(x, y)  # trains as a call of `step` does, and takes the times
+    step.record(x, y)  # trains as a call of `step` does, and takes the times
 
     print(step.recording)  # the measured step, its prediction, and the error of that
     print("stage 0 ran", " ".join(str(action) for action in step.timeline.order(stage=0)))

@@ -1,0 +1,32 @@
+"""The architecture pages agree with the code: the order of the passes, and the example graph."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from dapple_tf import compiler
+from graph_passes.ir.graph import ROLES
+from graph_passes.schedules.policies import build_schedule
+from tests.docs.pages import written
+
+
+def test_the_flow_lists_the_passes_in_the_order_in_which_they_run() -> None:
+    listed = re.findall(
+        r"^\| `(graph_passes\.passes\.\w+)` \|", written()["docs/architecture/flow.md"].text, re.MULTILINE
+    )
+    called = re.findall(r"\b([A-Z]\w+)\(", inspect.getsource(compiler.passes))
+    homes = [getattr(vars(compiler).get(name), "__module__", "") for name in called]
+    assert listed == [home for home in homes if home.startswith("graph_passes.passes.")]
+
+
+def test_the_ports_page_lists_every_role() -> None:
+    page = written()["docs/architecture/ir.md"].text
+    table = page[page.index("| role of a port") : page.index("Each node has an *effect*")]
+    assert set(re.findall(r"`(\w+)`", table)) == set(ROLES)
+
+
+def test_the_life_of_a_step_shows_the_order_of_its_schedule() -> None:
+    page = written()["docs/architecture/step.md"].text
+    shown = re.findall(r"^    stage \d: ((?:\d[FB]\d ?)+)", page, re.MULTILINE)
+    assert "\n".join(line.strip() for line in shown) == str(build_schedule("dapple-a", 2, 4))
