@@ -1,4 +1,4 @@
-"""``dapple simulate``: what a plan will do."""
+"""``dapple simulate``: predict a step of a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from profiler.importers import read_profile
     "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
 )
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
-@click.option("--size-scale", default=1.0, show_default=True, help="Multiplies the bytes of a graph.txt.")
+@click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def simulate(

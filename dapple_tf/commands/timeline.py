@@ -1,4 +1,4 @@
-"""``dapple timeline``: what a saved trace says, in words and as a picture."""
+"""``dapple timeline``: describe a saved trace, and draw it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dapple_tf.commands.output import print_result
 @click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def timeline(trace: str, output: str | None, as_json: bool) -> None:
-    """Read a TRACE (.json) that dapple saved: bubble, utilisation, critical path, and predicted against measured."""
+    """Describe a TRACE (.json) saved by dapple: bubble, utilisation, critical path, and error of the prediction."""
     from dapple_tf.drawing.save import check_path
     from dapple_tf.timeline.describe import find_slowest
     from dapple_tf.timeline.picture import save_recording
@@ -27,7 +27,7 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     print_result(str(recording))
     slowest = find_slowest(recording.measured) if recording.measured is not None else ()
     if slowest:
-        print_result(f"slowest for their kind: {', '.join(map(str, slowest))}")
+        print_result(f"slowest compared with others of their kind: {', '.join(map(str, slowest))}")
     if output:
         save_recording(recording, output)
         print_result(f"timeline: {output}")

@@ -1,4 +1,4 @@
-"""What a timeline's picture shows, whatever it was taken from: rows of spans, and curves of memory."""
+"""The contents of a timeline's picture: rows of spans, and curves of memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 
 SpanKind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
-# Forward blue, backward green, as in the DAPPLE paper's figures. Where backward is split, "backward" is the gradients
-# of inputs, and "weights" those of weights.
+# Forward blue, backward green, as in the DAPPLE paper's figures. Where backward is split, "backward" computes the
+# gradients of inputs, and "weights" those of weights.
 COLOURS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "#4f81bd",
@@ -33,19 +33,19 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
         "update": "weight update",
     }
 )
-CRITICAL = "#1c1c1c"  # dark on every colour, for all eyes
-MARK = 0.16  # of a stage's row: the bar that marks what is on the critical path
+CRITICAL = "#1c1c1c"  # dark on all colours above, also for colour-blind readers
+MARK = 0.16  # height, in rows of a stage, of the bar that marks a span on the critical path
 IDLE = "#e9e9ee"
-THIN = 0.3  # the height of a transfers' row, that of a stage's row being 1
-HEADING = 0.8  # that of the name of a group of rows
+THIN = 0.3  # height of a row of transfers, in rows of a stage
+HEADING = 0.8  # height of the name of a group of rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the picture: a stage's (or replica's) work, or, ``network``, one direction of a boundary.
+    """A row of the picture: the actions of a stage or of a replica, or (``network``) one direction of a boundary.
 
-    ``detail`` says what more there is to say, such as the device. Rows of one ``group`` stand together under its name.
-    Up to ``until`` (seconds) what is empty is idle, and drawn so.
+    ``detail``: more about it, such as the device. Rows of one ``group`` stand together under its name. From 0 to
+    ``until`` (seconds) the row is drawn as idle where it has no span.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Row:
 
     @property
     def height(self) -> float:
-        """Relative to a stage's row."""
+        """Height, in rows of a stage."""
         return THIN if self.network else 1.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from ``start`` to ``end`` (seconds) in the row of that index."""
+    """An event from ``start`` to ``end`` (seconds), drawn in the row of index ``row``."""
 
     row: int
     name: str
@@ -75,7 +75,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes over time: ``values[i]`` holds from ``times[i]`` (seconds) on."""
+    """Bytes over time: ``values[i]`` from ``times[i]`` (seconds) on."""
 
     name: str
     times: tuple[float, ...]
@@ -84,9 +84,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture ``seconds`` wide; ``limit`` is the bytes that each curve should stay below.
+    """A picture whose time axis has ``seconds``.
 
-    ``captions``: what is told of each group of rows, by its name.
+    ``limit``: bytes that each curve should stay below. ``captions``: the text above each group of rows, by its name.
     """
 
     title: str
@@ -99,12 +99,12 @@ class Chart:
 
     @property
     def kinds(self) -> tuple[SpanKind, ...]:
-        """The kinds of span that occur, in the legend's order."""
-        there = {span.kind for span in self.spans}
-        return tuple(kind for kind in LABELS if kind in there)
+        """The kinds of the spans, in the order of the legend."""
+        kinds = {span.kind for span in self.spans}
+        return tuple(kind for kind in LABELS if kind in kinds)
 
     def tops(self) -> Iterator[float]:
-        """The upper edge of every row, downwards from 0, in heights of a stage's row."""
+        """Yield the upper edge of every row, downwards from 0, in rows of a stage."""
         top, group = 0.0, ""
         for row in self.rows:
             top += HEADING if row.group != group else 0.0
@@ -114,7 +114,7 @@ class Chart:
 
     @property
     def headings(self) -> tuple[tuple[str, float], ...]:
-        """What is told of each group of rows, and the upper edge of that."""
+        """The caption of each group of rows, and its upper edge in rows of a stage."""
         first: dict[str, float] = {}
         for row, top in zip(self.rows, self.tops(), strict=True):
             if row.group:
@@ -123,12 +123,12 @@ class Chart:
 
     @property
     def height(self) -> float:
-        """Of all rows and headings together."""
+        """Height of all rows and headings, in rows of a stage."""
         return max((top + row.height for row, top in zip(self.rows, self.tops(), strict=True)), default=0.0)
 
 
 def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
-    """Charts one above the other on one time axis, the rows of each under its name and title; without their curves."""
+    """Return one chart with the rows of several, each under its name and title, on one time axis; without curves."""
     rows: list[Row] = []
     spans: list[Span] = []
     for name, chart in parts:

@@ -1,4 +1,4 @@
-"""A chart in the Chrome trace format, which Perfetto reads too."""
+"""Charts in the Chrome trace format, which Perfetto reads too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dapple_tf.drawing.chart import Chart
 
 
 def trace_events(chart: Chart) -> dict[str, Any]:
-    """The trace: processes ``stages`` and ``network`` with a thread a row, microseconds, memory as counters.
+    """Return the trace: processes ``stages`` and ``network`` with a thread for each row, and memory as counters.
 
-    Rows in groups have processes of their own, called after the group: ``measured: stages``.
+    Times are microseconds. Each group of rows has processes of its own, such as ``measured: stages``.
     """
     events: list[dict[str, Any]] = []
     processes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A chart as a web page that needs nothing but itself: SVG, a little style, and a script for zoom and tooltips."""
+"""Charts as web pages of a single file: SVG, style, and a script for zoom and tooltips."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from string import Template
 from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart, Curve
 from profiler.units import format_bytes, scale_bytes
 
-_WIDE = 1000.0  # the whole time, in the drawing's units; the script fits it to the window
+_WIDE = 1000.0  # width of the time axis in the drawing's units; the script fits it to the window
 _GAP = 0.1  # of a row's height, above and below its spans
 _MEMORY = 220  # pixels
 
@@ -159,7 +159,7 @@ place();
 
 
 def make_page(chart: Chart) -> str:
-    """The page's whole text."""
+    """Return the page."""
     classes = [f".{kind} {{ fill: var(--{kind}); background: var(--{kind}); }}" for kind in chart.kinds]
     legend = [f'<span><i class="{kind}"></i>{LABELS[kind]}</span>' for kind in chart.kinds]
     if any(row.until for row in chart.rows):
@@ -187,7 +187,7 @@ def make_page(chart: Chart) -> str:
 
 
 def _left(chart: Chart) -> int:
-    """Pixels left of the plot, for the rows' names."""
+    """Return the pixels left of the plot, for the names of the rows."""
     return 16 + 7 * max(len(row.name) for row in chart.rows)
 
 
@@ -226,7 +226,7 @@ def _draw_rows(chart: Chart) -> str:
 
 def _draw_memory(chart: Chart) -> str:
     most = max(max(curve.values) for curve in chart.curves)
-    # A limit far above would flatten the curves to a line: it is told instead.
+    # A limit far above the curves would flatten them to a line: the heading states it instead.
     shown = chart.limit is not None and chart.limit <= 2.5 * most
     top = 1.08 * max(most, (chart.limit or 0) if shown else 0) or 1.0
     size, unit = scale_bytes(top)
@@ -243,7 +243,7 @@ def _draw_memory(chart: Chart) -> str:
             levels.append(f'<line class="across limit" x1="{left}" x2="{left}" y1="{y:g}" y2="{y:g}"/>')
     paths, legend = [], []
     for index, curve in enumerate(chart.curves):
-        # From blue to orange over green, in even steps that read on light and on dark.
+        # From blue over green to orange, in even steps, readable on light and on dark.
         colour = f"hsl({220 - 190 * index / max(1, len(chart.curves) - 1):.0f} 65% 50%)"
         tip = f"{escape(curve.name)}: at most {format_bytes(max(curve.values), 4)}"
         paths.append(f'<path stroke="{colour}" data-n="{tip}" d="{"".join(_steps(curve, chart.seconds, top))}"/>')
@@ -253,7 +253,7 @@ def _draw_memory(chart: Chart) -> str:
 
 
 def _levels(top: float) -> list[float]:
-    """Three to six round numbers from 0 to ``top``."""
+    """Return three to six round numbers from 0 to ``top``."""
     power = 10 ** math.floor(math.log10(top))
     step = next(power * factor for factor in (0.2, 0.5, 1.0, 2.0) if top / (power * factor) < 6)
     return [index * step for index in range(int(top / step) + 1)]

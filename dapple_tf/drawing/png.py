@@ -1,4 +1,4 @@
-"""A chart as a PNG."""
+"""Charts as PNG pictures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DPI = 130
-_INCHES = (12.0, 40.0)  # the narrowest and the widest picture
-_PLOT = 0.92  # of the width that is not the rows' names
-_SHARE = 0.8  # of a row's height that its spans take
-_DIGIT_INCHES = 0.06  # the width of a digit of the small labels
-_NAMED = 6  # names of the legend that fit side by side
+_INCHES = (12.0, 40.0)  # least and largest width of a picture
+_PLOT = 0.92  # share of the width that the rows' names leave
+_SHARE = 0.8  # share of a row's height that its spans take
+_DIGIT_INCHES = 0.06  # width of a digit of the small labels
+_LEGEND_COLUMNS = 6  # entries of the legend that fit side by side
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Write the picture: the rows, and below them memory over time where there is any."""
+    """Write the picture: the rows, and below them the curves of memory if there are any."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ _UNITS = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}
 
 
 def _choose_width(chart: Chart) -> float:
-    """Inches: enough for most numbers to be read."""
+    """Return the width in inches: enough to read most numbers."""
     labelled = [span for span in chart.spans if _is_labelled(chart, span)]
     if not labelled:
         return _INCHES[0]
@@ -127,7 +127,7 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
         handles.append(Patch(color=IDLE, label="idle"))
     if marks:
         handles.append(Line2D([], [], color=CRITICAL, linewidth=3, label="critical path"))
-    lines = -(-len(handles) // _NAMED)
+    lines = -(-len(handles) // _LEGEND_COLUMNS)
     axes.set_title(chart.title, fontsize=11, loc="left", pad=10 + 14 * lines)
     axes.legend(
         handles=handles,
@@ -147,11 +147,11 @@ def _draw_memory(chart: Chart, axes: Axes) -> None:
 
     scale, _ = scale_time(chart.seconds)
     most = max(max(curve.values) for curve in chart.curves)
-    # A limit far above would flatten the curves to a line: it is told instead.
+    # A limit far above the curves would flatten them to a line: the title states it instead.
     shown = chart.limit is not None and chart.limit <= 2.5 * most
     size, unit = scale_bytes(max(most, chart.limit or 0) if shown else most)
     ramp = colormaps["viridis"]
-    every = -(-len(chart.curves) // 12)  # more names than that do not fit
+    every = -(-len(chart.curves) // 12)  # at most 12 names fit
     for index, curve in enumerate(chart.curves):
         axes.step(
             [time * scale for time in (*curve.times, chart.seconds)],

@@ -1,4 +1,4 @@
-"""Save a chart as its file's suffix says."""
+"""Save a chart in the format that the file's suffix names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUFFIXES = (".png", ".html", ".json")
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """The path, if a timeline can be saved there; UsageError before any work is done if not."""
+    """Return the path. Raises UsageError if a timeline cannot be saved there: call it before any work is done."""
     target = Path(path)
     if target.suffix not in _SUFFIXES:
         raise UsageError(f"{target}: a timeline is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
@@ -26,18 +26,18 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, Any] | None = None) -> None:
-    """A picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json), all or nothing.
+    """Save a picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json).
 
-    ``data`` is what a trace keeps besides, under ``dapple``, where those leave it alone.
-    Raises UsageError for another suffix or a path that cannot be written.
+    An existing file is replaced, or left as it was if saving fails. ``data``: JSON values that a trace holds in its
+    field ``dapple``, which the viewers ignore. Raises UsageError for another suffix or a path that cannot be written.
     """
     target = check_path(path)
     match target.suffix:
         case ".json":
             from dapple_tf.drawing.chrome_trace import trace_events
 
-            kept = {} if data is None else {"dapple": data}
-            write_atomically(target, json.dumps({**trace_events(chart), **kept}))
+            extra = {} if data is None else {"dapple": data}
+            write_atomically(target, json.dumps({**trace_events(chart), **extra}))
         case ".html":
             from dapple_tf.drawing.html import make_page
 

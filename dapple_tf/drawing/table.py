@@ -19,13 +19,15 @@ def format_table(
     The first ``left`` columns are aligned left, the others right. ``width``: characters of a line; cells of the widest
     columns are wrapped where the table has more. By default no cell is wrapped.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
-    console = Console(file=text, width=width or _UNLIMITED, no_color=True, markup=False, highlight=False, emoji=False)
+    console = Console(
+        file=text, width=width or _UNLIMITED, force_terminal=False, markup=False, highlight=False, emoji=False
+    )
     console.print(table)
     return [line.rstrip() for line in text.getvalue().splitlines()]
 

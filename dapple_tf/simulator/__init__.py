@@ -1,1 +1,1 @@
-"""The simulator: what a plan costs, executed action by action under the cost model."""
+"""The simulator: the costs of a plan's stages, and its schedule executed action by action under them."""

@@ -1,4 +1,4 @@
-"""How much of a step is communication."""
+"""The activation communication ratio of a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dapple_tf.timeline.stage_costs import StageCosts
 
 
 def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:
-    """ACR: mean seconds of a boundary's transfers (both directions) over a stage's mean compute (DAPPLE, Table V).
+    """Return the ACR: mean seconds of a boundary's transfers, both directions, over a stage's mean seconds of compute.
 
-    0 for one stage; infinity where only transfers take time.
+    Of one micro-batch (DAPPLE, Table V). 0 for one stage; infinite where only transfers take time.
     """
     sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in costs[:-1]]
     computed = [cost.forward_seconds + cost.backward_seconds for cost in costs]

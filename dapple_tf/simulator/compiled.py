@@ -1,4 +1,4 @@
-"""Numba's compiler as a typed decorator, and the arrays that compiled functions take."""
+"""Numba's compiler as typed decorators, and the array types that compiled functions take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """The function as machine code, compiled at its first call for each kind of arguments.
+    """Return the function as machine code, compiled at its first call for each combination of argument types.
 
-    What is made is kept on disk, beside the module or in the user's cache.
+    The code is cached on disk, beside the module or in the user's cache. Numba compiles again if the function's own
+    file has changed, but not if a compiled function that it calls has: then delete the ``*.nbc`` and ``*.nbi`` files.
     """
     return cast(_Function, numba.njit(cache=True)(function))
+
+
+def inlined(function: _Function) -> _Function:
+    """Return the function for use in ``compiled`` functions, whose code takes in its body.
+
+    For the planner's inner loops: a call would pass every array of a NamedTuple, which takes longer than the body.
+    """
+    return cast(_Function, numba.njit(inline="always")(function))

@@ -1,4 +1,4 @@
-"""What each stage of a plan costs: seconds of a micro-batch, of its transfers and AllReduce, and bytes."""
+"""The cost model: seconds and bytes of each stage of a plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from profiler.profile import Profile
 
 
 def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:
-    """The costs of every stage of ``plan`` under the design's cost model.
+    """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). Of layers that
-    are re-computed backward runs the forward again, a run at a time; only what enters a run is stashed (DAPPLE, VI.E).
+    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). Re-computed
+    layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
+    inputs are stashed (DAPPLE, section VI.E).
     """
     tables = link_tables(cluster)
     homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
@@ -34,27 +35,27 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
     scale = plan.micro_batch_size / profile.batch_size
     found = []
     for index, stage in enumerate(plan.stages):
-        r, held = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
-        forward, backward, weights = (row[held] for row in seconds[r])
+        r, layers = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
+        forward, backward, weights = (row[layers] for row in seconds[r])
         send = 0.0
         if index + 1 < len(plan.stages):
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
             send = latency + per_byte * float(crossing[stage.last_layer]) * scale
         runs = plan.runs(index)
-        again = sum(float(forward[run.start - held.start : run.stop - held.start].sum()) for run in runs)
-        kept, work = _memory(held, runs, stash, working, crossing)
-        ring = allreduce_cost(homes[index], tables) * parameters[held]
+        recomputed = sum(float(forward[run.start - layers.start : run.stop - layers.start].sum()) for run in runs)
+        stashed, work = _memory(layers, runs, stash, working, crossing)
+        ring = allreduce_cost(homes[index], tables) * parameters[layers]
         total = float(ring.sum())
         found.append(
             StageCosts(
                 forward_seconds=float(forward.sum()),
-                backward_seconds=float(backward.sum()) + again,
+                backward_seconds=float(backward.sum()) + recomputed,
                 send_forward_seconds=send,
                 send_backward_seconds=send,
                 allreduce_seconds=total,
                 exposed_seconds=exposed_seconds(weights if splits else backward, ring) if plan.overlap else total,
-                fixed_bytes=float(parameters[held].sum()) * (2 + optimizer_slots),
-                stash_bytes=kept * scale / r,
+                fixed_bytes=float(parameters[layers].sum()) * (2 + optimizer_slots),
+                stash_bytes=stashed * scale / r,
                 working_bytes=work * scale / r,
                 weights_seconds=float(weights.sum()) if splits else 0.0,
             )
@@ -63,29 +64,31 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
 
 
 def _memory(
-    held: slice, runs: Sequence[range], stash: Floats, working: Floats, crossing: Floats
+    layers: slice, runs: Sequence[range], stash: Floats, working: Floats, crossing: Floats
 ) -> tuple[float, float]:
-    """Bytes of a stage's stash and of its largest working set, what a run makes again included, at the profile's batch.
+    """Return the bytes of a stage's stash, and of its largest working set, for the profile's batch.
 
-    ``held``: the stage's layers; ``crossing``: bytes over the cut after each layer.
+    A re-computed run adds its inputs to the stash, and all its stash to its working set. ``crossing``: bytes that cross
+    the cut after each layer.
     """
-    entering = sum(float(crossing[run.start - 1]) for run in runs if run.start)
-    kept = [layer for layer in range(held.start, held.stop) if not any(layer in run for run in runs)]
-    again = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
-    return float(stash[kept].sum()) + entering, max([float(working[held].max()), *again])
+    run_inputs = sum(float(crossing[run.start - 1]) for run in runs if run.start)
+    others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
+    of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
+    return float(stash[others].sum()) + run_inputs, max([float(working[layers].max()), *of_runs])
 
 
 def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
-    """Seconds of AllReduce after the last backward when each layer's starts as soon as its gradient is there.
+    """Return the seconds of AllReduce after the last backward, if each layer's starts as soon as its gradient exists.
 
-    ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce at a time.
+    ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce runs at a
+    time.
     """
     return float(exposed_of(np.asarray(backward, np.float64), ring, 0, len(ring)))
 
 
 @compiled
 def exposed_of(backward: Floats, ring: Floats, first: int, end: int) -> float:
-    """``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive), for compiled callers."""
+    """Return ``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive), for compiled callers."""
     ready, done = 0.0, 0.0
     for layer in range(end - 1, first - 1, -1):
         ready += backward[layer]

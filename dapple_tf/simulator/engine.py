@@ -1,9 +1,12 @@
-"""The discrete-event run of a schedule, compiled: thousands of runs a second for the planner.
+"""Compiled discrete-event simulation of a schedule: thousands of runs per second for the planner.
 
-Letters: S stages, M micro-batches. An *order* is int32 [S, 2M], the actions of each stage in the order in which its
-devices run them, each once: m is the forward of micro-batch m, -1 - m its backward. Where gradients of weights are
-actions of their own it is [S, 3M], and -1 - M - m is that of micro-batch m. Row s of a transfer's array is the boundary
-between stages s and s + 1, whose two directions are two channels.
+``run`` and ``step_seconds`` are the compiled twins of ``graph_passes.schedules.schedule.run_schedule``; the tests hold
+all three equal. The first keeps the times of all events, the second only the end of the step.
+
+Letters: S stages, M micro-batches. An *order* is an array int32 [S, 2M] with the actions of each stage in the order in
+which its devices run them: entry m is the forward of micro-batch m, -1 - m its backward. Where weight gradients are
+actions of their own it is [S, 3M], and -1 - M - m is the one of micro-batch m. Row s of an array of transfers is the
+boundary between stages s and s + 1, whose two directions are two channels.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, inlined
 from graph_passes.schedules.schedule import Action, Schedule
 
 Order = NDArray[np.int32]
@@ -19,7 +22,7 @@ Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floa
 
 
 def encode(schedule: Schedule) -> Order:
-    """The order of a schedule, any whatever."""
+    """Return the order of a schedule."""
     sign, first = {"F": 1, "B": -1, "W": -1}, {"F": 0, "B": -1, "W": -1 - schedule.micro_batches}
     return np.array(
         [[first[a.kind] + sign[a.kind] * a.micro_batch for a in actions] for actions in schedule.stages], dtype=np.int32
@@ -27,12 +30,12 @@ def encode(schedule: Schedule) -> Order:
 
 
 def has_weights(order: Order) -> bool:
-    """Whether gradients of weights are actions of their own in an order: no other's number is below -M."""
+    """Return whether weight gradients are actions of their own in an order: only their entries are below -M."""
     return bool(-order.min() > order.shape[1] // 2)
 
 
 def decode(action: int, stage: int, micro_batches: int) -> Action:
-    """The action of ``stage`` that this entry of an order stands for."""
+    """Return the action of ``stage`` that an entry of an order stands for."""
     if action >= 0:
         return Action(stage, "F", action)
     m = -1 - action
@@ -41,9 +44,10 @@ def decode(action: int, stage: int, micro_batches: int) -> Action:
 
 @compiled
 def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
-    """K_i forwards, then a backward and a forward in turn, then the remaining backwards (DAPPLE, section III.B).
+    """Return the order of ``graph_passes.schedules.policies.early_backward`` (DAPPLE, section III.B), without checks.
 
-    Each K_i must lie between 1 and M: graph_passes.schedules.schedule refuses others.
+    K_i forwards (``warm_up``, each between 1 and M), then alternately one backward and one forward, then the remaining
+    backwards.
     """
     stages = warm_up.shape[0]
     order = np.empty((stages, 2 * micro_batches), np.int32)
@@ -61,18 +65,36 @@ def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
     return order
 
 
+@inlined
+def _all_stages(stages: int) -> Integers:
+    """Return the stack of stages that may run an action, the first stage on top.
+
+    A stage is pushed again only by the one event that it waits for, so it has room for every stage twice.
+    """
+    stack = np.empty(2 * stages, np.int64)
+    for s in range(stages):
+        stack[s] = stages - 1 - s
+    return stack
+
+
+@inlined
+def _waits_for(order: Order, head: Integers, stage: int, action: int) -> bool:
+    """Return whether ``action`` (an entry of ``order``) is the next one of ``stage``; ``head``: see ``run``."""
+    return bool(head[stage] < order.shape[1] and order[stage, head[stage]] == action)
+
+
 @compiled
 def run(
     order: Order, forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
 ) -> Run:
-    """Starts, ends of forwards, backwards, weights' gradients, transfers forward and back: arrays [S, M], seconds.
+    """Return starts and ends of forwards, backwards, weight gradients, transfers forward and backward [S, M], seconds.
 
-    ``forward`` ... ``send_backward``: seconds per stage (a transfer's last entry is not read); ``weights`` is of size 0
-    where the order has no such actions, as are its starts and ends then. A stage runs its actions strictly in order.
-    The forward of m waits for its transfer from the stage before, the backward for its transfer from the stage after.
-    A transfer starts when its producer has ended and its channel is free, first in first out; it occupies no
-    device. What never ran is NaN (so is the last row of transfers). The last result is how many actions ran: fewer
-    than the order has say that it deadlocks.
+    ``forward`` to ``send_backward``: seconds of each stage (the last entry of a transfer is not read); ``weights`` has
+    size 0 where the order has no such actions, as have their starts and ends. A stage runs its actions strictly in
+    order. A forward waits for its transfer from the previous stage, a backward for its transfer from the next stage. A
+    transfer starts when its producer has ended and its channel is free, first in first out; it occupies no device. The
+    times of what never ran are NaN (also the last row of transfers). The last result is the number of actions that
+    ran: if it is less than the order has, the order deadlocks.
     """
     stages, length = order.shape
     micro_batches = length // 3 if len(weights) else length // 2
@@ -86,14 +108,11 @@ def run(
     end_send_f = np.full((stages, micro_batches), np.nan)
     start_send_b = np.full((stages, micro_batches), np.nan)
     end_send_b = np.full((stages, micro_batches), np.nan)
-    head = np.zeros(stages, np.int64)  # the next action of each stage
-    now = np.zeros(stages)  # when its last action ended
+    head = np.zeros(stages, np.int64)  # index in the order of each stage's next action
+    now = np.zeros(stages)  # end of its last action
     free_f = np.zeros(stages)  # when the channel to the next stage is free
-    free_b = np.zeros(stages)  # and the one back
-    # Stages that may go on. A stage is added again only by the one event that it waits for, so twice S places do.
-    waiting = np.empty(2 * stages, np.int64)
-    for s in range(stages):
-        waiting[s] = stages - 1 - s
+    free_b = np.zeros(stages)  # when the channel from the next stage is free
+    waiting = _all_stages(stages)
     count, done = stages, 0
     while count:
         count -= 1
@@ -114,7 +133,7 @@ def run(
                     begin = max(end, free_f[s])
                     free_f[s] = begin + send_forward[s]
                     start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
-                    if head[s + 1] < length and order[s + 1, head[s + 1]] == action:
+                    if _waits_for(order, head, s + 1, action):
                         waiting[count] = s + 1
                         count += 1
             elif action < -micro_batches:
@@ -138,7 +157,7 @@ def run(
                     begin = max(end, free_b[s - 1])
                     free_b[s - 1] = begin + send_backward[s - 1]
                     start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
-                    if head[s - 1] < length and order[s - 1, head[s - 1]] == action:
+                    if _waits_for(order, head, s - 1, action):
                         waiting[count] = s - 1
                         count += 1
             now[s] = end
@@ -157,23 +176,21 @@ def step_seconds(
     send_backward: Floats,
     exposed: Floats,
 ) -> float:
-    """The last event: the latest stage's last gradients and the ``exposed`` seconds of AllReduce that follow them.
+    """Return the end of the step: of each stage the last action and ``exposed`` seconds of AllReduce, the latest one.
 
-    What `run` says, without keeping when every event was; infinity for an order that deadlocks.
+    The arguments are as in ``run``. Infinite for an order that deadlocks.
     """
     stages, length = order.shape
     micro_batches = length // 3 if len(weights) else length // 2
     arrival_f = np.full((stages, micro_batches), np.inf)
     arrival_b = np.full((stages, micro_batches), np.inf)
-    arrival_f[0] = 0.0  # and at the last stage the end of a forward is the arrival of its backward
-    ended = -1.0  # in place of the arrival of a backward that has run
+    arrival_f[0] = 0.0  # at the last stage, a backward's input arrives when its forward ends
+    ended = -1.0  # replaces the arrival of a backward that has run
     head = np.zeros(stages, np.int64)
     now = np.zeros(stages)
     free_f = np.zeros(stages)
     free_b = np.zeros(stages)
-    waiting = np.empty(2 * stages, np.int64)
-    for s in range(stages):
-        waiting[s] = stages - 1 - s
+    waiting = _all_stages(stages)
     count, done = stages, 0
     while count:
         count -= 1
@@ -187,7 +204,7 @@ def step_seconds(
                 if s + 1 < stages:
                     free_f[s] = max(now[s], free_f[s]) + send_forward[s]
                     arrival_f[s + 1, action] = free_f[s]
-                    if head[s + 1] < length and order[s + 1, head[s + 1]] == action:
+                    if _waits_for(order, head, s + 1, action):
                         waiting[count] = s + 1
                         count += 1
                 else:
@@ -205,7 +222,7 @@ def step_seconds(
                 if s:
                     free_b[s - 1] = max(now[s], free_b[s - 1]) + send_backward[s - 1]
                     arrival_b[s - 1, m] = free_b[s - 1]
-                    if head[s - 1] < length and order[s - 1, head[s - 1]] == action:
+                    if _waits_for(order, head, s - 1, action):
                         waiting[count] = s - 1
                         count += 1
             head[s] += 1

@@ -1,4 +1,4 @@
-"""One step of a schedule, executed under the stages' costs: when everything happened."""
+"""One step of a schedule, executed under the costs of the stages: the times of all events."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dapple_tf.timeline.stage_costs import StageCosts
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """Starts and ends [S, M] in seconds of forwards, backwards, and transfers over each boundary in both directions.
+    """Starts and ends of forwards, backwards, and transfers in both directions: arrays [S, M], seconds.
 
-    Row s of a transfer's array is the boundary between stages s and s + 1; the last row is NaN. ``order`` is as in
-    ``engine``. Weight gradients are [S, M] where they are actions of their own, and else of size 0. AllReduce of
-    stage s goes on for ``exposed_seconds`` after its last gradients.
+    Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see
+    ``engine``. Arrays of weight gradients have size 0 where these are not actions of their own. The AllReduce of a
+    stage runs for ``exposed_seconds`` after its last gradients.
     """
 
     order: Order
@@ -48,35 +48,29 @@ class Execution:
 
     @property
     def splits(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
+        """Whether weight gradients are actions of their own."""
         return bool(self.start_weights.size)
 
     @cached_property
     def last_gradients(self) -> Floats:
-        """When each stage's last backward, or its last weight gradients, end, in seconds."""
+        """End of each stage's last backward, or last weight gradients where they are actions of their own; seconds."""
         return np.array([row.max() for row in (self.end_weights if self.splits else self.end_backward)])
 
     @cached_property
     def allreduce_end(self) -> Floats:
-        """When each stage's AllReduce ends, in seconds."""
+        """End of each stage's AllReduce, in seconds."""
         return np.array([end + cost.exposed_seconds for end, cost in zip(self.last_gradients, self.costs, strict=True)])
 
     @cached_property
     def step_seconds(self) -> float:
-        """When the last event ends."""
+        """End of the last event."""
         return float(np.max(self.allreduce_end))
-
-    @cached_property
-    def places(self) -> Order:
-        """Where each action stands in its stage's order: forwards by micro-batch, backwards, then weight gradients."""
-        columns = np.where(self.order >= 0, self.order, self.micro_batches - 1 - self.order)
-        return np.argsort(columns, axis=1).astype(np.int32)
 
 
 def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
-    """Run ``order`` (see ``engine.encode``) on stages of these costs.
+    """Run ``order`` (see ``engine.encode``) on stages with these costs.
 
-    Raises ScheduleError for an order that deadlocks or that is not of as many stages.
+    Raises ScheduleError for an order that deadlocks, or that has another number of stages.
     """
     if len(costs) != order.shape[0]:
         raise ScheduleError(f"the schedule has {order.shape[0]} stages, but there are costs of {len(costs)}")

@@ -1,4 +1,4 @@
-"""Orders of schedules by name, kept: a planner prices many plans under the same one."""
+"""Orders of schedules by name, cached: a planner simulates many plans under the same one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_passes.schedules.policies import build_schedule, warm_up_by_name
 
 
 class Ordered(NamedTuple):
-    """An order (see ``engine``), and of each stage the most micro-batches that it holds a stash of."""
+    """An order (see ``engine``), and the most micro-batches in flight on each stage."""
 
     order: Order
     in_flight: Integers
@@ -21,7 +21,7 @@ class Ordered(NamedTuple):
 
 @lru_cache(maxsize=128)
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
-    """The order of the schedule called ``name``, not to be written to; ScheduleError where there is none."""
+    """Return the order of a schedule, which must not be written to. Raises ScheduleError for an unknown name."""
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
         schedule = build_schedule(name, stages, micro_batches)

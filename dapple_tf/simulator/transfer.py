@@ -1,7 +1,7 @@
-"""What moving a boundary's bytes costs between the devices of two stages, and an AllReduce within one.
+"""Costs of communication: transfers over the boundary between two stages, and AllReduce within one.
 
-The cost model of the design: replica i of r holds the samples [i/r, (i+1)/r) of each micro-batch, in the order of
-the plan's device list, and two replicas exchange what their intervals share.
+Replica i of r holds the samples [i/r, (i+1)/r) of each micro-batch, in the order of the plan's device list, and two
+replicas exchange the samples that both intervals contain.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from profiler.cluster import Cluster
 
 
 class LinkTables(NamedTuple):
-    """A cluster's links as arrays: seconds a byte and seconds of latency, by server.
+    """A cluster's links as arrays: seconds per byte, and seconds of latency.
 
-    ``own`` [servers x servers] is 0 where a pair has no link of its own and so shares the servers' interfaces.
+    ``inside``: within each server. ``interface``: of each server's network interface. ``own`` [servers, servers]: of
+    the link of a pair of servers; 0 where the pair has none and uses the interfaces.
     """
 
     inside: Floats
@@ -30,7 +31,7 @@ class LinkTables(NamedTuple):
 
 
 def link_tables(cluster: Cluster) -> LinkTables:
-    """The links of ``cluster`` as arrays."""
+    """Return the links of ``cluster`` as arrays."""
     count = len(cluster.servers)
     own, own_latency = np.zeros((count, count)), np.zeros((count, count))
     index = {server.name: i for i, server in enumerate(cluster.servers)}
@@ -49,18 +50,19 @@ def link_tables(cluster: Cluster) -> LinkTables:
 
 
 def transfer_cost(senders: Sequence[int], receivers: Sequence[int], tables: LinkTables) -> tuple[float, float]:
-    """Latency (seconds) and seconds a byte of one micro-batch's boundary, in either direction.
+    """Return the latency (seconds) of one micro-batch's transfer over a boundary, and its seconds per byte.
 
-    ``senders``, ``receivers``: the server of each replica of the two stages. The slowest decides: the bytes that
-    leave or enter a server through its interface, those of a pair's own link, or those that one device sends to or
-    receives from others of its server. Links are symmetric, and so is the cost.
+    ``senders``, ``receivers``: the server of each replica of the two stages. The slowest of these decides: the bytes
+    that leave or enter a server through its interface; those of a pair of servers with a link of its own; those that
+    one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
+    the same.
     """
     return measure_transfer(np.asarray(senders, np.int64), np.asarray(receivers, np.int64), tables)
 
 
 @compiled
 def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
-    """``transfer_cost`` on arrays, for compiled callers."""
+    """Return ``transfer_cost`` for arrays, for compiled callers."""
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
@@ -96,13 +98,16 @@ def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> t
 
 
 def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> float:
-    """Seconds a byte of parameters of a ring AllReduce over replicas on these servers: 2 (r-1)/r / slowest link."""
+    """Return the seconds per byte of parameters of a ring AllReduce over replicas on these servers.
+
+    It is 2 (r - 1) / r over the bandwidth of the slowest link of the ring of r replicas.
+    """
     return measure_allreduce(np.asarray(homes, np.int64), tables)
 
 
 @compiled
 def measure_allreduce(homes: Integers, t: LinkTables) -> float:
-    """``allreduce_cost`` on arrays, for compiled callers."""
+    """Return ``allreduce_cost`` for arrays, for compiled callers."""
     r = len(homes)
     if r == 1:
         return 0.0

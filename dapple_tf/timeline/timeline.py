@@ -220,7 +220,7 @@ class Timeline:
     def _simulated(self, name: str) -> Simulation:
         if self.simulation is None:
             raise UsageError(
-                f"timeline.{name} is known of a simulated step only, and this step was recorded: see step.plan and "
+                f"only the timeline of a simulated step has {name!r}; this step was recorded: see step.plan and "
                 "step.report"
             )
         return self.simulation

@@ -94,7 +94,7 @@ def test_a_saved_trace_can_be_read_and_drawn(trained: Outcome, trace: Path, tmp_
     assert read.stderr == ""
     assert read.json == trained.json["timeline"]
     assert read.stdout.splitlines()[0].startswith("tiny: dapple-a, M = 2 · ")
-    assert "slowest for their kind: " in read.stdout
+    assert "slowest compared with others of their kind: " in read.stdout
     assert f"timeline: {tmp_path}/t.png" in read.stdout
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 

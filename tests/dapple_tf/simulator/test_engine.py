@@ -12,7 +12,7 @@ from dapple_tf.simulator.execution import execute
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import early_backward, warm_up_by_name
-from graph_passes.schedules.schedule import Action, Kind, Schedule
+from graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from graph_passes.schedules.text import parse_schedule
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.dapple_tf.simulator.reference import longest_paths
@@ -65,6 +65,29 @@ def test_the_step_ends_with_the_last_allreduce(drawn: tuple[Schedule, tuple[Stag
     last = max(end + costs[stage].exposed_seconds for stage, end in ends)
     assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
     assert execute(encode(schedule), costs).step_seconds == last
+
+
+@given(runs())
+def test_compiled_and_plain_runs_of_a_schedule_are_equal(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+    schedule, costs = drawn
+
+    def seconds_of(action: Action) -> float:
+        cost = costs[action.stage]
+        whole = {"F": cost.forward_seconds, "B": cost.backward_seconds, "W": cost.weights_seconds}[action.kind]
+        return whole - schedule.splits * cost.weights_seconds if action.kind == "B" else whole
+
+    def send_seconds(action: Action) -> float:
+        if action.kind == "F":
+            return costs[action.stage].send_forward_seconds
+        return costs[action.stage - 1].send_backward_seconds if action.stage else 0.0
+
+    plain = run_schedule(schedule, seconds_of, send_seconds)
+    done = execute(encode(schedule), costs)
+    ends = {"F": done.end_forward, "B": done.end_backward, "W": done.end_weights}
+    for actions, stage_ends in zip(schedule.stages, plain, strict=True):
+        assert stage_ends == tuple(ends[a.kind][a.stage, a.micro_batch] for a in actions)
+    last = max(stage_ends[-1] + cost.exposed_seconds for stage_ends, cost in zip(plain, costs, strict=True))
+    assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
 
 
 # Closed forms.
@@ -211,7 +234,7 @@ def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
     order = encode(unchecked(text))
     costs = [cost(1, 1, 1)] * len(order)
     *_, done = run(order, *arrays(costs, has_weights(order))[:5])
-    assert done == ran
+    assert done == ran == sum(map(len, run_schedule(unchecked(text), lambda action: 1.0)))
     assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf
     with refused(ScheduleError, f"the schedule deadlocks after {ran} of {order.size} actions"):
         execute(order, costs)

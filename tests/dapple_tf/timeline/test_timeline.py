@@ -5,13 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dapple_tf.timeline.events import Event, Transfer
+import dapple_tf as dapple
+from dapple_tf.errors import UsageError
+from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stamps import Stamp, make_timeline, read_timeline
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
 from tests.dapple_tf.builders import X, chain, step_of
+from tests.dapple_tf.simulator.builders import cost
+from tests.dapple_tf.simulator.builders import make_timeline as make_timeline_of_costs
 
 
 def event(text: str, device: int, start: float, end: float, replica: int = 0) -> Event:
@@ -32,6 +36,43 @@ TWO = Timeline(
 def test_seconds_and_bubble() -> None:
     assert TWO.seconds == 6
     assert TWO.bubble == pytest.approx(0.5)  # 6 of 12 device seconds
+
+
+def test_utilisation_is_by_stage_and_by_device() -> None:
+    assert TWO.utilisation == TWO.stage_utilisation == (0.5, 0.5)
+    assert TWO.utilisation("/device:CPU:1") == 0.5
+
+
+def test_recorded_and_simulated_steps_are_of_one_class() -> None:
+    simulated = make_timeline_of_costs("dapple-a", 2, [cost(1, 2), cost(1, 2)])
+    assert type(simulated) is type(TWO) is dapple.Timeline
+    for timeline, seconds in ((simulated, 9), (TWO, 6)):
+        assert timeline.step_seconds == timeline.seconds == seconds
+        assert str(timeline).startswith(f"{seconds} s, bubble {timeline.bubble:.1%}")
+        assert sum(part.seconds for part in timeline.critical_path) == seconds
+        assert {"step_seconds", "bubble", "critical_stage", "critical_path", "stages"} <= set(timeline.to_json())
+    assert simulated.devices == ("device:0", "device:1")
+    assert simulated.utilisation("device:1") == simulated.utilisation[1] == pytest.approx(6 / 9)
+
+
+def test_the_stages_of_a_recorded_step_have_median_seconds() -> None:
+    events = [event("0F0", 0, 0, 1), event("0F1", 0, 1, 4), event("0B0", 0, 4, 6), event("0B1", 0, 6, 8)]
+    events += [event("0F0", 1, 0, 1, replica=1), event("0F1", 1, 1, 2, replica=1)]
+    reductions = (StageEvent("allreduce", 0, 0, "/device:CPU:0", 5.0, 7.0),)
+    (stage,) = Timeline(events, (), reductions).stages
+    assert (stage.stage, stage.devices) == (0, ("/device:CPU:0", "/device:CPU:1"))
+    assert (stage.forward_seconds, stage.backward_seconds, stage.weights_seconds) == (1, 2, None)
+    assert (stage.allreduce_seconds, stage.peak_memory_bytes) == (2, None)
+    assert stage.actions == "0F0 0F1 0B0 0B1"
+    assert stage.to_json()["actions"] == stage.actions
+
+
+@pytest.mark.parametrize("name", ["plan", "speedup", "acr", "peak_memory_bytes", "fits"])
+def test_figures_of_the_cost_model_are_refused_for_a_recorded_step(name: str) -> None:
+    with pytest.raises(UsageError, match=f"only the timeline of a simulated step has '{name}'"):
+        getattr(TWO, name)
+    with pytest.raises(UsageError, match="only the timeline of a simulated step has 'memory'"):
+        TWO.memory(0)
 
 
 def test_a_device_that_is_always_busy_has_no_bubble() -> None:
