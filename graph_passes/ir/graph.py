@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -314,11 +315,13 @@ class Graph:
 def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
     """Return ``nodes`` in a topological order that keeps their order wherever their edges allow it.
 
-    Raises GraphError that names the nodes of a cycle.
+    Raises GraphError that names the nodes of a cycle, or two nodes of one name.
     """
     unsorted = list(nodes)
-    names = {node.name for node in unsorted}
     by_name = {node.name: node for node in unsorted}
+    if len(by_name) < len(unsorted):
+        counts = Counter(node.name for node in unsorted)
+        raise GraphError(f"two nodes are called {counts.most_common(1)[0][0]!r}")
     state: dict[str, bool] = {}  # absent: not visited; False: being visited; True: in the result
     result: list[Node] = []
     for root in unsorted:
@@ -329,7 +332,7 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
         while stack:
             node, pending = stack[-1]
             for source in pending:
-                if source not in names or state.get(source):
+                if source not in by_name or state.get(source):
                     continue
                 if source in state:
                     path = [entry.name for entry, _ in stack]

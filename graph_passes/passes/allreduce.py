@@ -24,6 +24,7 @@ class AllReduce:
     name: str = "allreduce"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
+        requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.ALLREDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS, OpName.BARRIER}),
         may_produce=frozenset({OpName.ALLREDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS}),
     )

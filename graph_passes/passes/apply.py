@@ -25,6 +25,7 @@ class Apply:
     name: str = "apply"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
         forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.TIMESTAMP}),
         produces=frozenset({OpName.BARRIER, OpName.SET_UPDATING}),
         may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP}),
@@ -42,9 +43,12 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     gradient of a variable that no backward call gives.
     """
     reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
-    waits = [Control(node.name, "barrier: no weight changes before every gradient is there") for node in reduced]
-    waits += [Control(value.node, "barrier: no weight changes before the loss is there") for value in graph.outputs]
-    added = [Node(BARRIER_NAME, OpName.BARRIER, controls=tuple(waits))]
+    barrier = Node(BARRIER_NAME, OpName.BARRIER)
+    for node in reduced:
+        barrier = barrier.after(node.name, "barrier: no weight changes before every gradient is there")
+    for value in graph.outputs:
+        barrier = barrier.after(value.node, "barrier: no weight changes before the loss is there")
+    added = [barrier]
     gradients: dict[str, tuple[Value, TensorType]] = {}
     for node in reduced:
         for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):

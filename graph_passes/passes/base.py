@@ -16,12 +16,14 @@ from graph_passes.ir.verify import verify
 class Contract:
     """The call-level ops that a pass needs, and those that it leaves.
 
-    ``requires``: ops of which the graph must have nodes before the pass. ``forbids``: ops of which it must have none
-    before, since the pass would not change them, or adds them itself. ``produces``: ops of which it has nodes after the
-    pass. ``may_produce``: further ops of which the pass adds nodes to some graphs; it adds nodes of no other op.
+    ``requires``: ops of which the graph must have nodes before the pass. ``requires_if_trained``: further ops of which
+    it must have nodes if a stage gives gradients of variables. ``forbids``: ops of which it must have no nodes before,
+    since the pass would not change them, or adds them itself. ``produces``: ops of which it has nodes after the pass.
+    ``may_produce``: further ops of which the pass adds nodes to some graphs; it adds nodes of no other op.
     """
 
     requires: frozenset[OpName] = frozenset()
+    requires_if_trained: frozenset[OpName] = frozenset()
     forbids: frozenset[OpName] = frozenset()
     produces: frozenset[OpName] = frozenset()
     may_produce: frozenset[OpName] = frozenset()
@@ -74,7 +76,9 @@ def run_passes(graph: Graph, passes: Sequence[Pass], observers: Sequence[Observe
 
 def _check_before(name: str, contract: Contract, graph: Graph) -> None:
     found = {node.op for node in graph.nodes}
-    for op in sorted(contract.requires - found):
+    trained = any(function.output_ports("variable") for function in graph.functions)
+    required = contract.requires | (contract.requires_if_trained if trained else frozenset())
+    for op in sorted(required - found):
         raise GraphError(f"{name} requires {op!r} nodes, and the graph has none: run it after the pass that adds them")
     for op in sorted(contract.forbids & found):
         raise GraphError(f"{name} forbids {op!r} nodes, and the graph has some: run it before the pass that adds them")

@@ -15,7 +15,10 @@ class CheckNumerics:
     """Set the attribute ``check`` of the loss and of each ``reduced_gradients``: the update waits for them."""
 
     name: str = "check_numerics"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.MERGE}))
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MERGE}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
         return check_numerics(graph)

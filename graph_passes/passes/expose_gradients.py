@@ -16,7 +16,10 @@ class ExposeGradients:
     """Add the gradients of all variables as last outputs, in the order of ``exposed_gradients``."""
 
     name: str = "expose_gradients"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
         return expose_gradients(graph)

@@ -30,6 +30,7 @@ class Order:
     name: str = "order"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.TIMESTAMP}),
     )
 

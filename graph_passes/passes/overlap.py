@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Control, Function, Graph, Node, Port, attributes
 from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from graph_passes.ir.ops import OpName
@@ -36,6 +37,7 @@ class Overlap:
     name: str = "overlap"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS}),
     )
 
@@ -48,8 +50,11 @@ def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
 
     The last backward call of a replica (where backward is split, the last ``weights`` call) gets the attribute
     ``inline``, and a function of its own where there are other calls: a call that is not inlined gives all its
-    gradients at its end. Every sum is added in the same order as without buckets.
+    gradients at its end. Every sum is added in the same order as without buckets. Raises GraphError if the gradients
+    are in buckets already.
     """
+    if any(node.has("bucket") for node in graph.nodes):
+        raise GraphError("the gradients are in buckets already: run the overlap pass once")
     last = micro_batch_count(graph) - 1
     functions = list(graph.functions)
     buckets: dict[int, list[tuple[IndexedPort, ...]]] = {}

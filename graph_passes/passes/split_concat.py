@@ -57,9 +57,13 @@ def overlaps(i: int, r: int, q: int) -> tuple[int, ...]:
 def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = frozenset()) -> Graph:
     """Return the graph with the nodes of each stage once for each of its replicas, connected as the module says.
 
-    Raises PartitionError if a stage gets no replica, or if a tensor without a batch axis would have to be split.
+    Raises PartitionError if a stage gets no replica, or has several already, or if a tensor without a batch axis would
+    have to be split.
     """
-    stages = len(replica_counts(graph))
+    counts = replica_counts(graph)
+    if max(counts) > 1:
+        raise PartitionError(f"the stages have {counts} replicas already: replicate a graph with one replica a stage")
+    stages = len(counts)
     if len(replicas) != stages or min(replicas) < 1:
         raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
     micro_batches = micro_batch_count(graph)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import networkx as nx
 
+from graph_passes.analysis.variable_use import find_variables
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import at, nodes_of, replica_counts
@@ -23,7 +24,10 @@ class VerifyPipeline:
 
     schedule: Schedule
     name: str = "verify_pipeline"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.BACKWARD}))
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+    )
 
     def __call__(self, graph: Graph) -> Graph:
         verify_pipeline(graph, self.schedule)
@@ -42,6 +46,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
     verify_gradients(graph, edges)
     verify_sums(graph)
     verify_inlined(graph)
+    verify_copies(graph)
     verify_writers(graph, edges)
     for node in graph.nodes:
         if not node.device:
@@ -67,6 +72,21 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     for node in nodes_of(graph, OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS):
         if node.name not in scheduled:
             raise GraphError(f"{node.name!r} is not in the schedule")
+
+
+def verify_copies(graph: Graph) -> None:
+    """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
+    variables = find_variables(graph)
+    refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
+    for node in nodes_of(graph, OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS):
+        stage, replica = node.integer("stage"), node.integer("replica")
+        copied = variables.copied(stage, replica)
+        refresh = refreshed.get((stage, replica))
+        for name in copied:
+            if refresh is None or name not in refresh.strings("variables"):
+                raise GraphError(f"no refresh gives stage {stage}, replica {replica} its copy of {name!r}")
+        if refresh is not None and refresh.name not in {control.source for control in node.controls}:
+            raise GraphError(f"no control edge makes {node.name!r} wait for {refresh.name!r}")
 
 
 def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:

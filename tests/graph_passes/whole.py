@@ -63,13 +63,12 @@ def kinds(draw: st.DrawFn) -> Kind:
     return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
 
 
-def whole_graph(kind: Kind) -> Graph:
-    """What the passes before ``spread`` make of such a pipeline."""
+def passes_of(kind: Kind) -> list[Pass]:
+    """The passes that build such a pipeline, in the order of the compiler."""
     stages = len(kind.replicas)
-    functions = [f for s in range(stages) for f in stage_functions(s, stages, kind)]
     updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
     schedule = build_schedule(kind.schedule, stages, kind.micro_batches)
-    order: list[Pass] = [
+    return [
         Microbatch(stages, kind.micro_batches),
         SplitConcat(kind.replicas, frozenset({"term"})),
         CopyVariables(),
@@ -79,7 +78,17 @@ def whole_graph(kind: Kind) -> Graph:
         Order(schedule),
         Apply(updates, 0.5 if kind.clip else None),
     ]
-    return run_passes(calls(X, *functions), order)
+
+
+def input_graph(kind: Kind) -> Graph:
+    """The stage functions of such a pipeline, before they are called."""
+    stages = len(kind.replicas)
+    return calls(X, *(f for s in range(stages) for f in stage_functions(s, stages, kind)))
+
+
+def whole_graph(kind: Kind) -> Graph:
+    """The graph of such a pipeline before ``rank_variables``."""
+    return run_passes(input_graph(kind), passes_of(kind))
 
 
 def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]:
@@ -117,8 +126,8 @@ def _update(stage: int, kind: Kind) -> Function:
     return function(f"stage{stage}/update", ", ".join(ports))
 
 
-def spread(kind: Kind) -> Graph:
-    """The whole graph as it is cut into ranks."""
+def graph_for_ranks(kind: Kind) -> Graph:
+    """The whole graph as it is projected to ranks."""
     graph = whole_graph(kind)
     names = {port.name for f in graph.functions for _, port in f.input_ports("variable")}
     return rank_variables(graph, {name: parse_type("float32[4]") for name in names})
@@ -126,5 +135,5 @@ def spread(kind: Kind) -> Graph:
 
 def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:
     """The graphs of all ranks."""
-    whole = spread(kind)
+    whole = graph_for_ranks(kind)
     return tuple(project(whole, ranks or kind.ranks, rank) for rank in range(kind.size))

@@ -125,6 +125,11 @@ def test_sorted_puts_a_node_behind_what_it_waits_for_and_moves_no_other() -> Non
     assert [node.name for node in shuffled.sorted().nodes] == ["c", "d", "a", "b"]
 
 
+def test_two_nodes_of_one_name_are_refused() -> None:
+    with refused(GraphError, "two nodes are called 'b'"):
+        topological([Node("a", "Op"), Node("b", "Op"), Node("b", "Other")])
+
+
 def test_a_cycle_is_named() -> None:
     cyclic = graph("%a = Op()\n%b = Op(%c:0) -> (int32[])\n%c = Op() -> (int32[]) ^%b 'order'")
     with refused(GraphError, "the graph has a cycle: b <- c <- b"):

@@ -16,7 +16,7 @@ from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract, Pass, run_passes
-from tests.graph_passes.builders import assert_graph, graph, refused
+from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
 from tests.paths import ROOT
 
 NO_CONTRACT = Contract()
@@ -90,6 +90,17 @@ def test_a_pass_whose_required_op_is_missing_is_refused_before_it_runs() -> None
         run_passes(graph(BARRIER), [first, second])
 
 
+@pytest.mark.parametrize(("gives", "refuses"), [("gradient h", False), ("gradient h, variable w", True)])
+def test_what_a_pass_requires_of_a_trained_model_is_not_required_without_gradients(gives: str, refuses: bool) -> None:
+    contract = Contract(requires_if_trained=ops(OpName.GRADIENTS), may_produce=ops(OpName.BARRIER))
+    whole = calls("", function("stage0/backward", "seed loss", gives))
+    if refuses:
+        with refused(GraphError, "pass 'append' (after the input) requires 'gradients' nodes, and the graph has none"):
+            run_passes(whole, [barrier(contract)])
+    else:
+        run_passes(whole, [barrier(contract)])
+
+
 def test_a_pass_whose_forbidden_op_is_there_is_refused_before_it_runs() -> None:
     said = (
         "pass 'append' (after the input) forbids 'barrier' nodes, and the graph has some: run it before the pass that"
@@ -131,7 +142,7 @@ def test_each_pass_states_a_contract_in_which_what_it_adds_alone_is_forbidden_be
     assert len(names) == 18
     for c in all_passes():
         contract = c.contract
-        assert not contract.requires & contract.forbids, c
+        assert not (contract.requires | contract.requires_if_trained) & contract.forbids, c
         assert not contract.produces & contract.may_produce, c
         if contract.produces or contract.may_produce:
             assert contract.forbids & (contract.produces | contract.may_produce), c

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Function, Port
 from graph_passes.ir.text import parse_type
 from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.overlap import READS, Overlap, cut_buckets, order_gradients
-from tests.graph_passes.builders import assert_graph, calls, function, graph, ports
+from tests.graph_passes.builders import assert_graph, calls, function, graph, ports, refused
 
 FORWARD = function("stage0/forward", "arg x, variable u, variable v, variable w", "loss loss")
 # 16 bytes each; forward uses u first and w last.
@@ -144,6 +145,13 @@ def test_a_replicated_stage_without_gradients_stays_as_it_is() -> None:
 
 
 # --- in which order backward makes gradients
+
+
+def test_gradients_that_are_in_buckets_already_are_refused() -> None:
+    before = calls("".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1)))
+    once = Overlap(32)(before.replace(functions=(FORWARD, BACKWARD)))
+    with refused(GraphError, "the gradients are in buckets already: run the overlap pass once"):
+        Overlap(32)(once)
 
 
 def test_gradients_are_ordered_by_the_longest_chain_before_them() -> None:

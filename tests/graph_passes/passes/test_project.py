@@ -13,7 +13,7 @@ from graph_passes.ir.verify import verify
 from graph_passes.passes.project import Project
 from graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
-from tests.graph_passes.whole import Kind, kinds, ranks_of, spread
+from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of
 
 # --- before and after
 
@@ -202,7 +202,7 @@ def home_of(node: Node, kind: Kind) -> set[int]:
 
 @given(kinds())
 def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
-    whole, graphs = spread(kind), ranks_of(kind)
+    whole, graphs = graph_for_ranks(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
         own = {node.name for node in whole.nodes if rank in home_of(node, kind)}
         made = {node.name for node in part.nodes if node.op in ("exchange", "collect_tokens")}
@@ -213,7 +213,7 @@ def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
 
 @given(kinds())
 def test_every_edge_is_local_or_carried_by_one_exchange(kind: Kind) -> None:
-    whole, graphs = spread(kind), ranks_of(kind)
+    whole, graphs = graph_for_ranks(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
         for node in part.nodes:
             if node.op in ("exchange", "collect_tokens"):

@@ -231,6 +231,12 @@ def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[i
     assert sorted(arrived) == sorted(calls_after)
 
 
+def test_stages_that_are_replicated_already_are_refused() -> None:
+    replicated = SplitConcat((1, 2))(call_stages(calls(X, *two_stages()), 2, 1))
+    with refused(PartitionError, "the stages have (1, 2) replicas already"):
+        SplitConcat((1, 2))(replicated)
+
+
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
 def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
     before = call_stages(calls(X, *two_stages()), 2, 1)

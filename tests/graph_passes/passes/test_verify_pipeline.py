@@ -248,3 +248,36 @@ def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
         verify(GOOD + commit)
     ordered = GOOD.replace("    %stage0/update", commit + "    %stage0/update").rstrip()
     verify(ordered + "\n    | ^%stage0/commit 'update: the optimizer steps from what forward wrote'\n")
+
+
+COPYING = (function("stage0/forward", "variable n", "stash a", ["n"]), *FUNCTIONS[1:])
+REFRESH = "%stage0/replicaR/refresh = refresh() {replica=R, stage=0, variables=['n']} @'a'\n"
+
+
+def refreshed(*replicas: int, calls_wait: bool = True) -> str:
+    text = GOOD
+    for replica in replicas:
+        waits = f" ^%stage0/replica{replica}/refresh 'refresh: copies'" if calls_wait else ""
+        text = REFRESH.replace("R/", f"{replica}/").replace("=R", f"={replica}") + text
+        for device in "ab":
+            text = text.replace(f"replica={replica}, stage=0}} -> (float32[?,4]) @'{device}'", "FORWARD" + device)
+            text = text.replace(
+                "FORWARD" + device, f"replica={replica}, stage=0}} -> (float32[?,4]) @'{device}'{waits}"
+            )
+        call = f"replica={replica}, stage=0}} -> (float32[4]) @'{'ab'[replica]}'"
+        end = text.index(call, text.index("= backward(")) + len(call)
+        text = text[:end] + waits + text[end:]
+    return text
+
+
+def test_a_replica_without_a_refresh_of_the_copies_that_it_uses_is_refused() -> None:
+    schedule = build_schedule("dapple-a", 1, 1)
+    VerifyPipeline(schedule)(calls(refreshed(0, 1), *COPYING))
+    with refused(GraphError, "no refresh gives stage 0, replica 1 its copy of 'n'"):
+        VerifyPipeline(schedule)(calls(refreshed(0), *COPYING))
+
+
+def test_a_call_that_does_not_wait_for_the_refresh_of_its_copies_is_refused() -> None:
+    text = refreshed(0, 1, calls_wait=False)
+    with refused(GraphError, "no control edge makes 'stage0/replica0/mb0/forward' wait for 'stage0/replica0/refresh'"):
+        VerifyPipeline(build_schedule("dapple-a", 1, 1))(calls(text, *COPYING))
