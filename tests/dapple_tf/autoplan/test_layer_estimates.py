@@ -1,4 +1,4 @@
-"""Costs from shapes: the multiply-adds that one counts by hand."""
+"""Costs from shapes: the multiply-adds of ops, counted by hand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_wider_layer_costs_more_and_sends_more() -> None:
     assert crossing[0] == crossing[1] == pytest.approx(64 * crossing[2])  # 512 columns against 8
 
 
-def test_costs_are_one_a_layer_and_one_a_cut() -> None:
+def test_there_is_one_cost_for_each_layer_and_each_cut() -> None:
     _, loss = chain(3)
     layers = layers_of(loss)
     shapes = infer_shapes(capture(loss, (X,)), 4)
@@ -100,7 +100,7 @@ def test_costs_are_one_a_layer_and_one_a_cut() -> None:
     assert costs[0] == costs[1] == costs[2] > 0
 
 
-def test_inferred_shapes_know_the_batch() -> None:
+def test_inferred_shapes_have_the_batch_size() -> None:
     captured = capture(lambda x: tf.reduce_mean(tf.reshape(x, (-1, 2)) * SCALE), (X,))
     shapes = infer_shapes(captured, 6)
     assert shapes["input/0"] == (Shape((6, 4)),)

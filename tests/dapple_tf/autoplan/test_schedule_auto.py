@@ -1,4 +1,4 @@
-"""Policy, D and M for stages that are given."""
+"""``schedule="auto"``: policy, D and M for given stages, from their costs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def choose(*stages: object, memory: float = 1e9, micro_batches: int = 8, **optio
     return choose_schedule({micro_batches: list(stages)}, memory, measured=True, **options)  # type: ignore[arg-type]
 
 
-def test_where_transfers_take_no_time_the_policy_that_stashes_less_is_taken() -> None:
+def test_where_transfers_take_no_time_the_policy_with_the_smaller_stash_is_chosen() -> None:
     choice = choose(cost(1, 2), cost(1, 2))
     assert (choice.schedule, choice.acr) == ("dapple-a", 0.0)
     assert str(choice) == ("schedule dapple-a, M = 8: ACR 0.000; dapple-b takes as long, gpipe takes as long")
 
 
-def test_where_transfers_take_time_more_forwards_first_are_faster() -> None:
+def test_where_transfers_take_time_more_warm_up_is_faster() -> None:
     """Two stages, F = 1, B = 2, transfers of 1 each way.
 
     Policy A holds two micro-batches in stage 0: every second one the stage waits for a way there and back. Policy B
@@ -34,7 +34,7 @@ def test_where_transfers_take_time_more_forwards_first_are_faster() -> None:
     assert "dapple-a takes" in str(choice)
 
 
-def test_memory_says_d() -> None:
+def test_memory_limits_d() -> None:
     """Stage 0 would hold 5 micro-batches of 10 bytes under policy B, and has room for 4 beside its 100 bytes."""
     stages = [cost(1, 2, send=1, fixed_bytes=80, working_bytes=20, stash_bytes=10), cost(1, 2, send=1), cost(1, 2)]
     choice = choose(*stages, memory=149.0)
@@ -44,7 +44,7 @@ def test_memory_says_d() -> None:
     assert str(choice).endswith("; D = 4: a device's 149 B hold no more micro-batches of stage 0")
 
 
-def test_the_number_of_micro_batches_with_the_least_seconds() -> None:
+def test_the_fastest_number_of_micro_batches_is_chosen() -> None:
     """A bubble of one micro-batch and a fixed 0.1 of each call: 8 x 0.35 + 0.35, 4 x 0.6 + 0.6, 16 x 0.225 + 0.225."""
     costs = {m: [cost(0.1 + 1 / m, 0.1 + 1 / m)] * 2 for m in (2, 4, 8, 16)}
     choice = choose_schedule(costs, 1e9, measured=False)
@@ -53,36 +53,36 @@ def test_the_number_of_micro_batches_with_the_least_seconds() -> None:
     assert "ACR 0.000 (estimated)" in str(choice)
 
 
-def test_a_number_of_micro_batches_that_does_not_fit_is_passed_over() -> None:
+def test_a_number_of_micro_batches_that_does_not_fit_is_not_chosen() -> None:
     costs = {2: [cost(1, 1, stash_bytes=100)] * 2, 4: [cost(1, 1, stash_bytes=50)] * 2}
     assert choose_schedule(costs, 60.0, measured=True).micro_batches == 4
 
 
-def test_a_schedule_that_is_given_is_only_limited() -> None:
+def test_of_a_given_policy_only_d_is_chosen() -> None:
     assert choose(cost(1, 2, send=1), cost(1, 2), policies=("dapple-a",)).schedule == "dapple-a"
 
 
-def test_explicit_warm_ups_are_told_like_a_policy() -> None:
+def test_explicit_warm_ups_are_described_like_a_policy() -> None:
     choice = choose(cost(1, 2), cost(1, 2), policies=("K=2,1",))
     assert choice.seconds == {"K=2,1": 9 * 3}
     assert str(choice) == "schedule K=2,1, M = 8: ACR 0.000"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "message"),
     [
         ("K=9,1", "K_0 = 9 is not between 1 and M = 8"),
         ("K=1,2", "the schedule deadlocks"),
         ("K=3,2,1", "K=3,2,1 gives K of 3 stages, but there are 2"),
     ],
 )
-def test_explicit_warm_ups_that_cannot_be(schedule: str, said: str) -> None:
-    with refused(ScheduleError, said):
+def test_impossible_warm_ups_are_refused(schedule: str, message: str) -> None:
+    with refused(ScheduleError, message):
         choose(cost(1, 2), cost(1, 2), policies=(schedule,))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "K=3,1"])
-def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
+def test_a_given_schedule_that_does_not_fit_the_memory_is_an_error(schedule: str) -> None:
     message = f"schedule {schedule} keeps more micro-batches of stage 0 in flight, 40 B each with M = 8, than fit"
     with refused(PlanError, message, "into a device's 100 B", "use schedule 'auto'"):
         choose(cost(1, 2, stash_bytes=40), cost(1, 2), memory=100.0, policies=(schedule,))
@@ -95,7 +95,7 @@ def test_a_schedule_that_is_given_and_holds_too_much(schedule: str) -> None:
         (500.0, "Its weights alone do not fit"),
     ],
 )
-def test_nothing_fits(fixed: float, remedy: str) -> None:
+def test_where_nothing_fits_the_error_names_stage_bytes_and_remedy(fixed: float, remedy: str) -> None:
     message = f"no schedule fits: with M = 8 and one micro-batch in flight, stage 1 needs .* and lacks .* {remedy}"
     with pytest.raises(PlanError, match=message):
         choose(cost(1, 2), cost(1, 2, fixed_bytes=fixed, stash_bytes=60), memory=100.0)

@@ -1,4 +1,4 @@
-"""The schedule of given stages, by an estimate of their work and the bytes of what they hold."""
+"""``schedule="auto"`` without a profile: by estimated work and exact bytes."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> Schedul
     )
 
 
-def test_quick_links_and_much_memory_want_the_policy_that_holds_least() -> None:
+def test_with_fast_links_the_policy_with_the_smallest_stash_is_chosen() -> None:
     choice = choose(1e12)
     assert (choice.schedule, choice.micro_batches, choice.measured) == ("dapple-a", MICRO_BATCHES, False)
     assert choice.max_in_flight == (MICRO_BATCHES,) * 3
 
 
-def test_a_transfer_as_long_as_a_tenth_of_the_work_wants_more_in_flight() -> None:
+def test_with_transfers_of_a_tenth_of_the_work_more_is_in_flight() -> None:
     """F = 1 s, B = 2 s; what crosses, 16 kB, takes 0.15 s each way: an ACR of 0.1."""
     choice = choose(1e12, Link(bandwidth=TENSOR / 0.15, latency=0.0))
     assert choice.schedule == "dapple-b"
     assert choice.acr == pytest.approx(0.1)
 
 
-def test_d_is_what_memory_holds() -> None:
+def test_d_is_the_number_of_micro_batches_that_memory_holds() -> None:
     """Of 14 tensors 4 are weights with their gradients, and 4 to 6 are worked on. A micro-batch keeps two or three."""
     choice = choose(14 * TENSOR, Link(bandwidth=TENSOR / 0.15, latency=0.0))
     assert choice.max_in_flight == (2, 1, 1)
@@ -72,12 +72,12 @@ def test_d_is_what_memory_holds() -> None:
     assert "D = 1: a device's 229 kB hold no more micro-batches of stage 1" in str(choice)
 
 
-def test_what_no_schedule_fits() -> None:
+def test_a_memory_that_no_schedule_fits_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"no schedule fits: with M = 8 .* stage \d needs .* and lacks"):
         choose(4 * LAYER + TENSOR)
 
 
-def test_a_pipeline_of_given_stages_says_why() -> None:
+def test_a_pipeline_of_given_stages_explains_its_schedule() -> None:
     matrix = tf.Variable(tf.eye(4))
     step = dapple.pipeline(
         lambda x: tf.reduce_mean(tf.square(x @ matrix)),
@@ -92,5 +92,5 @@ def test_a_pipeline_of_given_stages_says_why() -> None:
     assert detect_cluster(step.plan, ranks=False).devices == 1
 
 
-def test_ranks_take_the_policy_that_hides_exchanges_where_both_take_as_long() -> None:
+def test_ranks_prefer_the_policy_that_hides_transfers_where_both_are_equally_fast() -> None:
     assert choose(1e12, ranks=True).schedule == "dapple-b"
