@@ -1,7 +1,8 @@
-"""From a captured model and a plan to a pipelined graph: the only file that knows the order of the passes."""
+"""Compile a captured model and a plan into a pipelined graph. The order of the passes is defined here and only here."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +17,7 @@ from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import DType, Graph, Node, Shape, TensorType, attributes
+from graph_passes.ir.graph import DType, Function, Graph, Node, Shape, TensorType, attributes
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
@@ -30,7 +31,7 @@ from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
-from graph_passes.passes.partition import partition
+from graph_passes.passes.partition import Stage, partition
 from graph_passes.passes.place import Place
 from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
@@ -47,11 +48,20 @@ from graph_passes.schedules.policies import build_schedule
 class StagedModel:
     """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
 
-    ``graph`` holds the input nodes and the stage functions. ``signature``: the specs of the batch's flattened tensors,
-    axis 0 unknown. ``aux_types``: types of the aux outputs; ``aux``: their nesting, None where the loss has none.
-    ``variables`` (the model's and the optimizer's) and ``constants`` are by name. ``gradients`` names the variables
-    that are trained (``trained`` are the objects the optimizer knows), ``ungraded`` those that no gradient reaches.
-    ``shared`` names boundary tensors: see ``SplitConcat``. ``stateful``: see ``Captured``. ``runs``: see ``Recompute``.
+    Graph: ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised
+    functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
+    optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
+
+    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown; ``aux_types``, the types of
+    the aux outputs, and ``aux``, their nesting (None where the loss has no aux).
+
+    Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
+    trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
+    variables that no gradient reaches.
+
+    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``runs``, the
+    nodes of each stage to re-compute (see ``Recompute``). ``stateful``: see ``Captured``.
+
     ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
     in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
     """
@@ -67,10 +77,10 @@ class StagedModel:
     model_variables: Mapping[str, tf.Variable]
     constants: Mapping[str, tf.Tensor]
     library: Mapping[str, bytes]
-    trained: tuple[Any, ...]
+    trained: tuple[str, ...]
+    trained_objects: tuple[Any, ...]
+    untrained: tuple[str, ...]
     stateful: bool
-    gradients: tuple[str, ...]
-    ungraded: tuple[str, ...]
     shared: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
     traces: tuple[Any, ...]
@@ -112,63 +122,62 @@ def stage_model(
     optimizer: Any | None,
     recompute: Collection[int] = (),
 ) -> StagedModel:
-    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer.
+    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
-    Without an optimizer the pipelined graph gives gradients and changes nothing but state. ``recompute``: the layers
-    that backward makes again.
+    ``recompute``: the layers to re-compute in backward. Without an optimizer the pipelined graph computes gradients,
+    and writes only the state that forward writes. Raises PartitionError where the graph cannot be cut there,
+    CaptureError where it cannot be differentiated, PlanError for an unsuitable optimizer.
     """
     stages = partition(layers, starts)
-    joint, found = differentiate(captured, stages)
-    pairs = split_backward(stages, joint, prune_gradients(joint, found))
-    args = tuple(
-        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
-        for i, name in enumerate(captured.graph.inputs)
-    )
-    functions = tuple(function for pair in pairs for function in pair)
-    graph = Graph(captured.graph.name, args, captured.graph.inputs, functions=functions)
-    reached = {name for gradients in found for name, _ in gradients.variables}
+    joint, gradients = differentiate(captured, stages)
+    graph = _stage_graph(captured, split_backward(stages, joint, prune_gradients(joint, gradients)))
+    reached = {name for stage in gradients for name, _ in stage.variables}
     trained = tuple(name for name in captured.trainable if name in reached)
-    variables, constants = dict(captured.variables), dict(captured.constants)
-    library, updates, clip, objects = dict(joint.library), None, None, ()
-    traces = [captured.func_graph]
-    if optimizer is not None:
-        traced = trace_update(optimizer, trained, variables)
-        use = find_variables(graph)
-        updates = cut_updates(traced.graph, {name: use.owner(name) for name in trained})
-        variables, clip, objects = traced.variables, traced.global_clipnorm, traced.trained
-        constants |= traced.constants
-        library |= dict(traced.graph.library)
-        traces.append(traced.func_graph)
+    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables)
+    use = find_variables(graph)
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
         signature=captured.signature,
         aux_types=tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:]),
         aux=captured.aux,
-        updates=updates,
-        global_clipnorm=clip,
-        variables=variables,
+        updates=None if update is None else cut_updates(update.graph, {name: use.owner(name) for name in trained}),
+        global_clipnorm=None if update is None else update.global_clipnorm,
+        variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
-        constants=constants,
-        library=library,
-        trained=objects,
+        constants=dict(captured.constants) | ({} if update is None else update.constants),
+        library=dict(joint.library) | ({} if update is None else dict(update.graph.library)),
+        trained=trained,
+        trained_objects=() if update is None else update.trained,
+        untrained=tuple(name for name in captured.trainable if name not in reached),
         stateful=captured.stateful,
-        gradients=trained,
-        ungraded=tuple(name for name in captured.trainable if name not in reached),
         shared=frozenset(map(str, stages.shared)),
-        runs=tuple(
-            tuple(
-                frozenset(name for layer in run for name in layers.layers[layer].nodes)
-                for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
-            )
-            for stage in stages.stages
-        ),
-        traces=tuple(traces),
+        runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
+        traces=(captured.func_graph, *([] if update is None else [update.func_graph])),
+    )
+
+
+def _stage_graph(captured: Captured, functions: Sequence[tuple[Function, Function]]) -> Graph:
+    """Return the graph of the batch's inputs and the stages' forward and backward functions, without any calls."""
+    inputs = tuple(
+        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
+        for i, name in enumerate(captured.graph.inputs)
+    )
+    return Graph(
+        captured.graph.name, inputs, captured.graph.inputs, functions=tuple(itertools.chain.from_iterable(functions))
+    )
+
+
+def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) -> tuple[frozenset[str], ...]:
+    """Return the nodes of each run of consecutive layers of ``stage`` that backward re-computes."""
+    return tuple(
+        frozenset(name for layer in run for name in layers.layers[layer].nodes)
+        for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
     )
 
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
-    """The passes that carry out ``plan``, in order, each for the reason beside it; see ``pipeline_graph``."""
+    """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     try:
         placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
@@ -223,16 +232,17 @@ def rank_graphs(
     variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> tuple[Graph, ...]:
-    """The graphs of all ranks of a job of ``size`` processes, proved to fit together; devices are yet to be given.
+    """Return the graphs of all ranks of a job of ``size`` processes, without devices, checked against each other.
 
-    Raises PlanError where the plan is not for so many, and GraphError where an exchange does not pair up.
+    Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
+    match.
     """
     used = sorted(device for stage in plan.stages for device in stage.devices)
     if used != list(range(size)):
         raise PlanError(
             f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
         )
-    # Times are taken of what a rank runs, its exchanges included: after the projection.
+    # A rank's exchanges are timed too, so time stamps are added after the projection.
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = pipeline_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)

@@ -142,14 +142,14 @@ def verify(
     state = find_variables(model.graph).state
     parts = micro_batch_slices(batch_size(batch), step.plan.micro_batches) if stateful else [slice(None)]
     with unchanged_variables(variables.values()):
-        loss, gradients = _run_one_device(loss_fn, batch, parts, {n: variables[n] for n in model.gradients})
-        _apply(optimizer, gradients, model.trained, list(gradients))
+        loss, gradients = _run_one_device(loss_fn, batch, parts, {n: variables[n] for n in model.trained})
+        _apply(optimizer, gradients, model.trained_objects, list(gradients))
         wanted = {"loss": loss, "gradient": gradients, "variable": _values(variables)}
     with unchanged_variables(variables.values()):
         loss, gradients = step.run_exposed(*batch)
         found = {"loss": loss, "gradient": gradients, "variable": _values(variables)}
     with unchanged_variables(variables.values()):
-        _apply(optimizer, gradients, model.trained, list(wanted["gradient"]))
+        _apply(optimizer, gradients, model.trained_objects, list(wanted["gradient"]))
         wanted["update"], found["update"] = _values(variables), found["variable"]
     for name in state:  # written by forward, not by the optimizer
         wanted["update"][name] = wanted["variable"][name]

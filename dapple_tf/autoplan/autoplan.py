@@ -117,7 +117,7 @@ class Autoplan:
             return
         (costs, shapes), self._estimates = self._estimates, None
         planned = PlannedModel(model, self._decision.plan, samples)
-        slots = count_slots(self._optimizer, [model.variables[name] for name in model.gradients])
+        slots = count_slots(self._optimizer, [model.variables[name] for name in model.trained])
         choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
             choice = choose() if self._job is None else self._job.run_on_rank_0(choose)

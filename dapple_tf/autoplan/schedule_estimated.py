@@ -18,8 +18,8 @@ from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.plan import Plan
 from dapple_tf.planner.pricing import POLICIES
-from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Port, Shape
 from graph_passes.ir.names import at
@@ -94,7 +94,7 @@ def _estimate_stage_costs(
         stashed = [port for _, port in backward_function.input_ports("stash", "boundary")]
         stash = sum(port_bytes(port) for port in stashed) / stage.replicas
         owned = variables.owned(index)
-        trained = sum(_variable_bytes(model.variables[name]) for name in owned if name in model.gradients)
+        trained = sum(_variable_bytes(model.variables[name]) for name in owned if name in model.trained)
         allreduce = allreduce_cost(homes[index], tables) * trained
         found.append(
             StageCosts(

@@ -28,13 +28,13 @@ class Target(Protocol):
     """Where steps run: on devices of this process (``LocalTarget``), or on a rank of a job (``RankTarget``)."""
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Tell the other ranks what this one begins."""
+        """Tell the other ranks what this rank begins to do, for a batch of this size and signature."""
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, once it has succeeded on every rank."""
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
-        """Raise BatchError where the ``plan``, ``fitted`` to a batch, cannot run here."""
+        """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
     def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
         """Run the passes and emit the TensorFlow function."""
@@ -42,7 +42,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The program of a step, and what it was compiled from."""
+    """The program of a step, and the planned model that it was compiled from."""
 
     planned: PlannedModel
     program: Program
@@ -50,7 +50,10 @@ class CompiledStep:
 
 @dataclass
 class CompiledSteps:
-    """What has been compiled for one loss: models by kind of batch, programs by model, M, replicas and variant."""
+    """Everything compiled for one loss: ``models`` by nesting and specs of a batch, ``programs`` by what they run.
+
+    The key of a program: identity of its model, M, replicas of each stage, variant.
+    """
 
     models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
     programs: dict[tuple[int, int, tuple[int, ...], StepVariant], Program] = field(default_factory=dict)
@@ -63,9 +66,9 @@ def compile_step(
     autoplan: Autoplan,
     target: Target,
     variant: StepVariant,
-    known: CompiledSteps,
+    compiled: CompiledSteps,
 ) -> CompiledStep:
-    """Return the step that trains on batches like ``batch``, compiling what is not ``known`` yet.
+    """Return the step that trains on batches like ``batch``; what is new is compiled and added to ``compiled``.
 
     Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
@@ -84,25 +87,25 @@ def compile_step(
         autoplan.choose_schedule(model, size)
         return model
 
-    if key not in known.models:
+    if key not in compiled.models:
         target.announce("trace the model", size, key[1])
-        known.models[key] = target.run_on_all(trace)
-        _warn_of_untrained(known.models[key])
-    model = known.models[key]
+        compiled.models[key] = target.run_on_all(trace)
+        _warn_of_untrained(compiled.models[key])
+    model = compiled.models[key]
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)
     program_key = (id(model), plan.micro_batches, plan.replicas, variant)
-    if program_key not in known.programs:
+    if program_key not in compiled.programs:
         extra = "" if variant is StepVariant.PLAIN else f" ({variant.value})"
         target.announce(f"build another program{extra}", size, key[1])
-        known.programs[program_key] = target.build(model, plan, variant)
-    return CompiledStep(PlannedModel(model, plan, size), known.programs[program_key])
+        compiled.programs[program_key] = target.build(model, plan, variant)
+    return CompiledStep(PlannedModel(model, plan, size), compiled.programs[program_key])
 
 
 def _warn_of_untrained(model: StagedModel) -> None:
-    if model.ungraded:
+    if model.untrained:
         warnings.warn(
-            f"no gradient reaches {', '.join(model.ungraded)}: the loss does not depend on it differentiably, and it "
+            f"no gradient reaches {', '.join(model.untrained)}: the loss does not depend on it differentiably, and it "
             "will not be trained",
             DappleWarning,
             stacklevel=6,
