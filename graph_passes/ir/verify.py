@@ -90,17 +90,17 @@ def _verify_attributes(node: Node, op: Op) -> None:
 
 
 def _verify_operands(node: Node, kind: str, operands: Operands, found: tuple[TensorType, ...]) -> None:
-    count, wanted = operands.count, operands.meaning
+    count, expected = operands.count, operands.meaning
     if isinstance(count, str):
         items = node.attr(count)
         assert isinstance(items, tuple)  # its type has been checked
-        count, wanted = len(items), f"{wanted}, one for each item of {count!r}"
+        count, expected = len(items), f"{expected}, one for each item of {count!r}"
     if count is not None and len(found) != count:
-        raise GraphError(f"node {node.name!r} ({node.op}) has {len(found)} {kind}, not {count}: {wanted}")
+        raise GraphError(f"node {node.name!r} ({node.op}) has {len(found)} {kind}, not {count}: {expected}")
     for index, dtype in enumerate(operands.dtypes):
         if index >= len(found) or found[index].dtype.name != dtype:
             is_there = found[index].dtype.name if index < len(found) else "missing"
-            raise GraphError(f"{kind}[{index}] of {node.name!r} ({node.op}) is {is_there}, not {dtype}: {wanted}")
+            raise GraphError(f"{kind}[{index}] of {node.name!r} ({node.op}) is {is_there}, not {dtype}: {expected}")
 
 
 def _verify_input_op(graph: Graph, node: Node, *, allowed: bool) -> None:

@@ -56,61 +56,75 @@ def split_backward(
     ``joint``: the graph after differentiation; ``gradients``: an entry for each stage. Raises PartitionError if a
     gradient needs a tensor of another stage that does not cross the boundary.
     """
-    return tuple(_split(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True))
+    return tuple(
+        _split_stage(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True)
+    )
 
 
-def _split(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients) -> tuple[Function, Function]:
+def _split_stage(
+    stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients
+) -> tuple[Function, Function]:
     foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
+    result_ports, results = _forward_results(stages, stage, joint)
+    acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
+
+    outside = foreign | {placeholder for _, placeholder in gradients.seeds}
+    gradient_values = [value for _, value in (*gradients.boundary, *gradients.variables)]
+    roots = [value.node for value in gradient_values if value not in stage.inputs]
+    needed = ancestors(joint, roots, stop=outside)
+    small = _find_small(joint, needed - forward, forward | stages.floating, stage.inputs)
+    forward |= ancestors(joint, small, stop=foreign)
+    backward = needed - forward
+    # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
+    used = ancestors(joint, [*backward, *roots], stop=outside | (forward - stages.floating))
+    repeated = (used & forward & stages.floating) - _from_args(joint)
+    backward |= repeated
+
+    stash = _find_stash(joint, backward, forward - repeated, stage.inputs, gradient_values)
+    forward_ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
+    name = at(stage.index, what=OpName.FORWARD)
+    port_of = _port_of(name, joint, forward, stage, {})
+    forward_function = extract_function(name, joint, forward, port_of, forward_ports, [*results, *stash])
+
+    backward_ports = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
+    backward_ports += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
+    entering: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}
+    loss = stages.graph.outputs[0]
+    for value, placeholder in gradients.seeds:
+        entering[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
+    name = at(stage.index, what=OpName.BACKWARD)
+    port_of = _port_of(name, joint, backward, stage, entering)
+    return forward_function, extract_function(name, joint, backward, port_of, backward_ports, gradient_values)
+
+
+def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:
+    """Return what forward gives besides the stash: boundary tensors, and the model's outputs that the stage computes.
+
+    Outputs that no stage computes (constants) are given by the last stage.
+    """
     loss, *aux = stages.graph.outputs
-    results = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
+    ports = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
     values = list(stage.outputs)
     model_outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
     model_outputs += [("aux", str(i), value) for i, value in enumerate(aux)]
     for role, name, value in model_outputs:
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
-            results.append(Port(role, name, joint.type_of(value)))
+            ports.append(Port(role, name, joint.type_of(value)))
             values.append(value)
-    acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
-    roots = [v.node for v in values if v not in stage.inputs]
-    forward = ancestors(joint, [*roots, *acting], stop=foreign)
-
-    seeds = dict(gradients.seeds)
-    wanted = [value for _, value in (*gradients.boundary, *gradients.variables)]
-    reached = ancestors(joint, [v.node for v in wanted if v not in stage.inputs], stop=foreign | set(seeds.values()))
-    small = _hoist(joint, reached - forward, forward | stages.floating, stage.inputs)
-    forward |= ancestors(joint, small, stop=foreign)
-    backward = reached - forward
-    barred = foreign | set(seeds.values()) | (forward - stages.floating)
-    used = ancestors(joint, [*backward, *(v.node for v in wanted if v not in stage.inputs)], stop=barred)
-    repeated = (used & forward & stages.floating) - _from_args(joint)
-    backward |= repeated
-
-    stash = _find_stash(joint, backward, forward - repeated, stage.inputs, wanted)
-    forward_ports = [*results, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
-    name = at(stage.index, what=OpName.FORWARD)
-    ports = _ports(name, joint, forward, stage, {})
-    forward_function = extract_function(name, joint, forward, ports, forward_ports, [*values, *stash])
-
-    outputs = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
-    outputs += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
-    named: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}
-    for value, placeholder in gradients.seeds:
-        named[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
-    name = at(stage.index, what=OpName.BACKWARD)
-    ports = _ports(name, joint, backward, stage, named)
-    return forward_function, extract_function(name, joint, backward, ports, outputs, wanted)
+    return ports, values
 
 
-def _hoist(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
+def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
     """Return the candidates that are small integers computed from values that forward has."""
     entering = set(inputs)
-    hoisted: set[str] = set()
+    found: set[str] = set()
     for node in joint.nodes:
-        available = all(v in entering or v.node in known or v.node in hoisted for v in node.inputs)
+        available = all(v in entering or v.node in known or v.node in found for v in node.inputs)
         if node.name in candidates and node.op in _SMALL_OPS and available:
-            hoisted.add(node.name)
-    return hoisted
+            found.add(node.name)
+    return found
 
 
 def _from_args(joint: Graph) -> set[str]:
@@ -123,11 +137,11 @@ def _from_args(joint: Graph) -> set[str]:
 
 
 def _find_stash(
-    joint: Graph, backward: set[str], forward: set[str], inputs: Sequence[Value], wanted: Iterable[Value]
+    joint: Graph, backward: set[str], forward: set[str], inputs: Sequence[Value], results: Iterable[Value]
 ) -> tuple[Value, ...]:
     """Return the values computed by nodes of forward only that backward takes or returns, in the order of the graph."""
     entering = set(inputs)
-    taken = {value for name in backward for value in joint.node(name).inputs} | set(wanted)
+    taken = {value for name in backward for value in joint.node(name).inputs} | set(results)
     found = [
         v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in CAPTURED_INPUTS
     ]
@@ -135,15 +149,17 @@ def _find_stash(
     return tuple(sorted(found, key=lambda v: (position[v.node], v.index)))
 
 
-def _ports(name: str, joint: Graph, members: set[str], stage: Stage, named: Mapping[Value, tuple[Role, str]]) -> PortOf:
-    """Return the ports of a function of ``stage``: boundary tensors, the values ``named``, arguments and variables."""
+def _port_of(
+    name: str, joint: Graph, members: set[str], stage: Stage, entering: Mapping[Value, tuple[Role, str]]
+) -> PortOf:
+    """Return the ports of a function of ``stage``: boundary tensors, values ``entering``, arguments and variables."""
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         source = joint.node(value.node)
         if value in stage.inputs:
             return "boundary", str(value)
-        if value in named:
-            return named[value]
+        if value in entering:
+            return entering[value]
         if source.op == "arg":
             return "arg", source.name
         if source.op == "variable":

@@ -1,7 +1,7 @@
 """Schedules as data: the order in which each stage runs its forwards (F), backwards (B) and weight gradients (W).
 
-An action prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the whole backward; with W
-it is the part that gives the gradients of the stage's inputs, and W, any time later, that of the weights (Qi et al.,
+An action prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the whole backward. In a
+schedule with W, B gives the gradients of the stage's inputs, and W those of its weights, at any later time (Qi et al.,
 "Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i warm-up
 forwards of stage i, D the most micro-batches that the device's memory holds.
 """
@@ -30,7 +30,7 @@ KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call i
 _NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = MappingProxyType(
     {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
 )
-_GRID = 32  # actions of a stage that an error shows
+_GRID_ACTIONS = 32  # of a stage, in the message of a deadlock
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +47,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each stage its actions, in the order in which its devices run them."""
+    """The actions of each stage, in the order in which its devices run them."""
 
     stages: tuple[tuple[Action, ...], ...]
 
@@ -56,12 +56,12 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """Whether gradients of weights are actions of their own (W)."""
+        """Whether the gradients of weights are actions of their own (W)."""
         return any(action.kind == "W" for action in self.stages[0])
 
     @property
     def micro_batches(self) -> int:
-        """M."""
+        """M, the number of micro-batches."""
         return len(self.stages[0]) // (3 if self.splits else 2)
 
     @property
@@ -81,7 +81,7 @@ class Schedule:
         return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.stages)
 
     def first_micro_batches(self, count: int) -> Schedule:
-        """The same order without the micro-batches from ``count`` on; what never deadlocked does not now."""
+        """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
         return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.stages))
 
 
@@ -153,17 +153,17 @@ def check(schedule: Schedule) -> None:
     """
     counts = {len(actions) for actions in schedule.stages}
     if len(counts) != 1 or not schedule.stages or not schedule.stages[0]:
-        raise ScheduleError("the stages of a schedule must have equally many actions, and some")
+        raise ScheduleError("the stages of a schedule must have the same number of actions, at least one")
     split = any(action.kind == "W" for actions in schedule.stages for action in actions)
     kinds: tuple[Kind, ...] = ("F", "B", "W") if split else ("F", "B")
     micro_batches = counts.pop() // len(kinds)
     for stage, actions in enumerate(schedule.stages):
-        wanted = {Action(stage, kind, m) for kind in kinds for m in range(micro_batches)}
-        if set(actions) != wanted or len(actions) != len(wanted):
-            missing = sorted(wanted ^ set(actions))
+        expected = {Action(stage, kind, m) for kind in kinds for m in range(micro_batches)}
+        if set(actions) != expected or len(actions) != len(expected):
+            different = sorted(expected ^ set(actions))
             raise ScheduleError(
                 f"stage {stage} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
-                f"odd: {' '.join(map(str, missing)) or 'repeated actions'}"
+                f"unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
             )
     heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
     if min(heads) < len(kinds) * micro_batches:
@@ -171,14 +171,14 @@ def check(schedule: Schedule) -> None:
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
-    """A row a stage, the action it is stuck at marked; of long rows only what stands around that."""
+    """Return a row for each stage, with its blocked action marked; of a long row only the actions around that."""
     rows = []
     for stage, actions in enumerate(schedule.stages):
         cells = [f"{a}{'!' if i == heads[stage] else ''}" for i, a in enumerate(actions)]
-        if len(cells) > _GRID:
-            first = max(0, min(heads[stage] - _GRID // 2, len(cells) - _GRID))
-            before, after = first, len(cells) - first - _GRID
-            cells = cells[first : first + _GRID]
+        if len(cells) > _GRID_ACTIONS:
+            first = max(0, min(heads[stage] - _GRID_ACTIONS // 2, len(cells) - _GRID_ACTIONS))
+            before, after = first, len(cells) - first - _GRID_ACTIONS
+            cells = cells[first : first + _GRID_ACTIONS]
             cells = [f"({before} before)"] * (before > 0) + cells + [f"({after} more)"] * (after > 0)
         rows.append(f"stage {stage}: " + " ".join(f"{cell:5}" for cell in cells).rstrip())
     return "\n".join(rows)

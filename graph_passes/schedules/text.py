@@ -29,7 +29,7 @@ def parse_schedule(text: str) -> Schedule:
             if not match:
                 raise ScheduleError(f"{word!r} is not an action such as 2F0")
             if int(match[1]) != index:
-                raise ScheduleError(f"{word} stands in the line of stage {index}")
+                raise ScheduleError(f"{word} is on the line of stage {index}")
             actions.append(Action(index, _KINDS[match[2]], int(match[3])))
         stages.append(tuple(actions))
     schedule = Schedule(tuple(stages))

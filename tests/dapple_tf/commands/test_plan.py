@@ -99,7 +99,7 @@ def test_a_file_that_is_no_schedule(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     for file, code, message in (
-        ("order.txt", 1, "error: order.txt: the stages of a schedule must have equally many actions"),
+        ("order.txt", 1, "error: order.txt: the stages of a schedule must have the same number of actions"),
         ("bytes.txt", 2, "bytes.txt cannot be read as text"),
         ("none.txt", 2, "there is no file none.txt"),
     ):

@@ -287,7 +287,7 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
         ("dapple-a:3", 2, 2, "'dapple-a:3' is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'"),
         ("Dapple A", 2, 2, "'Dapple A' is not a schedule"),
         ("dapple-a", 2, 0, "K_0 = 0 is not between 1 and M = 0"),
-        ("dapple-a", 0, 2, "the stages of a schedule must have equally many actions, and some"),
+        ("dapple-a", 0, 2, "the stages of a schedule must have the same number of actions, at least one"),
     ],
 )
 def test_a_schedule_that_cannot_be_made(name: str, stages: int, micro_batches: int, said: str) -> None:
@@ -305,14 +305,17 @@ def test_a_warm_up_out_of_range(k: tuple[int, ...]) -> None:
     ("text", "said"),
     [
         ("0F0 0X0", "'0X0' is not an action such as 2F0"),
-        ("0F0 0B0\n0F1 0B1", "0F1 stands in the line of stage 1"),
-        ("", "the stages of a schedule must have equally many actions, and some"),
-        ("0F0 0B0\n1F0 1B0 1F1 1B1", "the stages of a schedule must have equally many actions, and some"),
-        ("0F0 0F0", "stage 0 must run F and B of each micro-batch once; missing or odd: 0B0"),
-        ("0F0 0B0 0W0\n1F0 1B0 1F1", "stage 1 must run F, B and W of each micro-batch once; missing or odd: 1F1 1W0"),
-        ("0F0 0B0 0W0\n1F0 1B0", "the stages of a schedule must have equally many actions, and some"),
-        ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or odd: 1B0"),
-        ("0F0 0B0 0F1", "missing or odd: 0F1"),
+        ("0F0 0B0\n0F1 0B1", "0F1 is on the line of stage 1"),
+        ("", "the stages of a schedule must have the same number of actions, at least one"),
+        ("0F0 0B0\n1F0 1B0 1F1 1B1", "the stages of a schedule must have the same number of actions, at least one"),
+        ("0F0 0F0", "stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B0"),
+        (
+            "0F0 0B0 0W0\n1F0 1B0 1F1",
+            "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1F1 1W0",
+        ),
+        ("0F0 0B0 0W0\n1F0 1B0", "the stages of a schedule must have the same number of actions, at least one"),
+        ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
+        ("0F0 0B0 0F1", "missing or unexpected: 0F1"),
     ],
 )
 def test_a_text_that_is_no_schedule(text: str, said: str) -> None:
@@ -321,7 +324,7 @@ def test_a_text_that_is_no_schedule(text: str, said: str) -> None:
 
 
 def test_an_action_of_another_stage_is_refused() -> None:
-    with refused(ScheduleError, "stage 0 must run F and B of each micro-batch once; missing or odd: 0B0 0F0"):
+    with refused(ScheduleError, "stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B0 0F0"):
         check(Schedule(((Action(1, "F", 0), Action(1, "B", 0)),)))
 
 
