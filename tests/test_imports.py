@@ -22,7 +22,6 @@ PACKAGES = ("graph_passes", "profiler", "dapple_tf")
 NESTED = {
     "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
     "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
-    "dapple_tf.drawing.save": "matplotlib and the HTML page are loaded for the file that needs them",
 }
 """The modules that may import our own packages elsewhere than at their top, each with the reason."""
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dapple_tf.drawing.chart import Chart
+from dapple_tf.drawing.chrome_trace import trace_events
+from dapple_tf.drawing.html import make_page
+from dapple_tf.drawing.png import draw
 from dapple_tf.errors import UsageError
 from profiler.files import atomic_replacement, find_write_problem, write_atomically
 
@@ -34,16 +37,10 @@ def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, An
     target = check_path(path)
     match target.suffix:
         case ".json":
-            from dapple_tf.drawing.chrome_trace import trace_events
-
             extra = {} if data is None else {"dapple": data}
             write_atomically(target, json.dumps({**trace_events(chart), **extra}))
         case ".html":
-            from dapple_tf.drawing.html import make_page
-
             write_atomically(target, make_page(chart))
         case _:
-            from dapple_tf.drawing.png import draw
-
             with atomic_replacement(target) as part:
                 draw(chart, part)
