@@ -1,4 +1,4 @@
-"""A profile of a model that never runs: FLOPs, bytes and a device's peak figures."""
+"""Profiles of models that are not run: FLOPs, bytes and a device's peak rates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from profiler.profile import LayerCost, Profile
 def analytic_profile(
     loss_fn: Callable[..., Any], batch: Any, device: str | Peak = "V100", *, model: str | None = None
 ) -> Profile:
-    """The profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op; nothing runs.
+    """Return the profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op.
 
-    ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch's size on axis 0.
-    Starting kernels costs nothing here, so many small ones really take longer. Raises ProfileError for an unknown
-    device, BatchError for a batch of no or unknown size, and what ``dapple.pipeline`` raises for the loss.
+    Nothing runs. ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch size on
+    axis 0. The cost of launching kernels is not modelled, so a model of many small ops takes longer than its profile
+    says. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and what
+    ``dapple.pipeline`` raises for the loss.
     """
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_arguments(batch)
@@ -36,7 +37,7 @@ def analytic_profile(
 
 
 def make_profile(facts: LayerFacts, model: str, device: str, forward: Floats, backward: Floats, **more: Any) -> Profile:
-    """The profile of these facts and seconds; ``more`` are further fields of Profile."""
+    """Return the profile of these facts, and seconds of each layer; ``more`` are further fields of Profile."""
     return Profile(
         model=model,
         batch_size=facts.batch_size,

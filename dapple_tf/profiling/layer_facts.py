@@ -1,7 +1,7 @@
-"""What is known of a model's layers before anything runs: bytes sent, kept and trained, and work by roofline.
+"""Per-layer facts from the graph alone: boundary bytes, stash bytes, parameter bytes, and seconds by roofline.
 
-The model is differentiated once, as one stage; TensorFlow names each backward op after the forward op whose
-gradient it computes, which tells its layer.
+The model is differentiated once, as one stage. TensorFlow names each backward op after the forward op whose gradient
+it computes, which assigns it to a layer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from profiler.measure import Floats
 from profiler.peaks import Peak
 
 _SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
-_LISTS = "variant"  # what a While loop keeps for its backward, an iteration each
+_LIST_DTYPE = "variant"  # of the lists in which a While loop stashes a tensor for each iteration
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Figures of every layer for a batch of ``batch_size`` samples, in the order of ``layers``.
+    """Facts of every layer for a batch of ``batch_size`` samples, in the order of ``layers``.
 
-    ``activation_bytes``: what crosses the cut after the layer, skips over it included (the last layer sends nothing).
-    ``stash_bytes``: tensors of forward, and batch arguments, that backward reads; each counts once, at the layer
-    that makes it where that layer's backward reads it, else at the first layer whose backward does. Variables, what
-    is computed from nothing else, and whole numbers computed from shapes are not counted. ``parameter_bytes``:
-    variables that a gradient reaches, each at the first layer that reads it. ``lists``: layers whose While loops keep
-    lists of unknown length, which ``stash_bytes`` leaves out.
+    ``activation_bytes``: the tensors that cross the cut after the layer, skip connections included (0 for the last
+    layer). ``stash_bytes``: forward tensors and batch arguments that backward reads; each counts once, at the layer
+    that computes it if that layer's backward reads it, else at the first layer whose backward does. Variables, tensors
+    computed only from variables, and integers computed from shapes do not count. ``parameter_bytes``: variables that a
+    gradient reaches, each at the first layer that reads it. ``lists``: names of layers whose While loops stash lists of
+    unknown length, which ``stash_bytes`` leaves out.
     """
 
     captured: Captured
@@ -47,11 +47,11 @@ class LayerFacts:
     lists: tuple[str, ...]
     _joint: Graph
     _shapes: Mapping[str, Sequence[Shape]]
-    _backward: Mapping[str, int]
+    _backward_layers: Mapping[str, int]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The layers' names."""
+        """Names of the layers."""
         return tuple(layer.name for layer in self.layers.layers)
 
     @property
@@ -61,23 +61,23 @@ class LayerFacts:
 
     @property
     def unsplittable(self) -> tuple[int, ...]:
-        """Positions where stages of unequal replicas cannot meet."""
+        """Positions where the stages before and after must have equally many replicas."""
         return tuple(cut.position for cut in self.layers.cuts if not cut.splittable)
 
     def forward_seconds(self, peak: Peak) -> Floats:
-        """Seconds of each layer's forward by the roofline of its ops."""
-        homes = {name: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes}
-        return self._sum(homes, peak)
+        """Return the seconds of each layer's forward by the roofline of its ops."""
+        layer_of = {name: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes}
+        return self._sum_seconds(layer_of, peak)
 
     def backward_seconds(self, peak: Peak) -> Floats:
-        """Seconds of each layer's backward by the roofline of the ops of the differentiated graph."""
-        return self._sum(self._backward, peak)
+        """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph."""
+        return self._sum_seconds(self._backward_layers, peak)
 
-    def _sum(self, homes: Mapping[str, int], peak: Peak) -> Floats:
+    def _sum_seconds(self, layer_of: Mapping[str, int], peak: Peak) -> Floats:
         total = np.zeros(len(self.layers.layers))
         for node in self._joint.nodes:
-            if node.name in homes:
-                total[homes[node.name]] += _op_seconds(self._joint, node, self._shapes, peak, self.batch_size)
+            if node.name in layer_of:
+                total[layer_of[node.name]] += _op_seconds(self._joint, node, self._shapes, peak, self.batch_size)
         return total
 
 
@@ -89,7 +89,7 @@ def _op_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]],
 
 
 def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
-    """The facts of every layer of a captured loss; nothing runs.
+    """Return the facts of every layer of a captured loss; nothing runs.
 
     Raises PartitionError or CaptureError for a loss that cannot be pipelined.
     """
@@ -102,10 +102,9 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
     gradients = prune_gradients(joint, found)
     ((forward, backward),) = split_backward(stages, joint, gradients)
     shapes = {**shapes, **infer_shapes(replace(captured, graph=joint), batch_size)}
-    homes = {name: i for i, layer in enumerate(layers.layers) for name in layer.nodes}
-    attributed = _attribute(joint, backward, homes, gradients[0])
-    stash, lists = _stash(joint, forward, backward, homes, attributed, shapes, batch_size)
-    trained = [name for name, _ in gradients[0].variables]
+    forward_layers = {name: i for i, layer in enumerate(layers.layers) for name in layer.nodes}
+    backward_layers = _assign_backward(joint, backward, forward_layers, gradients[0])
+    stash, lists = _stash_bytes(joint, forward, backward, forward_layers, backward_layers, shapes, batch_size)
     return LayerFacts(
         captured=captured,
         layers=layers,
@@ -115,98 +114,109 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
             0.0,
         ),
         stash_bytes=stash,
-        parameter_bytes=_parameters(captured, layers, trained),
+        parameter_bytes=_parameter_bytes(captured, layers, [name for name, _ in gradients[0].variables]),
         lists=tuple(layers.layers[i].name for i in lists),
         _joint=joint,
         _shapes=shapes,
-        _backward=attributed,
+        _backward_layers=backward_layers,
     )
 
 
-def _attribute(joint: Graph, backward: Function, homes: Mapping[str, int], found: StageGradients) -> dict[str, int]:
-    """The layer of each backward op: that of the forward op it is named after.
+def _assign_backward(
+    joint: Graph, backward: Function, forward_layers: Mapping[str, int], gradients: StageGradients
+) -> dict[str, int]:
+    """Return the layer of each backward op: that of the forward op that it is named after.
 
-    Sums and conversions between gradients are named after none: they belong to the first of the layers whose
+    Sums and conversions of gradients are named after no forward op: they belong to the first of the layers whose
     gradients they take.
     """
-    if not found.seeds:
+    if not gradients.seeds:
         return {}
-    scope = found.seeds[0][1].rpartition("/")[0] + "/gradients/"
+    scope = gradients.seeds[0][1].rpartition("/")[0] + "/gradients/"
     layer_of: dict[str, int] = {}
-    inside = {node.name for node in backward.graph.nodes}
+    members = {node.name for node in backward.graph.nodes}
     for node in joint.nodes:
-        if node.name not in inside or node.name in homes:
+        if node.name not in members or node.name in forward_layers:
             continue
-        layer = _named_after(node.name.removeprefix(scope), homes) if node.name.startswith(scope) else None
+        layer = _named_layer(node.name.removeprefix(scope), forward_layers) if node.name.startswith(scope) else None
         if layer is None:
-            sources = [layer_of[v.node] for v in node.inputs if v.node in layer_of]
-            layer = min(sources, default=None)
+            layer = min((layer_of[v.node] for v in node.inputs if v.node in layer_of), default=None)
         if layer is not None:
             layer_of[node.name] = layer
     return layer_of
 
 
-def _named_after(name: str, homes: Mapping[str, int]) -> int | None:
+def _named_layer(name: str, forward_layers: Mapping[str, int]) -> int | None:
+    """Return the layer of the forward op in a backward op's name (``dense/MatMul_grad/MatMul``), or None."""
     parts = name.split("/")
     for count in range(len(parts), 0, -1):
         forward = "/".join(parts[:count])
-        if forward.endswith("_grad") and forward.removesuffix("_grad") in homes:
-            return homes[forward.removesuffix("_grad")]
+        if forward.endswith("_grad") and forward.removesuffix("_grad") in forward_layers:
+            return forward_layers[forward.removesuffix("_grad")]
     return None
 
 
-def _stash(
+def _stash_bytes(
     joint: Graph,
     forward: Function,
     backward: Function,
-    homes: Mapping[str, int],
-    attributed: Mapping[str, int],
+    forward_layers: Mapping[str, int],
+    backward_layers: Mapping[str, int],
     shapes: Mapping[str, Sequence[Shape]],
     batch_size: int,
 ) -> tuple[tuple[float, ...], list[int]]:
-    """Bytes kept for each layer's backward, and the layers that keep lists."""
-    ported = dict(zip(backward.graph.inputs, backward.inputs, strict=True))
-    taken = {value for port, value in zip(forward.outputs, forward.graph.outputs, strict=True) if port.role == "stash"}
-    by_text = {str(value): value for value in taken}
-    readers: dict[Value, set[int]] = {}
-    for node in backward.graph.nodes:
-        for value in node.inputs:
-            port = ported.get(value.node)
-            if port is None or port.role not in ("stash", "arg"):
-                continue
-            kept = Value(port.name) if port.role == "arg" else by_text[port.name]
-            layers = readers.setdefault(_buffer(joint, kept), set())
-            if node.name in attributed:
-                layers.add(attributed[node.name])
-    total, lists = [0.0] * (max(homes.values()) + 1), set()
-    of_samples, of_sizes = _dependent(joint, stop=_SMALL_OPS), _dependent(joint)
-    for value, layers in readers.items():
-        whole = joint.type_of(value).dtype.name in ("int32", "int64")
-        if value.node not in (of_samples if whole else of_sizes):
+    """Return the bytes stashed for each layer's backward, and the layers that stash lists."""
+    depends_on_sizes = _dependent_nodes(joint)
+    depends_on_values = _dependent_nodes(joint, stop=_SMALL_OPS)
+    total, lists = [0.0] * (max(forward_layers.values()) + 1), set()
+    for value, readers in _stash_readers(joint, forward, backward, backward_layers).items():
+        dtype = joint.type_of(value).dtype.name
+        counted = depends_on_values if dtype in ("int32", "int64") else depends_on_sizes
+        if value.node not in counted:
             continue
-        maker = homes.get(value.node)
-        layer = maker if maker in layers or not layers else min(layers)
+        producer = forward_layers.get(value.node)
+        layer = producer if producer in readers or not readers else min(readers)
         layer = 0 if layer is None else layer
-        if joint.type_of(value).dtype.name == _LISTS:
+        if dtype == _LIST_DTYPE:
             lists.add(layer)
         total[layer] += value_bytes(joint, value, shapes, batch_size)
     return tuple(total), sorted(lists)
 
 
-def _dependent(joint: Graph, stop: Container[str] = ()) -> set[str]:
-    """Nodes whose outputs depend on the batch's arguments, on chance or on state, not looking past ops in ``stop``."""
+def _stash_readers(
+    joint: Graph, forward: Function, backward: Function, backward_layers: Mapping[str, int]
+) -> dict[Value, set[int]]:
+    """Return the layers whose backward reads each stashed tensor or batch argument; views count as what they view."""
+    ports = dict(zip(backward.graph.inputs, backward.inputs, strict=True))
+    outputs = zip(forward.outputs, forward.graph.outputs, strict=True)
+    stashed = {str(value): value for port, value in outputs if port.role == "stash"}
+    readers: dict[Value, set[int]] = {}
+    for node in backward.graph.nodes:
+        for value in node.inputs:
+            port = ports.get(value.node)
+            if port is None or port.role not in ("stash", "arg"):
+                continue
+            source = Value(port.name) if port.role == "arg" else stashed[port.name]
+            layers = readers.setdefault(_viewed_value(joint, source), set())
+            if node.name in backward_layers:
+                layers.add(backward_layers[node.name])
+    return readers
+
+
+def _dependent_nodes(joint: Graph, stop: Container[str] = ()) -> set[str]:
+    """Return the nodes that depend on batch arguments, random numbers or state, other than through ops in ``stop``."""
     written = written_variables(joint)
     found: set[str] = set()
     for node in joint.nodes:
-        state = any(name in written for name in variables_of(joint, node))
-        own = node.op == "arg" or node.effect not in (Effect.PURE, Effect.READ) or state
-        if own or (node.op not in stop and any(value.node in found for value in node.inputs)):
+        uses_state = any(name in written for name in variables_of(joint, node))
+        is_source = node.op == "arg" or node.effect not in (Effect.PURE, Effect.READ) or uses_state
+        if is_source or (node.op not in stop and any(value.node in found for value in node.inputs)):
             found.add(node.name)
     return found
 
 
-def _buffer(joint: Graph, value: Value) -> Value:
-    """The tensor whose memory ``value`` is: views are followed back."""
+def _viewed_value(joint: Graph, value: Value) -> Value:
+    """Return the tensor that owns the memory of ``value``, which may be a view."""
     node: Node = joint.node(value.node)
     while node.op in VIEW_OPS:
         value = node.inputs[value.index if node.op == "IdentityN" else 0]
@@ -214,18 +224,21 @@ def _buffer(joint: Graph, value: Value) -> Value:
     return value
 
 
-def _parameters(captured: Captured, layers: Layers, trained: Sequence[str]) -> tuple[float, ...]:
-    """Bytes of the variables ``trained``, each at the first layer that reads it, directly or through what floats."""
+def _parameter_bytes(captured: Captured, layers: Layers, trained: Sequence[str]) -> tuple[float, ...]:
+    """Return the bytes of the ``trained`` variables, each at the first layer that reads it.
+
+    A layer also reads the variables of nodes that belong to no layer (see ``Layers.floating``) and that it uses.
+    """
     graph, floating = layers.graph, layers.floating
     reads: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         own = {node.name} if node.op == "variable" else set()
         through = (reads[source] for source in node.predecessors() if source in floating)
         reads[node.name] = frozenset(own.union(*through))
-    left, total = set(trained), []
+    remaining, total = set(trained), []
     for layer in layers.layers:
-        used = frozenset[str]().union(*(reads[name] for name in layer.nodes)) & left
-        left -= used
-        sizes = (captured.variables[name] for name in sorted(used))
-        total.append(float(sum(int(np.prod(v.shape.as_list())) * v.dtype.size for v in sizes)))
+        used = frozenset[str]().union(*(reads[name] for name in layer.nodes)) & remaining
+        remaining -= used
+        variables = (captured.variables[name] for name in sorted(used))
+        total.append(float(sum(int(np.prod(v.shape.as_list())) * v.dtype.size for v in variables)))
     return tuple(total)

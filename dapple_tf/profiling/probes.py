@@ -1,4 +1,4 @@
-"""What a profile measures: the layers in runs, the whole model un-pipelined, and calls that do nothing."""
+"""The things that a profile measures: runs of layers, the model without a pipeline, and calls that do nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _EMPTY_CALLS = 16
 
 
 class PlainModel:
-    """The model un-pipelined, on one device: seconds of its forward, and of forward and gradients.
+    """The model without a pipeline, on one device; measures its forward, and its forward and gradients together.
 
-    Raises StepError where it fails on its batch.
+    Measuring raises StepError where the model fails on the batch.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], arguments: Sequence[Any], device: str) -> None:
@@ -49,11 +49,11 @@ class PlainModel:
         self._forward, self._both = (tf.function(f).get_concrete_function(*specs) for f in (loss, gradients))
 
     def forward(self) -> Floats:
-        """Seconds of one forward."""
+        """Run one forward; return its seconds, of shape [1]."""
         return self._time(self._forward)
 
     def both(self) -> Floats:
-        """Seconds of one forward with gradients."""
+        """Run one forward with gradients; return its seconds, of shape [1]."""
         return self._time(self._both)
 
     def _time(self, function: Any) -> Floats:
@@ -68,14 +68,14 @@ class PlainModel:
 
 
 def _cause(message: str) -> str:
-    """The line that says what went wrong, among those that say where in the user's sources (indented, or before)."""
+    """Return the line of TensorFlow's message that says what failed: the last one that is not indented."""
     return [line for line in message.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
 def empty_calls(device: str) -> Callable[[], Floats]:
-    """Measures the seconds of calls that do nothing, stamped as stages are."""
-    signature = [tf.TensorSpec([])] * 4  # a few tensors enter and leave
-    nothing = tf.function(
+    """Return a function that runs calls which do nothing, and returns the seconds of each by time stamps."""
+    signature = [tf.TensorSpec([])] * 4  # a few tensors in and out, as for a stage
+    identity = tf.function(
         lambda *x: [tf.identity(value) for value in x],
         autograph=False,
         input_signature=signature,
@@ -89,12 +89,12 @@ def empty_calls(device: str) -> Callable[[], Floats]:
             with tf.control_dependencies(last):
                 begin = tf.timestamp()
             with tf.control_dependencies([begin.op]):
-                tensors, done = call(nothing, tensors)
+                tensors, done = call(identity, tensors)
             with tf.control_dependencies(done):
                 end = tf.timestamp()
             stamps.append(end - begin)
             last = [end.op]
-        return tf.stack(stamps), tensors  # given back, since calls whose results nobody takes are left out
+        return tf.stack(stamps), tensors  # returned, since TensorFlow drops calls whose results are not used
 
     calls = tf.function(
         chain,
@@ -112,7 +112,7 @@ def empty_calls(device: str) -> Callable[[], Floats]:
 
 @dataclass(frozen=True)
 class LayerRuns:
-    """Layers in runs, each a stage of ``program``; run k holds the layers ``bounds[k]`` to ``bounds[k + 1] - 1``."""
+    """The layers in runs, each a stage of ``program``; run k has the layers ``bounds[k]`` to ``bounds[k + 1] - 1``."""
 
     facts: LayerFacts
     bounds: tuple[int, ...]
@@ -120,7 +120,10 @@ class LayerRuns:
 
     @staticmethod
     def build(facts: LayerFacts, count: int, device: str, home: str) -> LayerRuns:
-        """About ``count`` runs of equal work; fewer where a gradient needs what another run does not send."""
+        """Cut the layers into about ``count`` runs of equal work, and build their program.
+
+        There are fewer runs where a gradient needs a tensor that no stage boundary carries.
+        """
         weights = facts.forward_seconds(CPU_CORE) + facts.backward_seconds(CPU_CORE)
         while True:
             starts = choose_even_starts(weights, facts.layers.positions(), count)
@@ -136,7 +139,7 @@ class LayerRuns:
         stages = tuple(StagePlan(first, end - 1, (0,)) for first, end in itertools.pairwise(bounds))
         plan = Plan(facts.captured.graph.name, "profile", size, size, 1, "gpipe", False, stages)
         graph = pipeline_graph(staged, plan, [device], home, variant=StepVariant.TIMED)
-        # TensorFlow leaves out calls whose results nobody takes: every gradient is given back.
+        # TensorFlow drops calls whose results are not used: return every gradient.
         gradients = [value for node in graph.nodes if node.op == "backward" for value in node.values()]
         graph = graph.replace(outputs=(*graph.outputs[:-1], *gradients, graph.outputs[-1]))
         # Not inlined, as in a step of several micro-batches.
@@ -144,7 +147,7 @@ class LayerRuns:
         return LayerRuns(facts, bounds, program)
 
     def probe(self, rows: Sequence[Any]) -> Callable[[], Floats]:
-        """Measures the seconds of every run: forwards, then backwards."""
+        """Return a function that runs the program on ``rows`` and returns seconds: of all forwards, then backwards."""
 
         def run() -> Floats:
             stamps = self.program.run(rows)[-1].numpy()
@@ -156,10 +159,10 @@ class LayerRuns:
 
         return run
 
-    def share(self, rounds: Floats, call_seconds: float) -> tuple[Floats, Floats]:
-        """Seconds of every layer's forward and backward: medians of ``rounds``, less ``call_seconds`` for each call.
+    def split(self, rounds: Floats, call_seconds: float) -> tuple[Floats, Floats]:
+        """Return the seconds of every layer's forward and backward: medians of ``rounds``, without the cost of calls.
 
-        Where a run took less than twice a call that does nothing, half of its time is the call's.
+        ``call_seconds``: the time of a call that does nothing. At most half of a run's time counts as its call's.
         """
         medians = np.median(rounds, axis=0)
         own = np.maximum(medians - call_seconds, medians / 2)

@@ -133,7 +133,7 @@ def test_a_loop() -> None:
             x = tf.tanh(x @ a)
         return tf.reduce_mean(x)
 
-    with pytest.warns(DappleWarning, match="While loops keep lists of unknown length, which stash_bytes leaves out: "):
+    with pytest.warns(DappleWarning, match="stash_bytes leaves out lists of unknown length, of the While loops in "):
         found = profiled(loss)
     assert min(seconds(found)) > 0
 
@@ -173,12 +173,12 @@ def test_layers_are_measured_in_runs_of_consecutive_ones() -> None:
     assert (found > 0).all()
     # Medians of three rounds are 5 (forward) and 7 (backward) for every run; a call that does nothing takes 1.
     rounds = np.array([[4.0] * 3 + [7.0] * 3, [5.0] * 3 + [6.0] * 3, [9.0] * 3 + [8.0] * 3])
-    forward, backward = runs.share(rounds, 1.0)
+    forward, backward = runs.split(rounds, 1.0)
     assert forward.sum() == pytest.approx(12)
     assert backward.sum() == pytest.approx(18)
     assert (forward[::2][:-1] > forward[1::2]).all()  # products outweigh tanh
     # A call of 4 would leave a run 1 of 5 and 3 of 7, but at least half is the run's own.
-    assert [part.sum() for part in runs.share(rounds, 4.0)] == pytest.approx([7.5, 10.5])
+    assert [part.sum() for part in runs.split(rounds, 4.0)] == pytest.approx([7.5, 10.5])
 
 
 def test_where_a_gradient_reaches_further_back_runs_are_longer() -> None:

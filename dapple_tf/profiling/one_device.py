@@ -1,0 +1,37 @@
+"""Give this process the processor share that one device of a pipeline has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from dapple_tf.devices import list_devices
+from profiler.cores import limit_to_cores
+
+
+def cores_per_device() -> int:
+    """Return how many of this process's cores each logical CPU device has to itself, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // len(list_devices()))
+
+
+@contextlib.contextmanager
+def limit_to_one_device() -> Iterator[float | None]:
+    """Limit the process to one device's cores in the block, which gets ``full_share`` for ``measure_interleaved``."""
+    if tf.config.list_logical_devices("GPU"):
+        yield 0.0  # the processor only waits for the GPU
+        return
+    cores = cores_per_device()
+    with limit_to_cores(cores):
+        yield 1.0 if cores == 1 else None
+
+
+def describe_device() -> str:
+    """Return the name of the device that a profile is measured on, for people."""
+    for physical in tf.config.list_physical_devices("GPU"):
+        return str(tf.config.experimental.get_device_details(physical).get("device_name", "GPU"))
+    cores = cores_per_device()
+    return f"CPU, {cores} core{'s' * (cores > 1)}"
