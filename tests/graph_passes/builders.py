@@ -1,4 +1,4 @@
-"""One-line builders of the small graphs that the tests rewrite, and the two ways to compare."""
+"""One-line builders of the small graphs that the tests rewrite, and comparisons of graphs and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def functions_of(text: str) -> tuple[Function, ...]:
 
 
 def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
-    """Ports such as ``arg x int32[?], boundary h``; activations are float32[?,4] unless told."""
+    """Ports such as ``arg x int32[?], boundary h``; activations are float32[?,4] unless given."""
     found = []
     for words in (entry.split(" ") for entry in text.split(", ") if entry):
         role, name, *kind = words

@@ -1,4 +1,4 @@
-"""Layers of a captured graph, what floats between them, and where it can be cut."""
+"""Layers of a captured graph, floating nodes, and where the graph can be cut."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def chain(*paths: str) -> Layers:
 
 
 def crossings(layers: Layers) -> list[str]:
-    """What crosses each cut, as text."""
+    """The tensors that cross each cut, as text."""
     return [" ".join(sorted(map(str, cut.crossing))) for cut in layers.cuts]
 
 
-def test_ops_of_one_keras_layer_are_one_layer_and_others_stand_alone() -> None:
+def test_ops_of_a_keras_layer_are_one_layer_and_each_other_op_is_its_own() -> None:
     layers = find_layers(graph(TWO_DENSE))
     assert [(layer.name, layer.nodes) for layer in layers.layers] == [
         ("net/first", ("h", "a")),
@@ -56,7 +56,7 @@ def test_ops_of_one_keras_layer_are_one_layer_and_others_stand_alone() -> None:
     ]
 
 
-def test_an_op_between_the_leaves_of_a_keras_layer_is_named_within_it() -> None:
+def test_an_op_of_a_keras_layer_that_has_layers_is_named_by_its_path() -> None:
     layers = find_layers(
         graph(
             """
@@ -100,7 +100,7 @@ def test_a_skip_crosses_every_cut_up_to_its_last_use() -> None:
     assert crossings(layers) == ["%a:0", "%a:0 %b:0", "%a:0 %c:0"]
 
 
-def test_each_output_of_an_op_crosses_for_itself() -> None:
+def test_each_output_of_an_op_crosses_on_its_own() -> None:
     layers = find_layers(
         graph(
             """
@@ -156,7 +156,7 @@ def test_variables_that_forward_writes_are_found() -> None:
     assert variables_of(captured, captured.node("put")) == ("mean",)
 
 
-def test_dead_ops_are_in_no_layer_and_writes_and_effects_are_alive() -> None:
+def test_ops_without_use_are_in_no_layer_unless_they_have_effects() -> None:
     captured = graph(
         """
         inputs %x
@@ -224,7 +224,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("body", "problem"), PROBLEMS)
-def test_a_cut_that_cannot_be_made_says_why(body: str, problem: str) -> None:
+def test_an_impossible_cut_says_why(body: str, problem: str) -> None:
     head = "inputs %x\n%x = arg() -> (float32[?])\n%v = variable() -> (resource[])"
     layers = find_layers(graph(f"{head}\n{body}\noutputs %h:0"))
     assert layers.cut(1).problem == problem
@@ -259,11 +259,11 @@ def test_a_layer_is_found_by_name_or_by_a_part_of_its_path(name: str, index: int
     ("name", "indices"),
     [("net/block1/norm", (1,)), ("block2", (2, 3)), ("net", (0, 1, 2, 3, 4)), ("op5", (5,))],
 )
-def test_all_layers_of_a_part_of_a_path_are_found(name: str, indices: tuple[int, ...]) -> None:
+def test_all_layers_under_a_part_of_a_path_are_found(name: str, indices: tuple[int, ...]) -> None:
     assert chain(*NET).find_all(name) == indices
 
 
-def test_an_ambiguous_name_is_refused_with_all_it_may_be() -> None:
+def test_the_error_of_an_ambiguous_name_lists_all_matches() -> None:
     with refused(PartitionError, "layer name 'conv' is ambiguous: it may be net/block1/conv, net/block2/conv. Write"):
         chain(*NET).find("conv")
 
@@ -276,11 +276,11 @@ def test_a_name_inside_its_own_layer_is_not_ambiguous() -> None:
     ("name", "near"),
     [("blok2", "'block2'"), ("hed", "'head'"), ("net/block1/convv", "'net/block1/conv'")],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, near: str) -> None:
+def test_the_error_of_an_unknown_name_lists_the_nearest_names(name: str, near: str) -> None:
     with refused(PartitionError, f"no layer is called {name!r}; the nearest are ", near):
         chain(*NET).find(name)
 
 
-def test_a_name_like_no_other_is_refused_with_the_first_ones() -> None:
+def test_the_error_of_a_name_like_no_other_lists_the_first_names() -> None:
     with refused(PartitionError, "no layer is called 'qqqq'; the nearest are 'first', 'second'"):
         chain("first", "second").find("qqqq")

@@ -1,4 +1,4 @@
-"""Which variables a rank holds: its own, not those it has copies of."""
+"""Which variables are resident on a rank: its own, not those of which it has copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGE = (
 )
 
 
-def test_a_stage_holds_what_its_calls_use_and_its_updates() -> None:
+def test_variables_of_a_stage_s_calls_and_updates_are_resident() -> None:
     graph = calls(
         """
         %f = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
@@ -24,8 +24,8 @@ def test_a_stage_holds_what_its_calls_use_and_its_updates() -> None:
     assert resident_variables(graph) == {"t", "w", "n", "m"}
 
 
-def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
-    """One comes as a value, another is copied from this rank's own: the copies are not the variables."""
+def test_only_the_copy_of_a_variable_of_another_stage_is_resident() -> None:
+    """One value is received, another is copied from this rank's own: copies are not the variables."""
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
@@ -38,7 +38,7 @@ def test_of_what_another_stage_owns_it_holds_a_copy_only() -> None:
     assert resident_variables(graph) == {"w", "n"}
 
 
-def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
+def test_weight_gradients_use_copies_where_there_are_some() -> None:
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
@@ -50,7 +50,7 @@ def test_gradients_of_weights_are_made_of_copies_where_there_are_some() -> None:
     assert resident_variables(graph) == {"w"}
 
 
-def test_updates_reads_and_commits_are_on_the_variables_themselves() -> None:
+def test_updates_reads_and_commits_use_the_variables_themselves() -> None:
     graph = calls(
         """
         %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['w']}

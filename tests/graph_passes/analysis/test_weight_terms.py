@@ -1,4 +1,4 @@
-"""Terms of the weights alone: which layer they belong to, what crosses a cut for them, and which ones float."""
+"""Weight terms: which layer they belong to, what crosses a cut for them, and which reductions float."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def crossings(layers: Layers) -> list[str]:
 
 
 @pytest.mark.parametrize("text", [NETWORK + L2, NET + L2 + FIRST + SECOND + THIRD], ids=["after", "before"])
-def test_a_term_is_computed_in_the_layer_of_its_weight_wherever_it_is_written(text: str) -> None:
+def test_a_weight_term_is_computed_in_the_layer_of_its_weight(text: str) -> None:
     layers = layers_of(text)
     assert show(layers) == {"first": "a u2", "second": "b v2 uv", "third": "c mean w2 uvw term", "loss": "loss"}
     assert crossings(layers) == ["%a:0 %u2:0", "%b:0 %uv:0", "%mean:0 %term:0"]
@@ -66,7 +66,7 @@ def test_a_term_is_computed_in_the_layer_of_its_weight_wherever_it_is_written(te
     assert layers.floating == {"x", "u", "v", "w", "read_u", "read_v", "read_w", "half"}
 
 
-def test_stages_of_unequal_counts_meet_where_a_term_crosses_beside_a_batch() -> None:
+def test_stages_of_unequal_replica_counts_may_meet_where_a_weight_term_crosses() -> None:
     assert [cut.splittable for cut in layers_of(NETWORK, L2).cuts] == [True, True, False]  # the mean is of the batch
 
 
@@ -93,7 +93,7 @@ def test_only_terms_that_cross_are_shared() -> None:
     assert cut().shared == set()
 
 
-def test_a_cut_where_only_terms_cross_is_none() -> None:
+def test_a_cut_that_only_weight_terms_cross_is_impossible() -> None:
     layers = find_layers(
         graph(
             f"""
@@ -112,13 +112,13 @@ def test_a_cut_where_only_terms_cross_is_none() -> None:
     assert layers.positions() == (2,)
 
 
-def test_a_term_that_is_an_output_is_given_by_the_layer_of_its_weight() -> None:
+def test_a_weight_term_that_is_an_output_is_returned_by_the_layer_of_its_weight() -> None:
     layers = find_layers(graph(f"{NETWORK}\n%term = L2Loss(%read_u:0) -> (float32[])\noutputs %mean:0 %term:0"))
     assert show(layers)["first"] == "a term"
     assert crossings(layers) == ["%a:0", "%b:0"]
 
 
-def test_what_reads_a_number_beside_a_term_is_computed_where_it_is_taken() -> None:
+def test_a_combination_of_a_term_and_another_scalar_is_computed_where_it_is_used() -> None:
     layers = layers_of(
         NETWORK,
         """
@@ -140,7 +140,7 @@ def test_a_term_of_a_weight_that_two_layers_use_belongs_to_the_first() -> None:
     assert show(layers)["first"] == "a term"
 
 
-def test_numbers_of_weights_may_be_stacked() -> None:
+def test_scalars_of_weights_may_be_stacked() -> None:
     layers = layers_of(
         NETWORK,
         """
@@ -154,7 +154,7 @@ def test_numbers_of_weights_may_be_stacked() -> None:
     assert show(layers)["second"] == "b v2 stack term"
 
 
-def test_a_part_of_a_weight_that_is_of_more_dimensions_is_reduced_first() -> None:
+def test_a_weight_term_is_cut_where_it_is_reduced_to_a_scalar() -> None:
     layers = layers_of(
         NETWORK,
         """
@@ -279,20 +279,20 @@ FLOATS = {
 
 
 @pytest.mark.parametrize("text", FLOATS.values(), ids=FLOATS)
-def test_what_floats_after_all(text: str) -> None:
+def test_reductions_that_are_no_weight_terms_float(text: str) -> None:
     layers = layers_of(text)
     assert layers.weight_terms == set()
     assert "term" in layers.floating
 
 
-def test_a_number_that_nothing_takes_is_no_term() -> None:
+def test_a_scalar_that_no_layer_uses_is_no_weight_term() -> None:
     layers = layers_of(
         NETWORK, "%dead = L2Loss(%read_v:0) -> (float32[])", "\n%term = L2Loss(%read_u:0) -> (float32[])"
     )
     assert layers.weight_terms == {"term"}
 
 
-def test_a_number_that_only_the_layer_of_its_weight_takes_floats() -> None:
+def test_a_scalar_that_only_the_layer_of_its_weight_uses_floats() -> None:
     layers = find_layers(
         graph(
             f"""

@@ -49,7 +49,7 @@ def test_handles_and_strings_stay_on_their_device() -> None:
     assert [DType(name).transferable for name in names] == [True, True, True, False, False, False]
 
 
-def test_bytes_count_unknown_dimensions_as_told() -> None:
+def test_bytes_count_a_given_number_for_each_unknown_dimension() -> None:
     assert tensor("float32", None, 8).bytes() == 32
     assert tensor("float32", None, 8).bytes(unknown=10) == 320
     assert tensor("float64").bytes() == 8
@@ -97,7 +97,7 @@ def test_a_control_edge_is_added_once() -> None:
     assert node.controls == (Control("a", "first"), Control("b", "second"))
 
 
-def test_a_graph_names_what_it_does_not_have() -> None:
+def test_the_error_of_a_missing_node_value_or_function_names_it() -> None:
     diamond = graph(DIAMOND)
     with refused(GraphError, "graph 'f' has no node 'y'"):
         diamond.node("y")
@@ -112,7 +112,7 @@ def test_consumers_are_listed_once_each_in_order() -> None:
     assert {name: [node.name for node in nodes] for name, nodes in users.items()} == {"x": ["y", "z"], "y": [], "z": []}
 
 
-def test_ancestors_follow_data_and_control_and_stop_where_told() -> None:
+def test_ancestors_follow_data_and_control_edges_up_to_the_given_nodes() -> None:
     diamond = graph(DIAMOND)
     assert ancestors(diamond, ["sum"]) == {"sum", "left", "right", "x"}
     assert ancestors(diamond, ["print"]) == {"print", "left", "x"}
@@ -120,7 +120,7 @@ def test_ancestors_follow_data_and_control_and_stop_where_told() -> None:
     assert ancestors(diamond, ["left"], stop=["left"]) == set()
 
 
-def test_sorted_puts_a_node_behind_what_it_waits_for_and_moves_no_other() -> None:
+def test_sorted_moves_only_nodes_that_stand_before_their_inputs() -> None:
     shuffled = graph("%a = Op() ^%d 'late'\n%b = Op()\n%c = Op()\n%d = Op() ^%c 'late'")
     assert [node.name for node in shuffled.sorted().nodes] == ["c", "d", "a", "b"]
 

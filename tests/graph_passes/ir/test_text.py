@@ -139,7 +139,7 @@ def test_a_graph_prints_and_parses_with_functions_and_library() -> None:
     assert parse_graph(GRAPH_TEXT) == GRAPH
 
 
-def test_without_functions_the_call_level_alone_is_printed() -> None:
+def test_without_functions_only_the_call_level_is_printed() -> None:
     head = GRAPH_TEXT[: GRAPH_TEXT.index("library")]
     assert print_graph(GRAPH, functions=False) == head + "end\n"
 
@@ -176,7 +176,7 @@ def test_what_prints_parses_to_the_same_graph(graph: Graph) -> None:
         ("library f #", "line 3"),
     ],
 )
-def test_a_bad_line_is_named_and_so_is_what_is_wrong(line: str, said: str) -> None:
+def test_the_error_of_a_bad_line_has_its_number_and_what_is_wrong(line: str, said: str) -> None:
     with refused(TextError, "line 3: ", said):
         parse_graph(f"graph f\n%fine = Op()\n{line}\nend")
 
@@ -202,7 +202,7 @@ def test_a_line_of_which_a_part_would_be_lost_is_refused(line: str) -> None:
         ("graph f\nfunction g\ngraph g\n%a = Op() ?\nend\nend", "line 4: unexpected text after the node: ' ?'"),
     ],
 )
-def test_a_text_that_is_no_graph_is_refused(text: str, said: str) -> None:
+def test_a_text_that_is_not_a_graph_is_refused(text: str, said: str) -> None:
     with refused(TextError, said):
         parse_graph(text)
 
@@ -210,6 +210,6 @@ def test_a_text_that_is_no_graph_is_refused(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     "port", ["takes arg float32[x] 'x'", "takes arg", "gives loss float32[] loss", "takes argument float32[] 'x'"]
 )
-def test_a_bad_port_is_refused_with_its_own_line(port: str) -> None:
+def test_the_error_of_a_bad_port_has_the_number_of_its_line(port: str) -> None:
     with refused(TextError, "line 4: "):
         parse_graph(f"graph f\nfunction g\ntakes arg float32[] 'fine'\n{port}\ngraph g\nend\nend")

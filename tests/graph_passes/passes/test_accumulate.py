@@ -55,7 +55,7 @@ def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
     )
 
 
-def test_every_replica_sums_for_itself() -> None:
+def test_each_replica_has_its_own_sums() -> None:
     other = ONE.replace("replica0", "replica1").replace("replica=0", "replica=1")
     result = Accumulate()(calls(ONE.replace("M", "0") + other.replace("M", "0"), BACKWARD))
     gradients = [(node.name, str(node.inputs[0])) for node in result.nodes if node.op == "gradients"]

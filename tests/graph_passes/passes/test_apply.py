@@ -1,4 +1,4 @@
-"""Weight update behind a barrier of everything that may fail: DAPPLE, Fig. 10 (Apply)."""
+"""Weight update after a barrier that waits for all that may fail: DAPPLE, Fig. 10 (Apply)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BEGIN = """
 """
 
 
-def test_an_update_without_its_gradient_is_refused() -> None:
+def test_an_update_whose_gradient_is_missing_is_refused() -> None:
     stages = ((0, function("stage0/update", "gradient lost, variable lost")),)
     with refused(GraphError, "'stage0/update' updates 'lost', but no backward gives its gradient"):
         Apply(Updates(None, stages, None))(calls(GRADIENTS))
 
 
-def test_each_stage_updates_what_it_owns_behind_the_barrier() -> None:
+def test_each_stage_updates_its_variables_after_the_barrier() -> None:
     result = Apply(Updates(None, STAGES, None))(calls(GRADIENTS))
     assert_graph(
         result,
@@ -60,7 +60,7 @@ def test_each_stage_updates_what_it_owns_behind_the_barrier() -> None:
     assert [f.name for f in result.functions] == ["stage0/update", "stage1/update"]
 
 
-def test_what_the_stages_share_runs_once_before_and_once_after_all_of_them() -> None:
+def test_shared_updates_run_once_before_and_once_after_those_of_the_stages() -> None:
     result = Apply(Updates(SHARED[0], STAGES, SHARED[1]))(calls(GRADIENTS))
     waits = {node.name: [control.source for control in node.controls] for node in result.nodes if "update" in node.name}
     assert waits == {
@@ -108,7 +108,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
     )
 
 
-def test_state_is_committed_behind_the_barrier_and_before_the_end() -> None:
+def test_state_is_committed_after_the_barrier_and_before_the_end() -> None:
     before = GRADIENTS.replace("outputs", "%stage0/commit = commit() {replica=0, stage=0, variables=['mean']}\noutputs")
     result = Apply(Updates(None, STAGES, None))(calls(before))
     assert [c.source for c in result.node("stage0/commit").controls] == ["update/begin"]
@@ -119,7 +119,7 @@ def test_state_is_committed_behind_the_barrier_and_before_the_end() -> None:
     ]
 
 
-def test_a_step_that_updates_nothing_still_ends() -> None:
+def test_a_step_without_updates_still_ends() -> None:
     assert_graph(
         Apply(Updates(None, (), None))(calls("%loss = merge() -> (float32[])\noutputs %loss:0")),
         """

@@ -20,7 +20,7 @@ def split(forward: str, backward: str, starts: list[int], *gradients: StageGradi
 
 
 def found(seeds: str = "", boundary: str = "", variables: str = "") -> StageGradients:
-    """``h=dh, ...``: what has which placeholder (seeds) or gradient (the others)."""
+    """``h=dh, ...``: the placeholder (of seeds) or the gradient (of others) of each value."""
 
     def pairs(text: str) -> list[list[str]]:
         return [pair.split("=") for pair in text.split(", ") if pair]
@@ -140,7 +140,7 @@ def test_two_stages() -> None:
     )
 
 
-def test_a_tensor_that_a_stage_only_hands_on_is_taken_and_given() -> None:
+def test_a_tensor_for_a_later_stage_enters_and_leaves_the_stages_between() -> None:
     forward = """
         inputs %x
         %x = arg() -> (float32[?,4])
@@ -167,7 +167,7 @@ def test_a_tensor_that_a_stage_only_hands_on_is_taken_and_given() -> None:
     )
 
 
-def test_the_gradient_of_a_tensor_handed_on_is_handed_back() -> None:
+def test_the_gradient_of_such_a_tensor_enters_and_leaves_them_too() -> None:
     forward = """
         inputs %x
         %x = arg() -> (float32[?,4])
@@ -204,7 +204,7 @@ def test_the_gradient_of_a_tensor_handed_on_is_handed_back() -> None:
     )
 
 
-def test_shapes_that_gradients_ask_for_are_taken_in_forward_so_no_activation_is_kept() -> None:
+def test_shapes_that_gradients_need_are_computed_in_forward_so_no_activation_is_stashed() -> None:
     forward = """
         inputs %x
         %x = arg() -> (float32[?,4])
@@ -248,7 +248,7 @@ def test_shapes_that_gradients_ask_for_are_taken_in_forward_so_no_activation_is_
     )
 
 
-def test_aux_leaves_the_stage_that_computes_it_and_captures_are_no_ports() -> None:
+def test_the_stage_that_computes_an_aux_output_returns_it_and_captures_are_no_ports() -> None:
     forward = """
         inputs %x
         %x = arg() -> (float32[?,4])
@@ -305,7 +305,7 @@ def test_side_effects_stay_in_order_inside_their_stage() -> None:
     assert second.graph.node("q").controls == ()
 
 
-def test_a_gradient_that_closes_over_another_stage_is_refused() -> None:
+def test_a_custom_gradient_that_uses_a_tensor_of_another_stage_is_refused() -> None:
     foreign = TWO_DENSE_GRADIENTS.replace("MeanGrad(%seed:0, %y:0)", "MeanGrad(%seed:0, %h:0)")
     with refused(
         PartitionError,
@@ -321,7 +321,7 @@ def test_a_gradient_that_closes_over_another_stage_is_refused() -> None:
         )
 
 
-def test_gradients_that_nothing_before_needs_are_dropped() -> None:
+def test_boundary_gradients_that_no_earlier_stage_needs_are_dropped() -> None:
     joint = graph(
         """
         %seed_a = Placeholder() -> (float32[])

@@ -136,7 +136,7 @@ def all_passes() -> list[Any]:
     return sorted({c for c in classes if isinstance(vars(c).get("contract"), Contract)}, key=lambda c: c.__name__)
 
 
-def test_each_pass_states_a_contract_in_which_what_it_adds_alone_is_forbidden_before() -> None:
+def test_the_contract_of_each_pass_is_consistent() -> None:
     """A pass cannot run twice, nor after a pass that must see what it adds."""
     names = [c.__name__ for c in all_passes()]
     assert len(names) == 18

@@ -1,4 +1,4 @@
-"""What a checked step looks at: the loss and every stage's complete gradients."""
+"""A checked step checks the loss and the complete gradients of each stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graph_passes.passes.check_numerics import CheckNumerics
 KIND = tensor("float64", 4)
 
 
-def test_the_loss_and_complete_gradients_are_marked_and_nothing_else() -> None:
+def test_only_the_loss_and_the_complete_gradients_are_checked() -> None:
     graph = Graph(
         "g",
         (

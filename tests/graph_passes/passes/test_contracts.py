@@ -40,7 +40,7 @@ def all_passes(kind: Kind) -> list[Pass]:
 
 
 def contents(graph: Graph) -> frozenset[Node]:
-    """The nodes, whatever their order, each with its control edges in one order."""
+    """The nodes in no order, each with its control edges sorted."""
     return frozenset(
         Node(n.name, n.op, n.inputs, n.outputs, n.attrs, tuple(sorted(n.controls, key=str)), n.effect, n.device)
         for n in graph.nodes

@@ -1,4 +1,4 @@
-"""Who owns a variable, who works on a copy of it, and when copies are refreshed and committed."""
+"""Which stage owns a variable, which replicas use copies of it, and when copies are refreshed and committed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_first_stage_that_uses_a_variable_owns_it() -> None:
     assert (variables.owner("table"), variables.owner("w")) == (0, 1)
 
 
-def test_copies_are_made_of_what_lives_elsewhere_and_of_what_forward_writes() -> None:
+def test_copies_are_of_variables_owned_elsewhere_and_of_those_that_forward_writes() -> None:
     variables = find_variables(calls("", *TIED))
     assert variables.copied(0, 0) == ("mean",)
     assert variables.copied(0, 1) == ("table", "mean")
@@ -92,7 +92,7 @@ def test_what_forward_writes_is_committed_by_its_owner_over_its_replicas() -> No
     ]
 
 
-def test_a_model_that_writes_nothing_and_shares_nothing_is_left_alone() -> None:
+def test_a_model_without_state_and_shared_variables_has_no_copies() -> None:
     assert CopyVariables()(calls(FORWARDS, *PLAIN)).nodes == calls(FORWARDS).nodes
 
 

@@ -1,4 +1,4 @@
-"""Time stamps around calls, and gradients as outputs: graphs that tell what happened."""
+"""Time stamps around calls, and gradients as outputs of the graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = """
 """
 
 
-def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run() -> None:
+def test_a_call_is_stamped_when_its_inputs_are_there_and_when_it_has_run() -> None:
     assert_graph(
         Instrument()(graph(CALLS)),
         """
@@ -43,7 +43,7 @@ def test_a_call_starts_when_all_it_waits_for_is_there_and_ends_when_it_has_run()
     )
 
 
-def test_timed_nodes_are_those_that_take_time_in_order() -> None:
+def test_timed_nodes_are_calls_exchanges_reductions_and_updates_in_order() -> None:
     found = timed_nodes(graph(CALLS + "%stage0/replica0/mb0/weights = weights() {micro_batch=0, replica=0, stage=0}"))
     assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", "weights"]
 

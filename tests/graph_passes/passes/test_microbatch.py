@@ -89,7 +89,7 @@ def test_gradients_of_weights_follow_backward_and_take_what_it_carries() -> None
     )
 
 
-def test_an_argument_is_sliced_in_each_stage_and_pass_that_takes_it() -> None:
+def test_an_argument_is_sliced_in_each_stage_that_takes_it() -> None:
     functions = (
         function("stage0/forward", "arg x", "boundary h"),
         function("stage0/backward"),
@@ -128,7 +128,7 @@ def test_aux_outputs_are_merged_by_kind_where_they_are_computed() -> None:
     assert list(map(str, result.outputs)) == ["%loss:0", "%aux/0:0", "%aux/1:0"]
 
 
-def test_the_size_grows_with_stages_times_micro_batches() -> None:
+def test_the_number_of_nodes_is_proportional_to_stages_times_micro_batches() -> None:
     sizes = [len(Microbatch(2, m)(calls(X, *two_stages())).nodes) for m in (1, 2, 5)]
     assert sizes == [3 + 7, 3 + 14, 3 + 35]
 

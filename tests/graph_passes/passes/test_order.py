@@ -44,7 +44,7 @@ def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     )
 
 
-def test_gradients_of_weights_have_their_place_in_the_order() -> None:
+def test_weight_gradients_are_ordered_as_scheduled() -> None:
     weights = """
         %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/backward:0)
         | {micro_batch=M, replica=0, stage=1} -> (float32[])
@@ -59,7 +59,7 @@ def test_gradients_of_weights_have_their_place_in_the_order() -> None:
     assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
 
 
-def test_one_micro_batch_on_two_stages_needs_one_edge_for_what_no_data_orders() -> None:
+def test_one_micro_batch_on_two_stages_needs_one_control_edge() -> None:
     result = Order(build_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
     edges = [(control.reason, node.name) for node in result.nodes for control in node.controls]
     assert edges == [("order: 0B0 after 0F0", "stage0/replica0/mb0/backward")]
@@ -78,7 +78,7 @@ def test_gpipe_runs_all_forwards_before_the_first_backward() -> None:
     ]
 
 
-def test_every_replica_is_ordered_by_itself() -> None:
+def test_each_replica_has_its_own_order() -> None:
     lines = [
         f"%stage0/replica{r}/mb0/{op} = {op}() {{micro_batch=0, replica={r}, stage=0}}"
         for r in (0, 1)
@@ -98,12 +98,12 @@ def test_every_replica_is_ordered_by_itself() -> None:
     )
 
 
-def test_a_schedule_for_another_shape_is_refused() -> None:
+def test_a_schedule_for_other_stages_or_micro_batches_is_refused() -> None:
     with refused(ScheduleError, "the schedule is for 3 stages x 4 micro-batches, the graph has 2 x 2"):
         Order(build_schedule("dapple-a", 3, 4))(TWO)
 
 
-def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
+def test_a_call_waits_until_the_gradients_before_it_are_accumulated() -> None:
     sums = """
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
         | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
@@ -115,7 +115,7 @@ def test_a_call_waits_until_the_gradients_before_it_are_added_up() -> None:
     assert not any(target.startswith("stage0") for target, source in edges if source.endswith("accumulate"))
 
 
-def test_no_call_waits_for_a_sum_that_waits_for_what_comes_later() -> None:
+def test_no_call_waits_for_a_sum_that_waits_for_later_calls() -> None:
     """Sums are in micro-batch order: that of micro-batch 1 is complete only after 1B0."""
     sums = """
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
@@ -126,7 +126,7 @@ def test_no_call_waits_for_a_sum_that_waits_for_what_comes_later() -> None:
     assert not [c for node in result.nodes for c in node.controls if c.source.endswith("accumulate")]
 
 
-def test_what_is_written_is_written_in_the_order_of_the_samples() -> None:
+def test_a_schedule_that_writes_variables_out_of_micro_batch_order_is_refused() -> None:
     counting = (*two_stages()[:2], function("stage1/forward", writes=["seen"]), function("stage1/backward"))
     found = TWO.replace(functions=counting)
     with refused(ScheduleError, "runs 1F1 before 1F0, but forward of stage 1 writes 'seen'"):

@@ -70,7 +70,7 @@ def as_weights(text: str) -> str:
     return text.replace("/backward", "/weights").replace("= backward(", "= weights(")
 
 
-def test_where_backward_is_split_buckets_hang_on_the_last_gradients_of_weights() -> None:
+def test_where_backward_is_split_the_last_weight_gradients_are_in_buckets() -> None:
     before = "".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1))
     after = "".join(
         calls_of(0, r) + sum_of(0, r) + calls_of(1, r, "stage0/last_weights", "inline=True, ") + bucket_sums(r)
@@ -155,7 +155,7 @@ def test_gradients_that_are_in_buckets_already_are_refused() -> None:
 
 
 def test_gradients_are_ordered_by_the_longest_chain_before_them() -> None:
-    """Backward makes v's gradient first, w's next; u is tied, and its gradient a sum that is there last."""
+    """Backward computes v's gradient first, then w's; u is tied, and its gradient is a sum that is there last."""
     body = graph(
         """
         inputs %seed
@@ -173,7 +173,7 @@ def test_gradients_are_ordered_by_the_longest_chain_before_them() -> None:
     assert [(i, port.name) for i, port in order_gradients(backward)] == [(1, "v"), (2, "w"), (0, "u")]
 
 
-def test_where_the_graph_does_not_tell_the_last_used_come_first() -> None:
+def test_gradients_after_equal_chains_come_in_reverse_order_of_use() -> None:
     assert [(i, port.name) for i, port in order_gradients(BACKWARD)] == [(2, "w"), (1, "v"), (0, "u")]
 
 

@@ -44,26 +44,26 @@ def test_a_skip_is_routed_through_the_stages_between() -> None:
     assert [stage.outputs for stage in stages] == [(a,), (a, b), (a, c), ()]
 
 
-def test_a_stage_holds_whole_layers_and_floating_nodes_belong_to_none() -> None:
+def test_a_stage_has_whole_layers_and_no_floating_nodes() -> None:
     stages = cut(SKIP, 2)
     assert [stage.nodes for stage in stages.stages] == [("a", "b"), ("c", "d")]
     assert [(stage.first_layer, stage.last_layer) for stage in stages.stages] == [(0, 1), (2, 3)]
     assert {name: stages.stage_of(name) for name in ("a", "d", "two", "x")} == {"a": 0, "d": 1, "two": None, "x": None}
 
 
-def test_no_cut_is_one_stage() -> None:
+def test_without_cuts_there_is_one_stage() -> None:
     (stage,) = cut(SKIP).stages
     assert (stage.nodes, stage.inputs, stage.outputs) == (("a", "b", "c", "d"), (), ())
 
 
 @pytest.mark.parametrize("starts", [(2, 1), (1, 1)])
-def test_starts_must_ascend(starts: tuple[int, ...]) -> None:
+def test_starts_that_do_not_ascend_are_refused(starts: tuple[int, ...]) -> None:
     with refused(PartitionError, f"stages must start at ascending layers, not {list(starts)}"):
         cut(SKIP, *starts)
 
 
 @pytest.mark.parametrize("start", [-1, 0, 4])
-def test_a_start_out_of_range(start: int) -> None:
+def test_a_start_out_of_range_is_refused(start: int) -> None:
     with refused(PartitionError, f"a stage cannot start at layer {start}: the layers are 0 to 3"):
         cut(SKIP, start)
 
@@ -120,7 +120,7 @@ def test_only_allowed_positions_are_cut() -> None:
     assert balance([2, 1, 1, 1, 1, 5], [1, 5], [0, 0], 2) == [5]
 
 
-def test_the_stage_that_sends_pays_for_what_crosses() -> None:
+def test_the_cost_of_sending_is_added_to_the_stage_that_sends() -> None:
     assert balance([2, 2, 2, 2], [1, 2, 3], [0, 9, 0], 2) == [1]
 
 
@@ -129,7 +129,7 @@ def test_equal_maxima_are_decided_by_the_sum_of_squares() -> None:
     assert balance([2, 4, 1, 10], [1, 2, 3], [3, 0, 0], 3) == [2, 3]
 
 
-def test_too_few_places_for_the_stages() -> None:
+def test_more_stages_than_cuts_allow_are_refused() -> None:
     with refused(
         PartitionError,
         "4 stages are wanted, but the model can be cut in 2 places only (5 layers): ask for at most 3 stages",

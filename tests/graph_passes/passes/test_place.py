@@ -1,4 +1,4 @@
-"""A device for every node."""
+"""A device for each node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEFORE = """
 """
 
 
-def test_a_replica_s_nodes_go_to_its_device_and_the_rest_home() -> None:
+def test_nodes_of_a_replica_are_on_its_device_and_others_on_the_home_device() -> None:
     assert_graph(
         Place((("gpu0",), ("gpu2", "gpu1")), "cpu")(graph(BEFORE)),
         """

@@ -1,4 +1,4 @@
-"""A rank's share of a pipelined graph: its own nodes, and for every edge that leaves or enters it one exchange."""
+"""A rank's part of a pipelined graph: its own nodes, and one exchange for each edge to or from another rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHAIN = """
 """
 
 
-def test_an_edge_between_stages_becomes_an_exchange_of_both() -> None:
+def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
     before = calls(CHAIN, *two_stages())
     first, second = (Project(((0,), (1,)), rank)(before) for rank in (0, 1))
     assert_graph(
@@ -84,7 +84,7 @@ REPLICAS = """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_replica_sums_and_updates_for_itself(rank: int) -> None:
+def test_each_replica_has_its_own_sums_and_updates(rank: int) -> None:
     assert_graph(
         Project(((0, 1),), rank)(graph(REPLICAS)),
         f"""
@@ -103,7 +103,7 @@ def test_every_replica_sums_and_updates_for_itself(rank: int) -> None:
 
 
 def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
-    """Stage 1 has nothing but the tied weight, whose share its first replica alone sends to the owner."""
+    """Stage 1 has only the tied weight, whose gradient its first replica alone sends to the owner."""
     text = """
         %stage0/replica0/mb0/forward = forward() {replica=0, stage=0} -> (float32[4])
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} -> (float32[4])
@@ -150,12 +150,12 @@ def crossing(*types: str) -> Graph:
         (["float32[0,3]"], False),
     ],
 )
-def test_shapes_are_sent_where_the_number_of_elements_does_not_tell_them(types: list[str], header: bool) -> None:
+def test_shapes_are_sent_where_they_do_not_follow_from_the_number_of_elements(types: list[str], header: bool) -> None:
     result = Project(((0,), (1,)), 0)(crossing(*types))
     assert result.node("exchange/stage0_to_stage1/mb0/forward").attr("header") is header
 
 
-def test_a_tensor_of_unknown_rank_cannot_travel() -> None:
+def test_a_tensor_of_unknown_rank_cannot_be_sent() -> None:
     with refused(GraphError, "a tensor of unknown rank would have to be sent between ranks", "tf.ensure_shape"):
         Project(((0,), (1,)), 0)(crossing("float32[*]"))
 
@@ -177,7 +177,7 @@ def test_every_replica_needs_a_rank_of_its_own(ranks: tuple[tuple[int, ...], ...
         Project(ranks, 0)(calls(CHAIN, *two_stages()))
 
 
-def test_ranks_may_stand_in_any_order() -> None:
+def test_ranks_may_be_in_any_order() -> None:
     kind = Kind((2, 1), 2, tied=True, state=True)
     graphs = ranks_of(kind, ((2, 0), (1,)))
     verify_ranks(graphs)
@@ -190,7 +190,7 @@ def test_ranks_may_stand_in_any_order() -> None:
 
 
 def home_of(node: Node, kind: Kind) -> set[int]:
-    """The ranks of a node, by its name alone: replicas have theirs, the rest of a stage is on all of its ranks."""
+    """The ranks of a node by its name: a replica's node is on its rank, another node of a stage on all its ranks."""
     parts = node.name.split("/")
     stage = next((int(p[5:]) for p in parts[:1] if p.startswith("stage")), None)
     if stage is None:

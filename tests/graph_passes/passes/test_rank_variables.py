@@ -25,7 +25,7 @@ def on_ranks(text: str, *functions: Function) -> Graph:
     return result
 
 
-def test_replicas_of_a_stage_keep_its_variables_themselves() -> None:
+def test_replicas_of_a_stage_have_no_copies_of_its_variables() -> None:
     assert_graph(
         on_ranks(
             """
@@ -44,8 +44,8 @@ def test_replicas_of_a_stage_keep_its_variables_themselves() -> None:
     )
 
 
-def test_what_another_stage_owns_comes_from_a_read_there_and_what_forward_writes_is_copied_here() -> None:
-    """Both replicas take from one read; the variables sent stand first."""
+def test_variables_of_another_stage_are_read_there_and_written_ones_are_copied() -> None:
+    """Both replicas take the value of one read; received variables come first."""
     assert_graph(
         on_ranks(
             """
@@ -97,8 +97,8 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
     )
 
 
-def test_the_barrier_opens_when_the_state_of_replicas_is_averaged() -> None:
-    """A sum that fails must find all variables as they were; a stage of one replica has nothing to average."""
+def test_the_barrier_waits_until_the_state_of_replicas_is_averaged() -> None:
+    """If a sum fails, no variable may have changed; a stage of one replica has nothing to average."""
     before = """
         %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['m']}
         %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n']}
@@ -110,7 +110,7 @@ def test_the_barrier_opens_when_the_state_of_replicas_is_averaged() -> None:
     ]
 
 
-def test_the_state_of_a_single_replica_is_committed_as_it_is() -> None:
+def test_the_state_of_a_single_replica_is_not_averaged() -> None:
     before = """
         %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
         %stage1/commit = commit() {replica=0, replicas=1, stage=1, variables=['n']}

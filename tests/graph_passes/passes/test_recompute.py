@@ -1,4 +1,4 @@
-"""Activations that backward makes again: what it repeats, what it is given, and when it may begin."""
+"""Recomputation: what backward repeats, what is stashed for it, and when it may begin."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FIRST_LAYER, SECOND_LAYER = {"p", "a"}, {"y", "loss"}
 
 
 def recomputed(*runs: set[str], text: str = KEPT + BACKWARD) -> Graph:
-    """The functions of ``text``, its one stage re-computing ``runs``; they are valid."""
+    """The functions of ``text``, whose one stage recomputes ``runs``; they are valid."""
     result = recompute_stages(graph(text), [runs])
     verify(result)
     return result
@@ -81,8 +81,8 @@ def assert_functions(result: Graph, text: str) -> None:
     assert result.functions == graph(text).functions
 
 
-def test_a_whole_stage_is_made_again_from_what_entered_it() -> None:
-    """The size of a tensor is stashed; what enters waits for the first gradient."""
+def test_a_whole_stage_is_recomputed_from_its_inputs() -> None:
+    """The size of a tensor is stashed; the inputs of the run wait for the first gradient."""
     assert_functions(
         recomputed(FIRST_LAYER | SECOND_LAYER),
         FORWARD.format(stash="int32[2] '%size:0'", values="%size:0")
@@ -122,7 +122,7 @@ def test_a_whole_stage_is_made_again_from_what_entered_it() -> None:
     )
 
 
-def test_one_layer_is_made_again_when_its_own_gradients_have_come() -> None:
+def test_a_layer_is_recomputed_when_its_gradients_are_there() -> None:
     assert_functions(
         recomputed(FIRST_LAYER),
         FORWARD.format(
@@ -188,7 +188,7 @@ def test_stages_that_are_called_already_are_refused() -> None:
         (range(9), [range(2, 7)]),
     ],
 )
-def test_neighbours_among_a_stages_layers_are_one_run(layers: list[int], runs: list[range]) -> None:
+def test_consecutive_layers_of_a_stage_are_one_run(layers: list[int], runs: list[range]) -> None:
     assert find_runs(layers, 2, 7) == tuple(runs)
 
 
@@ -196,7 +196,7 @@ def test_neighbours_among_a_stages_layers_are_one_run(layers: list[int], runs: l
 
 
 def stage(forward: str, kept: str, backward: str) -> str:
-    """Functions that take %h, give the gradient of it, and stash the values ``kept``; the last node leaves."""
+    """Functions that take %h, return its gradient and the last node, and stash the values ``kept``."""
     last = forward.strip().splitlines()[-1].split(" = ")[0].strip()
     gives = "".join(f"gives stash float32[?,4] '{value}'\n" for value in kept.split())
     takes = gives.replace("gives", "takes")
@@ -243,7 +243,7 @@ def stash_of(result: Graph) -> list[str]:
 
 
 def gate_of(result: Graph, run: int) -> tuple[list[str], list[str]]:
-    """What enters run ``run``, and what that waits for, as the backward function's nodes are called."""
+    """The inputs of run ``run`` and what these wait for, by the names of the backward function's nodes."""
     body = result.function("stage0/backward").graph
     gate = body.node(f"recompute{run}/gate")
     entered = [node for node in body.nodes if node.name.startswith(f"recompute{run}/enter")]
@@ -251,7 +251,7 @@ def gate_of(result: Graph, run: int) -> tuple[list[str], list[str]]:
     return [node.inputs[0].node for node in entered], [value.node for value in gate.inputs]
 
 
-def test_runs_are_made_again_one_after_the_other() -> None:
+def test_runs_are_recomputed_one_after_the_other() -> None:
     text = stage(
         """
         %a = Exp(%h:0)
@@ -274,8 +274,8 @@ def test_runs_are_made_again_one_after_the_other() -> None:
     assert gate_of(one, 0) == (["h"], ["g"])
 
 
-def test_a_run_waits_neither_for_itself_nor_for_one_before_it() -> None:
-    """The gradient of c is made from a, which may be made again after c: c waits for what comes in only."""
+def test_a_run_waits_neither_for_itself_nor_for_an_earlier_run() -> None:
+    """The gradient of c is computed from a, which may be recomputed after c: c waits for entering gradients only."""
     text = stage(
         """
         %a = Exp(%h:0)
@@ -298,7 +298,7 @@ def test_a_run_waits_neither_for_itself_nor_for_one_before_it() -> None:
     assert gate_of(result, 0) == (["h"], ["g"])
 
 
-def test_a_run_waits_for_the_gradient_that_meets_what_is_computed_from_it_alone() -> None:
+def test_a_run_waits_for_the_first_gradient_combined_with_its_results() -> None:
     text = stage(
         """
         %a = Exp(%h:0)
@@ -314,8 +314,8 @@ def test_a_run_waits_for_the_gradient_that_meets_what_is_computed_from_it_alone(
     assert gate_of(recomputed({"a"}, text=text), 0) == (["h"], ["da"])
 
 
-def test_what_a_run_takes_from_another_is_stashed() -> None:
-    """Else the later run could not be made again before the earlier one, whose gradients come later."""
+def test_the_inputs_of_a_run_are_stashed() -> None:
+    """Otherwise the later run could not be recomputed before the earlier one, whose gradients come later."""
     text = stage(
         """
         %a = Exp(%h:0)
@@ -338,12 +338,12 @@ def test_what_a_run_takes_from_another_is_stashed() -> None:
     assert ("a" in made, "c" in made, "d" in made) == (False, True, True)
 
 
-def test_without_a_gradient_that_meets_it_a_run_waits_for_those_that_come_in() -> None:
+def test_a_run_without_such_a_gradient_waits_for_those_that_enter_the_stage() -> None:
     text = stage("%a = Exp(%h:0)", "%a:0", "%dh = Neg(%a:0)")
     assert gate_of(recomputed({"a"}, text=text), 0) == (["h"], ["g"])
 
 
-def test_what_forward_computes_for_the_stash_alone_it_computes_no_more() -> None:
+def test_forward_does_not_compute_what_it_no_longer_stashes() -> None:
     text = stage(
         """
         %a = Exp(%h:0)
@@ -362,7 +362,7 @@ def test_what_forward_computes_for_the_stash_alone_it_computes_no_more() -> None
 
 
 def remade(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[str]]:
-    """Of a forward of these lines, the nodes of the run made again, those repeated freely, and the stash."""
+    """For a forward of these lines: the nodes that the run recomputes, those repeated freely, and the stash."""
     takes = ["arg float32[?,64] 'x'", "variable resource[] 'w'", "variable resource[] 'n'"]
     text = "\n".join(
         [
@@ -392,7 +392,7 @@ DROPOUT = """
 """
 
 
-def test_of_a_draw_the_smaller_of_it_and_what_is_computed_from_it_is_stashed() -> None:
+def test_the_smaller_of_a_random_draw_and_its_result_is_stashed() -> None:
     made, free, stash = remade(DROPOUT.format(draw="float32"), "%mask:0 %y:0", "size u mask d y")
     assert (made, free, stash) == ({"d", "y"}, {"half"}, ["%mask:0"])
     lines = DROPOUT.format(draw="int8").replace("(bool[?,64])", "(int32[?,64])")
@@ -400,7 +400,7 @@ def test_of_a_draw_the_smaller_of_it_and_what_is_computed_from_it_is_stashed() -
     assert (made, free, stash) == ({"mask", "d", "y"}, {"half"}, ["%u:0"])
 
 
-def test_of_a_stateless_draw_the_seed_is_stashed() -> None:
+def test_the_seed_of_a_stateless_draw_is_stashed() -> None:
     """It was read from a variable that forward then writes (Keras)."""
     made, free, stash = remade(
         """
@@ -419,7 +419,7 @@ def test_of_a_stateless_draw_the_seed_is_stashed() -> None:
     assert (made, free, stash) == ({"u", "mask", "y"}, {"half"}, ["%seed:0", "%size:0"])
 
 
-def test_a_draw_whose_size_is_not_known_at_all_is_not_taken_for_small() -> None:
+def test_a_draw_of_unknown_rank_is_not_taken_as_small() -> None:
     lines = DROPOUT.format(draw="float32").replace("(float32[?,64]) !random", "(float32[*]) !random")
     assert remade(lines, "%y:0", "size u mask d y")[2] == ["%mask:0"]
 
@@ -433,7 +433,7 @@ def test_a_draw_whose_size_is_not_known_at_all_is_not_taken_for_small() -> None:
         ("%a = Multinomial(%x:0) -> (float32[?,64]) !random", "%a:0"),
     ],
 )
-def test_what_must_run_once_runs_once(line: str, stash: str) -> None:
+def test_nodes_that_must_run_once_are_not_repeated(line: str, stash: str) -> None:
     made, free, found = remade(
         f"""
         {line}
@@ -460,8 +460,8 @@ def test_loops_and_reads_of_weights_are_repeated() -> None:
     assert (made, free, stash) == ({"l", "y"}, {"r", "t"}, [])
 
 
-def test_what_is_made_from_a_size_is_repeated_and_the_size_stashed() -> None:
-    """Not the argument, nor a tensor that would be made again for its size alone."""
+def test_sizes_are_stashed_and_what_depends_on_them_alone_is_repeated() -> None:
+    """Neither the argument is stashed, nor is a tensor recomputed only for its size."""
     made, free, stash = remade(
         """
         %p = Exp(%x:0) -> (float32[?,64])

@@ -1,4 +1,4 @@
-"""Replicas, and the split and concat between neighbours of different counts: every row arrives once."""
+"""Replicas, and split and concat between stages of different replica counts: each row arrives once."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
     )
 
 
-def test_equal_counts_are_wired_one_to_one_without_extra_nodes() -> None:
+def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
     assert_graph(
         SplitConcat((2, 2))(calls(BEFORE)),
         f"""
@@ -146,7 +146,7 @@ CALLS = """
 """
 
 
-def test_one_to_many_gives_what_is_shared_whole_and_adds_its_gradients() -> None:
+def test_one_to_many_sends_shared_tensors_whole_and_adds_their_gradients() -> None:
     assert_graph(
         SplitConcat((1, 2), SHARED)(calls(CALLS, *SHARING)),
         f"""
@@ -175,7 +175,7 @@ def test_one_to_many_gives_what_is_shared_whole_and_adds_its_gradients() -> None
     )
 
 
-def test_many_to_one_takes_what_is_shared_from_the_first_and_gives_its_gradient_to_that_one() -> None:
+def test_many_to_one_takes_shared_tensors_from_the_first_replica_and_sends_their_gradients_there() -> None:
     result = SplitConcat((2, 1), SHARED)(calls(CALLS, *SHARING))
     texts = {node.name: " ".join(map(str, node.inputs)) for node in result.nodes}
     assert texts["stage1/replica0/mb0/forward"] == (
@@ -190,12 +190,12 @@ def test_many_to_one_takes_what_is_shared_from_the_first_and_gives_its_gradient_
     assert texts["stage0/replica1/mb0/add_backward"] == ""  # zeros
 
 
-def test_equal_counts_are_wired_one_to_one_for_what_is_shared_too() -> None:
+def test_equal_counts_are_connected_one_to_one_for_shared_tensors_too() -> None:
     plain, shared = (SplitConcat((2, 2), names)(calls(CALLS, *SHARING)) for names in (frozenset[str](), SHARED))
     assert plain == shared
 
 
-def test_a_number_that_is_of_the_batch_cannot_be_split() -> None:
+def test_a_scalar_that_depends_on_the_batch_cannot_be_split() -> None:
     with refused(PartitionError, "t crosses between stage 0 and its neighbour", "its shape is ()"):
         SplitConcat((1, 2), frozenset({"n"}))(calls(CALLS, *SHARING))
 
@@ -238,7 +238,7 @@ def test_stages_that_are_replicated_already_are_refused() -> None:
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
-def test_every_stage_needs_a_count_of_its_own(replicas: tuple[int, ...]) -> None:
+def test_a_replica_count_for_each_stage_is_required(replicas: tuple[int, ...]) -> None:
     before = call_stages(calls(X, *two_stages()), 2, 1)
     with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
         SplitConcat(replicas)(before)
@@ -253,7 +253,7 @@ def bounds(low: int, high: int, i: int, r: int) -> range:
 
 
 def rows_of(node: Node, size: int, micro_batches: int, replicas: tuple[int, ...]) -> range:
-    """The rows of a batch of ``size`` that a call has to see: those of its replica of its micro-batch."""
+    """The rows of a batch of ``size`` that a call must take: those of its replica of its micro-batch."""
     whole = bounds(0, size, node.integer("micro_batch"), micro_batches)
     return bounds(whole.start, whole.stop, node.integer("replica"), replicas[node.integer("stage")])
 
@@ -261,7 +261,7 @@ def rows_of(node: Node, size: int, micro_batches: int, replicas: tuple[int, ...]
 def run_rows(
     graph: Graph, size: int, micro_batches: int, replicas: tuple[int, ...]
 ) -> dict[str, list[range | list[int]]]:
-    """Run the graph on row numbers instead of tensors; what each call took."""
+    """Run the graph on row numbers instead of tensors, and return what each call took."""
     values: dict[Value, list[int]] = {}
     taken: dict[str, list[range | list[int]]] = {}
     for node in graph.nodes:
@@ -346,7 +346,7 @@ ONE_STAGE = (
         (2, 4, 4, (2,)),
     ],
 )
-def test_overlaps(i: int, r: int, q: int, found: tuple[int, ...]) -> None:
+def test_the_replicas_that_have_samples_in_common(i: int, r: int, q: int, found: tuple[int, ...]) -> None:
     assert overlaps(i, r, q) == found
 
 

@@ -1,4 +1,4 @@
-"""The traced update of an optimizer, cut into one function a stage and what is shared."""
+"""The traced update of an optimizer, cut into a function for each stage and shared functions."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_counter_that_steps_before_the_updates_steps_once_before_them() -> Non
     assert read.controls == ()  # the tick is no member: its whole function runs before
 
 
-def test_a_slot_lives_with_the_variable_whose_update_reads_it() -> None:
+def test_a_slot_belongs_to_the_stage_whose_update_reads_it() -> None:
     updates = cut(
         """
         %put = AssignVariableOp(%slot:0, %gv:0) {writes=['slot']} !write
@@ -135,7 +135,7 @@ def test_a_side_effect_runs_in_the_stage_whose_variable_it_reads() -> None:
     assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv", "seen", "print"])]
 
 
-def test_what_waits_for_updates_by_control_edges_does_not_repeat_them() -> None:
+def test_nodes_that_wait_for_updates_by_control_edges_do_not_repeat_them() -> None:
     updates = cut(
         UPDATES + "%tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%uw 'auto' ^%uv 'auto'"
     )
@@ -156,7 +156,7 @@ def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
         cut("%both = FusedUpdate(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
 
 
-def test_a_result_of_a_shared_write_is_refused() -> None:
+def test_an_update_that_takes_the_result_of_another_is_refused() -> None:
     with refused(
         PartitionError,
         "the optimizer's stage0/update needs %tick:0, the result of an update that belongs to another function",

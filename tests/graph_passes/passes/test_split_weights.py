@@ -54,7 +54,7 @@ def assert_functions(result: tuple[Function, ...], text: str) -> None:
     assert result == functions_of(text)
 
 
-def test_what_both_need_is_made_once_and_views_and_reads_are_not_carried() -> None:
+def test_values_that_both_parts_need_are_carried_except_views_and_reads() -> None:
     assert_functions(
         split(DENSE),
         """
@@ -104,7 +104,7 @@ def test_what_both_need_is_made_once_and_views_and_reads_are_not_carried() -> No
     )
 
 
-def test_a_stage_whose_inputs_want_no_gradient_has_all_of_its_backward_there() -> None:
+def test_a_stage_without_gradients_of_inputs_has_its_whole_backward_in_the_weights_part() -> None:
     text = """
         function stage0/backward
         takes arg float32[?,4] 'x'
@@ -122,7 +122,7 @@ def test_a_stage_whose_inputs_want_no_gradient_has_all_of_its_backward_there() -
     assert_functions(split(text), nothing + text.replace("stage0/backward", "stage0/weights"))
 
 
-def test_a_gradient_that_is_also_sent_is_carried_and_one_that_was_sent_is_taken_as_it_came() -> None:
+def test_a_gradient_that_is_also_sent_is_carried_and_a_received_one_is_an_input_of_both() -> None:
     first, second = split(
         """
         function stage1/backward
@@ -174,7 +174,7 @@ ACTING = """
         ("%s = Exp(%g:0) -> (float32[?,4])", ("n",), ["dh"]),
     ],
 )
-def test_what_acts_or_depends_on_when_it_runs_is_in_the_first_part(
+def test_effects_and_reads_of_written_variables_are_in_the_first_part(
     act: str, state: tuple[str, ...], early: list[str]
 ) -> None:
     first, second = split(ACTING.replace("ACT", act), *state)
@@ -195,7 +195,7 @@ def test_the_pass_splits_every_backward_and_nothing_else() -> None:
     assert dataclasses.replace(after, functions=before.functions) == before
 
 
-def test_a_variable_that_forward_writes_is_read_where_it_was() -> None:
+def test_a_variable_that_forward_writes_is_read_in_the_first_part() -> None:
     (backward,) = functions_of(ACTING.replace("ACT", "%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read"))
     forward = function("stage0/forward", "arg x, variable n", "loss loss", writes=["n"])
     renamed = dataclasses.replace(backward, name="stage0/backward")

@@ -1,4 +1,4 @@
-"""What is proved of a finished pipelined graph: each guard catches a graph that was damaged."""
+"""What is proved of a finished pipelined graph: each check refuses a graph that was damaged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_gradients_reach_the_update_through_accumulation() -> None:
     assert VerifyPipeline(build_schedule("dapple-a", 1, 2))(before) == before
 
 
-def test_a_micro_batch_that_drops_out_of_the_sum_is_refused_though_its_call_is_waited_for() -> None:
+def test_a_micro_batch_that_is_missing_from_the_sum_is_refused() -> None:
     lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
         VerifyPipeline(build_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
@@ -150,7 +150,7 @@ TWO_BUCKETS = """
 
 
 def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
-    """Another bucket's edges make the first micro-batch wait, but not this one's."""
+    """Edges of another bucket order the first micro-batch, but none of this bucket does."""
     functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
     schedule = build_schedule("dapple-a", 1, 2)
     overlapped = TWO_BUCKETS
@@ -236,7 +236,7 @@ def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: st
         verify_split(SPLIT_GOOD.replace(old, new))
 
 
-def test_a_graph_without_updates_gives_its_gradients_away_and_passes() -> None:
+def test_a_graph_without_updates_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
     before = calls(text, *FUNCTIONS)
     assert VerifyPipeline(build_schedule("dapple-a", 1, 1))(before) == before

@@ -1,4 +1,4 @@
-"""What is proved of all ranks together: each guard catches graphs that were damaged."""
+"""What is proved of all ranks together: each check refuses graphs that were damaged."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ HERE = "%back = exchange() {dtypes=['int32'], header=False, ranks=[0, 1], source
         ([("outputs %tokens:0", "outputs %a:0")], "'over' on rank 0: no output of the graph takes its token"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(changes: Sequence[tuple[str, str]], said: str) -> None:
+def test_the_error_names_what_differs_between_ranks(changes: Sequence[tuple[str, str]], said: str) -> None:
     with refused(GraphError, said):
         verify_ranks([damaged(FIRST, *changes), graph(SECOND)])
 
 
-def test_what_a_rank_in_the_middle_lacks_is_named() -> None:
+def test_the_error_names_a_collective_that_a_rank_lacks() -> None:
     three = [
         graph(
             "%all = barrier() {ranks=[0, 1, 2]} -> (int64[])\n"
@@ -132,7 +132,7 @@ AVERAGED = """
         ("^%begin 'barrier: begun'", "no path orders 'commit' after 'meet' on rank 1"),
     ],
 )
-def test_state_that_is_averaged_behind_the_barrier_or_written_before_it_is_refused(edge: str, said: str) -> None:
+def test_state_that_is_averaged_after_the_barrier_or_written_before_it_is_refused(edge: str, said: str) -> None:
     verify_ranks([graph(AVERAGED), graph(AVERAGED)])
     with refused(GraphError, said):
         verify_ranks([graph(AVERAGED), damaged(AVERAGED, (edge, ""))])
@@ -160,7 +160,7 @@ def test_two_exchanges_in_crossed_order_deadlock_and_the_cycle_is_named() -> Non
 
 
 def test_three_ranks_that_wait_in_a_ring_deadlock() -> None:
-    """Each two of them could go on without the third."""
+    """Any two of them could go on without the third."""
     texts = []
     for rank in range(3):
         receives, sends = f"from{(rank - 1) % 3}", f"from{rank}"

@@ -45,11 +45,11 @@ def test_figure_3_in_the_order_of_each_stage(name: str, table: str) -> None:
         ("dapple-b:D=3", ["1 2 3 2 3 2 3 2 1 0", "1 2 3 2 3 2 3 2 1 0", "1 0 1 0 1 0 1 0 1 0"]),
     ],
 )
-def test_what_each_stage_stashes_after_each_of_its_actions(name: str, stashed: list[str]) -> None:
+def test_the_micro_batches_in_flight_after_each_action(name: str, stashed: list[str]) -> None:
     assert count_stashes(build_schedule(name, 3, 5)) == stashed
 
 
-def test_the_stash_does_not_grow_with_the_micro_batches_but_gpipes_does() -> None:
+def test_only_the_stash_of_gpipe_grows_with_the_micro_batches() -> None:
     most = {name: [] for name in ("gpipe", "dapple-a", "dapple-b")}
     for name, found in most.items():
         for micro_batches in (5, 16):
@@ -61,7 +61,7 @@ def test_the_stash_does_not_grow_with_the_micro_batches_but_gpipes_does() -> Non
 
 
 def count_stashes(schedule: Schedule) -> list[str]:
-    """A line a stage: the micro-batches that wait for their backward after each action."""
+    """A line for each stage: the micro-batches in flight after each action."""
     lines = []
     for actions in schedule.stages:
         held, counts = 0, []

@@ -1,4 +1,4 @@
-"""Schedules laid out as tables, K_i as the paper has them, and every schedule that cannot run."""
+"""Schedules as tables, K_i as in the paper, and schedules that cannot run."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_warm_up_forwards(policy: str, stages: int, micro_batches: int, limit: i
     assert build_schedule(name, stages, micro_batches).warm_up == k
 
 
-def test_warm_up_forwards_given_one_by_one() -> None:
+def test_warm_up_forwards_of_each_stage_can_be_given() -> None:
     assert build_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
     assert truncate_schedule("K=3,3,1", 2) == "K=2,2,1"
     assert truncate_schedule("dapple-a:D=3", 2) == "dapple-a:D=3"
@@ -224,7 +224,9 @@ policies = st.one_of(
 
 
 @given(policies, shapes)
-def test_every_schedule_runs_to_its_end_and_stashes_what_it_says(name: str, shape: tuple[int, int]) -> None:
+def test_every_schedule_runs_to_its_end_and_its_stash_is_as_large_as_computed(
+    name: str, shape: tuple[int, int]
+) -> None:
     stages, micro_batches = shape
     schedule = build_schedule(name, stages, micro_batches)
     policy, _, limit = name.partition(":D=")
@@ -290,13 +292,13 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
         ("dapple-a", 0, 2, "the stages of a schedule must have the same number of actions, at least one"),
     ],
 )
-def test_a_schedule_that_cannot_be_made(name: str, stages: int, micro_batches: int, said: str) -> None:
+def test_a_schedule_that_cannot_be_built_is_refused(name: str, stages: int, micro_batches: int, said: str) -> None:
     with refused(ScheduleError, said):
         build_schedule(name, stages, micro_batches)
 
 
 @pytest.mark.parametrize("k", [(2, 0), (2, 4)])
-def test_a_warm_up_out_of_range(k: tuple[int, ...]) -> None:
+def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
     with refused(ScheduleError, f"K_1 = {k[1]} is not between 1 and M = 3"):
         early_backward(k, 3)
 
@@ -318,7 +320,7 @@ def test_a_warm_up_out_of_range(k: tuple[int, ...]) -> None:
         ("0F0 0B0 0F1", "missing or unexpected: 0F1"),
     ],
 )
-def test_a_text_that_is_no_schedule(text: str, said: str) -> None:
+def test_a_text_that_is_no_schedule_is_refused(text: str, said: str) -> None:
     with refused(ScheduleError, said):
         parse_schedule(text)
 
@@ -343,7 +345,7 @@ def test_an_action_of_another_stage_is_refused() -> None:
         ),
     ],
 )
-def test_a_deadlock_prints_where_every_stage_is_stuck(text: str, grid: str) -> None:
+def test_the_error_of_a_deadlock_shows_the_blocked_action_of_each_stage(text: str, grid: str) -> None:
     with refused(ScheduleError, f"the schedule deadlocks; blocked actions are marked:\n{grid}"):
         parse_schedule(text)
 
@@ -356,7 +358,7 @@ def test_a_deadlock_prints_where_every_stage_is_stuck(text: str, grid: str) -> N
         "  0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n",
     ],
 )
-def test_a_text_is_as_good_as_a_name(text: str) -> None:
+def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
     check_schedule_name(text)
     schedule = build_schedule(text, 2, 2)
     assert schedule == build_schedule("dapple-a", 2, 2)
@@ -364,7 +366,7 @@ def test_a_text_is_as_good_as_a_name(text: str) -> None:
     assert warm_up_by_name(text, 2, 2) is None
 
 
-def test_a_text_may_put_off_the_gradients_of_weights() -> None:
+def test_a_text_may_delay_the_gradients_of_weights() -> None:
     text = "0F0 0F1 0B1 0B0 0W0 0W1"
     schedule = build_schedule(text, 1, 2)
     assert (str(schedule), schedule.in_flight, splits_backward(text)) == (text, (2,), True)
@@ -381,7 +383,9 @@ def test_a_text_may_put_off_the_gradients_of_weights() -> None:
         ("0B0 0F0", 1, 1, "the schedule deadlocks; blocked actions are marked:\nstage 0: 0B0!  0F0"),
     ],
 )
-def test_a_text_that_does_not_fit(name: str, stages: int, micro_batches: int, said: str) -> None:
+def test_a_text_for_other_stages_or_micro_batches_is_refused(
+    name: str, stages: int, micro_batches: int, said: str
+) -> None:
     with refused(ScheduleError, said):
         build_schedule(name, stages, micro_batches)
 
@@ -395,25 +399,25 @@ def test_a_text_for_fewer_micro_batches_keeps_its_order(name: str, shape: tuple[
         assert [a for a in before if a in after] == list(after)
 
 
-def test_zb_h1_of_warm_ups_it_cannot_hold() -> None:
+def test_zb_h1_refuses_a_warm_up_above_the_memory_limit() -> None:
     for warm, limit in (((2, 1), 1), ((3, 1), None), ((1, 0), None)):
         with refused(ScheduleError, "is not between 1 and M = 2 and D = "):
             zero_bubble(warm, 2, limit)
 
 
-def test_a_long_text_is_told_in_short() -> None:
+def test_a_long_text_is_abbreviated() -> None:
     assert abbreviate_schedule("zb-h1:D=3") == "zb-h1:D=3"
     assert abbreviate_schedule("0F0 0B0") == "0F0 0B0"
     assert abbreviate_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == "given (0F0 0F1 0B0 0B1 ...)"
 
 
-def test_an_order_of_ones_own_that_does_not_deadlock_is_a_schedule() -> None:
+def test_any_order_that_does_not_deadlock_is_a_schedule() -> None:
     text = "0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"
     assert str(parse_schedule(text)) == text
 
 
-def test_a_long_deadlock_is_shown_around_what_is_blocked() -> None:
-    """Stage 1 wants the last micro-batch's backward before its forward."""
+def test_the_error_of_a_long_deadlock_shows_the_actions_around_the_blocked_ones() -> None:
+    """Stage 1 has the last micro-batch's backward before its forward."""
     first = [f"0F{m}" for m in range(100)] + [f"0B{m}" for m in range(100)]
     second = [f"1F{m} 1B{m}" for m in range(99)] + ["1B99 1F99"]
     with pytest.raises(ScheduleError) as caught:
