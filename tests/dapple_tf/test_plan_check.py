@@ -1,4 +1,4 @@
-"""Plans that a profile or a cluster cannot carry."""
+"""Plans that do not fit a profile or a cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FOUR = make_profile((1, 2), (1, 2), (1, 2), (1, 2))
 GOOD = make_plan((0, 1, (0,)), (2, 3, (1,)))
 
 
-def test_a_plan_that_fits() -> None:
+def test_a_plan_that_fits_passes() -> None:
     check_plan(GOOD, FOUR, make_cluster())
     check_plan(make_plan((0, 1, (0, 1)), (2, 3, (2,))), dataclasses.replace(FOUR, unsplittable=(1, 3)), make_cluster(3))
     check_plan(GOOD, dataclasses.replace(FOUR, uncuttable=(1, 3), unsplittable=(2,)), make_cluster())
 
 
 @pytest.mark.parametrize(
-    ("plan", "profile", "said"),
+    ("plan", "profile", "message"),
     [
         (
             dataclasses.replace(GOOD, global_batch_size=5),
@@ -65,23 +65,23 @@ def test_a_plan_that_fits() -> None:
         ),
     ],
 )
-def test_a_plan_that_does_not(plan: Plan, profile: Profile, said: str) -> None:
-    with refused(PlanError, said):
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan, profile: Profile, message: str) -> None:
+    with refused(PlanError, message):
         check_plan(plan, profile, make_cluster())
-    with refused(PlanError, said):
+    with refused(PlanError, message):
         simulate(plan, profile, make_cluster())
 
 
-def test_replicas_that_cannot_share_what_crosses() -> None:
+def test_different_replicas_cannot_meet_where_a_tensor_cannot_be_split() -> None:
     plan = make_plan((0, 1, (0, 1)), (2, 3, (2,)))
-    said = (
+    message = (
         "stages 0 and 1 have 2 and 1 replicas, but what crosses the cut at layer 2 (layer2) cannot be split: "
         "give both stages the same number of replicas, or cut elsewhere"
     )
-    with refused(PlanError, said):
+    with refused(PlanError, message):
         check_plan(plan, dataclasses.replace(FOUR, unsplittable=(2,)), make_cluster(3))
 
 
-def test_a_schedule_that_is_none() -> None:
+def test_an_impossible_schedule_is_refused() -> None:
     with refused(ScheduleError, "no schedule is called 'best'"):
         simulate(dataclasses.replace(GOOD, schedule="best"), FOUR, make_cluster())

@@ -1,4 +1,4 @@
-"""Profiles and clusters that several tests start from."""
+"""Profiles and clusters that several tests use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIGURES = st.integers(0, 10**6).map(float)
 
 
 def make_layer(name: str = "a", **costs: float) -> LayerCost:
-    """A layer that costs what is said and else nothing."""
+    """A layer with the given costs; the others are 0."""
     zero = dict.fromkeys(
         ("forward_seconds", "backward_seconds", "activation_bytes", "stash_bytes", "parameter_bytes"), 0.0
     )

@@ -1,4 +1,4 @@
-"""Clusters: what makes one valid, and its file."""
+"""Clusters: validation, files, device numbers and links."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_json_with_tabs_is_read_without_a_suffix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["again.json", "again.yaml"])
-def test_a_saved_cluster_reads_as_people_write_it(tmp_path: Path, name: str) -> None:
+def test_a_saved_cluster_is_readable(tmp_path: Path, name: str) -> None:
     READ.save(tmp_path / name)
     text = (tmp_path / name).read_text()
     data = json.loads(text) if "json" in name else yaml.safe_load(text)
@@ -70,7 +70,7 @@ LINK = st.builds(Link, FIGURE, st.just(0.0) | FIGURE)
     links=st.lists(LINK, min_size=3, max_size=3),
     suffix=st.sampled_from(["json", "yaml"]),
 )
-def test_every_cluster_comes_back_from_its_file(
+def test_every_cluster_can_be_saved_and_loaded(
     tmp_path_factory: pytest.TempPathFactory, devices: list[int], memory: float, links: list[Link], suffix: str
 ) -> None:
     servers = tuple(Server(f"s{i}", count) for i, count in enumerate(devices))
@@ -88,12 +88,12 @@ LONE = {"servers": [{"name": "a", "devices": 8}], "links": []}
 SINGLE = {"servers": [{"name": "a", "devices": 1}, {"name": "b", "devices": 1}]}
 
 
-def test_one_server_needs_no_network(tmp_path: Path) -> None:
+def test_one_server_needs_no_inter_server_link(tmp_path: Path) -> None:
     cluster = Cluster.load(written(tmp_path, {**without("inter_server"), **LONE}))
     assert cluster.inter_server == Link(130e9, 5e-6)
 
 
-def test_servers_of_one_device_need_no_inside(tmp_path: Path) -> None:
+def test_servers_of_one_device_need_no_intra_server_link(tmp_path: Path) -> None:
     cluster = Cluster.load(written(tmp_path, {**without("intra_server"), **SINGLE}))
     assert cluster.intra_server == Link(3.125e9, 2e-5)
 
@@ -158,35 +158,35 @@ def test_a_wrong_field_is_named(tmp_path: Path, data: dict[str, Any], message: s
         ("device_memory: .nan\n" + yaml.safe_dump(without("device_memory")), "device_memory is nan, not a finite"),
     ],
 )
-def test_a_file_that_is_no_yaml(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.load(written(tmp_path, text))
 
 
-def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_not_executed(tmp_path: Path) -> None:
     text = f"!!python/object/apply:os.mkdir ['{tmp_path}/made']"
     with pytest.raises(ClusterError, match="could not determine a constructor"):
         Cluster.load(written(tmp_path, text))
     assert not (tmp_path / "made").exists()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"absent/c.yaml: the cluster cannot be written: No such file"):
         READ.save(tmp_path / "absent" / "c.yaml")
 
 
-def test_a_link_given_in_both_directions_in_python() -> None:
+def test_a_link_given_in_both_directions_is_refused() -> None:
     link = Link(1e9, 0.0)
     with pytest.raises(ClusterError, match="links: 'a' to 'b' is given twice"):
         make_cluster(links={("a", "b"): link, ("b", "a"): link})
 
 
-def test_devices_are_numbered_through() -> None:
+def test_devices_are_numbered_server_by_server() -> None:
     assert READ.homes == (0,) * 8 + (1,) * 4
     assert READ.devices == 12
 
 
-def test_a_link_of_ones_own_comes_first_in_either_direction() -> None:
+def test_the_own_link_of_a_pair_is_used_in_either_direction() -> None:
     cluster = make_cluster(links={("b", "a"): Link(1e9, 0.0), ("b", "b"): Link(2e9, 0.0)})
     assert cluster.link(0, 1) == cluster.link(1, 0) == Link(1e9, 0.0)
     assert cluster.link(1, 1) == Link(2e9, 0.0)

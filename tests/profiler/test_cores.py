@@ -1,4 +1,4 @@
-"""Holding the process to a few cores, and letting it go again."""
+"""Limiting the process to a few cores, and restoring its threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profiler.cores import limit_to_cores
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
-def test_all_threads_are_held_and_let_go() -> None:
+def test_all_threads_are_limited_and_restored() -> None:
     own = os.sched_getaffinity(0)
     stop, ids = threading.Event(), []
 
@@ -37,7 +37,7 @@ def test_all_threads_are_held_and_let_go() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
-def test_an_error_lets_go_too() -> None:
+def test_threads_are_restored_after_an_error() -> None:
     own = os.sched_getaffinity(0)
     with pytest.raises(KeyError), limit_to_cores(1):
         raise KeyError
@@ -45,7 +45,7 @@ def test_an_error_lets_go_too() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
-def test_more_cores_than_there_are_is_all_of_them() -> None:
+def test_more_cores_than_exist_means_all_of_them() -> None:
     own = os.sched_getaffinity(0)
     with limit_to_cores(10_000):
         assert os.sched_getaffinity(0) == own

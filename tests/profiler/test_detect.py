@@ -1,4 +1,4 @@
-"""The cluster a process finds itself on, by launcher; alone, it has the eight logical devices of conftest."""
+"""Detection of the cluster, from each launcher's environment; a process alone has the eight devices of the tests."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_process_alone_has_tensorflows_devices() -> None:
     assert cluster.device_memory <= machine_memory() / 8
 
 
-def test_the_number_of_devices_can_be_said() -> None:
+def test_the_number_of_devices_can_be_given() -> None:
     assert counts(Cluster.detect(3, environment={})) == [3]
 
 
-def test_the_clusters_own_method_reads_this_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_environment_of_this_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", SLURM):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOROVOD_SIZE", "4")
@@ -59,11 +59,11 @@ def test_the_clusters_own_method_reads_this_process_environment(monkeypatch: pyt
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, [8]),  # an allocation, but no srun
     ],
 )
-def test_a_job_is_as_its_launcher_says(environment: dict[str, str], expected: list[int]) -> None:
+def test_the_servers_of_a_job_are_those_of_its_launcher(environment: dict[str, str], expected: list[int]) -> None:
     assert counts(Cluster.detect(environment=environment, inter_server=LINK)) == expected
 
 
-def test_processes_do_not_share_memory_but_the_hosts() -> None:
+def test_processes_of_a_host_divide_its_memory_and_have_slower_links() -> None:
     cluster = Cluster.detect(environment=MPI, inter_server=LINK)
     assert cluster.intra_server.bandwidth < 1e10
     assert cluster.device_memory == host_memory() / 2
@@ -92,12 +92,12 @@ def test_processes_do_not_share_memory_but_the_hosts() -> None:
         ({SLURM: "0(x2),2"}, None, r"SLURM_STEP_TASKS_PER_NODE='0\(x2\),2' is not of the form"),
     ],
 )
-def test_an_environment_that_cannot_be(environment: dict[str, str], devices: int | None, message: str) -> None:
+def test_a_contradictory_environment_is_refused(environment: dict[str, str], devices: int | None, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.detect(devices, environment=environment)
 
 
-def test_memory_is_the_machines_or_the_containers(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_machine_or_of_the_container(tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
     assert host_memory(limit) == machine_memory()
     limit.write_text("max\n")

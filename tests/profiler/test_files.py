@@ -1,4 +1,4 @@
-"""A file is replaced as a whole or not at all."""
+"""Files are replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from profiler.files import atomic_replacement, write_atomically
 
 
-def test_a_file_is_written_and_nothing_else_left(tmp_path: Path) -> None:
+def test_a_file_is_written_and_no_other_file_is_left(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a.txt", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "new")]
 
@@ -19,7 +19,7 @@ def fail_half_way(part: Path) -> None:
     raise ZeroDivisionError
 
 
-def test_a_failure_half_way_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+def test_a_failure_while_writing_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
     with pytest.raises(ZeroDivisionError), atomic_replacement(target) as part:
@@ -35,7 +35,7 @@ def test_a_text_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> No
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
-def test_the_old_file_stands_until_the_end(tmp_path: Path) -> None:
+def test_the_old_file_exists_until_the_new_one_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
     with atomic_replacement(target) as part:

@@ -1,4 +1,4 @@
-"""graph.txt files of PipeDream and DAPPLE: their quirks one by one, what is refused, and the published ones."""
+"""graph.txt files of PipeDream and DAPPLE: their format, refused files, and the published ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(profile: Profile) -> list[str]:
     return [layer.name for layer in profile.layers]
 
 
-def test_a_file_is_read_figure_by_figure(tmp_path: Path) -> None:
+def test_every_figure_of_a_file_is_read(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "node1 -- embed -- forward_compute_time=1.5, backward_compute_time=3, activation_size=100, parameter_size=40",
@@ -48,7 +48,7 @@ def test_a_file_is_read_figure_by_figure(tmp_path: Path) -> None:
     )
 
 
-def test_a_batch_size_given_comes_before_the_files_name(tmp_path: Path) -> None:
+def test_a_given_batch_size_overrides_the_file_name(tmp_path: Path) -> None:
     assert read_graph_file(written(tmp_path, node(1)), batch_size=32).batch_size == 32
     assert read_graph_file(written(tmp_path, node(1), name="graph.txt"), batch_size=32).model == "graph"
 
@@ -77,24 +77,24 @@ def test_inputs_cost_nothing(tmp_path: Path) -> None:
         "node7",
     ],
 )
-def test_names_hold_anything(tmp_path: Path, name: str) -> None:
+def test_names_may_contain_any_text(tmp_path: Path, name: str) -> None:
     assert names(read_graph_file(written(tmp_path, node(1, name)))) == [name]
 
 
-def test_names_given_twice_get_their_nodes(tmp_path: Path) -> None:
+def test_repeated_names_are_prefixed_with_their_nodes(tmp_path: Path) -> None:
     path = written(tmp_path, node(1, "Add"), node(2, "Add"), node(3), "node1 -- node2", "node2 -- node3")
     assert names(read_graph_file(path)) == ["node1 Add", "node2 Add", "l3"]
 
 
 @pytest.mark.parametrize("edge", ["\tnode1 -- node2", "  node1 -- node2", " \tnode1 -- node2", "node1 --  node2  \t"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_white_space_of_any_kind(tmp_path: Path, edge: str, end: str) -> None:
+def test_any_white_space_is_accepted(tmp_path: Path, edge: str, end: str) -> None:
     lines = ("", node(1) + "  ", "", node(2), edge, edge, "  ")
     profile = read_graph_file(written(tmp_path, *lines, end=end))
     assert (names(profile), profile.edges) == (["l1", "l2"], ((0, 1),))
 
 
-def test_a_stage_number_of_pipedreams_optimizer_is_left_out(tmp_path: Path) -> None:
+def test_the_stage_numbers_of_pipedreams_optimizer_are_ignored(tmp_path: Path) -> None:
     assert names(read_graph_file(written(tmp_path, node(1) + " -- stage_id=3"))) == ["l1"]
 
 
@@ -114,7 +114,7 @@ def test_the_files_order_is_kept_where_it_can_run(tmp_path: Path) -> None:
     assert names(read_graph_file(path)) == ["l1", "l5", "l2", "l4", "l3"]
 
 
-def test_what_reads_only_inputs_comes_right_before_its_first_reader(tmp_path: Path) -> None:
+def test_a_layer_that_reads_only_inputs_comes_right_before_its_first_reader(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         node(1, "Input0"),
@@ -130,7 +130,7 @@ def test_what_reads_only_inputs_comes_right_before_its_first_reader(tmp_path: Pa
     assert names(read_graph_file(path)) == ["Input0", "embed0", "encoder", "Input1", "embed1", "decoder", "more"]
 
 
-def test_what_reads_a_cost_stays(tmp_path: Path) -> None:
+def test_a_layer_that_reads_a_layer_with_cost_keeps_its_place(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         *map(node, (1, 2, 3, 4)),
@@ -180,7 +180,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], message: str) -
         read_graph_file(path)
 
 
-def test_a_batch_size_that_nothing_says(tmp_path: Path) -> None:
+def test_a_missing_batch_size_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"graph.txt: the file's name has no '-pbs-N', so give the batch_size"):
         read_graph_file(written(tmp_path, node(1), name="graph.txt"))
     with pytest.raises(ProfileError, match="batch_size is 0; it must be at least 1"):
@@ -188,19 +188,19 @@ def test_a_batch_size_that_nothing_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_size_scale_that_cannot_be(tmp_path: Path, scale: float) -> None:
+def test_an_impossible_size_scale_is_refused(tmp_path: Path, scale: float) -> None:
     with pytest.raises(ProfileError, match=r"size_scale is .*, not a finite number above 0"):
         read_graph_file(written(tmp_path, node(1)), size_scale=scale)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a-pbs-1.txt").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "a-pbs-1.txt", tmp_path / "absent-pbs-1.txt"):
         with pytest.raises(ProfileError, match=f"^{path}: not a readable text file"):
             read_profile(path)
 
 
-def test_a_profile_is_known_by_its_content(tmp_path: Path) -> None:
+def test_the_format_of_a_profile_is_detected_by_its_content(tmp_path: Path) -> None:
     profile = make_profile(make_layer())
     profile.save(tmp_path / "a-pbs-2.txt")
     assert read_profile(tmp_path / "a-pbs-2.txt") == profile
@@ -209,7 +209,7 @@ def test_a_profile_is_known_by_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 8}, {"size_scale": 2.0}])
-def test_a_profile_of_ours_takes_no_options(tmp_path: Path, options: dict[str, float]) -> None:
+def test_the_options_of_graph_files_are_refused_for_a_dapple_profile(tmp_path: Path, options: dict[str, float]) -> None:
     make_profile(make_layer()).save(tmp_path / "p.json")
     with pytest.raises(ProfileError, match=r"p.json: batch_size and size_scale are for graph.txt files"):
         read_profile(tmp_path / "p.json", **options)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], list[bool
 
 
 @given(graph=graphs())
-def test_every_graph_comes_out_whole_and_in_an_order_that_runs(
+def test_every_graph_is_imported_completely_in_an_order_that_can_run(
     tmp_path_factory: pytest.TempPathFactory, graph: tuple[list[int], list[tuple[int, int]], list[bool]]
 ) -> None:
     numbers, edges, free = graph
@@ -252,7 +252,7 @@ PUBLISHED = {  # nodes, batch size, whole seconds, parameter bytes: added up wit
 
 @pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_profile(name: str) -> None:
+def test_the_published_profiles_can_be_read(name: str) -> None:
     profile = read_profile(SHARED_PROFILES / f"{name}.txt")
     layers, batch_size, seconds, parameters = PUBLISHED[name]
     total = sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers)

@@ -1,4 +1,4 @@
-"""A profile as a chain of blocks: what is kept, what is summed, and that no cut worth having is lost."""
+"""A profile as a chain of blocks: kept positions and summed costs; no useful cut is dropped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_chain_of_working_layers_keeps_every_position() -> None:
     assert chain.batch_size == 8
 
 
-def test_of_cuts_around_free_layers_the_first_with_the_least_bytes_stays() -> None:
+def test_of_cuts_around_free_layers_the_first_with_the_fewest_bytes_is_kept() -> None:
     # Cuts before layers 1 to 4 send 40, 10, 10 and 30 bytes; the views before the first work and after the last go.
     layers = [view("in", 1), work("a", 40), view("v", 10), view("w", 10), view("x", 30), work("b", 5), view("out", 9)]
     chain = linearise(make_profile(*layers))
@@ -42,13 +42,13 @@ def test_of_cuts_around_free_layers_the_first_with_the_least_bytes_stays() -> No
     assert chain.working_bytes.tolist() == [41, 35]  # a and b with what they read; views work on what is there
 
 
-def test_a_position_where_no_stage_may_start_is_none() -> None:
+def test_a_position_where_no_stage_may_start_is_dropped() -> None:
     layers = [work("a", 40), view("v", 10), view("w", 20), work("b", 5)]
     assert linearise(make_profile(*layers, uncuttable=(2,))).positions == (0, 3, 4)
     assert linearise(make_profile(*layers, uncuttable=(1, 2, 3))).positions == (0, 4)
 
 
-def test_the_best_cut_of_each_kind_stays() -> None:
+def test_the_best_cut_of_each_kind_is_kept() -> None:
     layers = [work("a", 40), view("v", 10), view("w", 20), work("b", 5)]
     chain = linearise(make_profile(*layers, unsplittable=(2,)))
     assert chain.positions == (0, 2, 3, 4)
@@ -56,7 +56,7 @@ def test_the_best_cut_of_each_kind_stays() -> None:
     assert linearise(make_profile(*layers, unsplittable=(1, 3))).positions == (0, 2, 4)
 
 
-def test_of_equal_bytes_the_splittable_cut_stays() -> None:
+def test_of_equal_bytes_the_splittable_cut_is_kept() -> None:
     layers = [work("a", 10), view("v", 10), work("b", 5)]
     assert linearise(make_profile(*layers, unsplittable=(1,))).positions == (0, 2, 3)
 
@@ -77,11 +77,11 @@ def test_a_layer_that_takes_time_at_another_batch_size_is_not_free() -> None:
     )
 
 
-def test_a_model_that_costs_nothing_is_one_block() -> None:
+def test_a_model_without_cost_is_one_block() -> None:
     assert linearise(make_profile(view("a", 1), view("b", 1))).positions == (0, 2)
 
 
-def test_a_skip_is_carried_across_the_cuts_between() -> None:
+def test_the_bytes_of_a_skip_connection_cross_every_cut_between() -> None:
     layers = [work("a", 1), work("b", 10), work("c", 100), work("d", 1000)]
     chain = linearise(make_profile(*layers, edges=((0, 1), (1, 2), (2, 3), (0, 3))))
     assert chain.crossing_bytes.tolist() == [1, 11, 101]
@@ -94,7 +94,7 @@ def test_working_bytes_are_a_layers_output_and_inputs() -> None:
 
 
 @given(profile=profiles(), samples=st.integers(1, 200))
-def test_nothing_is_lost_or_counted_twice(profile: Profile, samples: int) -> None:
+def test_no_cost_is_lost_or_counted_twice(profile: Profile, samples: int) -> None:
     chain = linearise(profile)
     blocks = [slice(a, b) for a, b in zip(chain.positions, chain.positions[1:], strict=False)]
     assert (chain.positions[0], chain.positions[-1]) == (0, len(profile.layers))
@@ -135,7 +135,7 @@ def is_no_worse(profile: Profile, p: int, q: int) -> bool:
 
 
 @given(profile=profiles(largest=9))
-def test_a_cut_is_dropped_only_for_one_no_worse(profile: Profile) -> None:
+def test_a_cut_is_dropped_only_if_a_kept_one_is_no_worse(profile: Profile) -> None:
     kept, end = linearise(profile).positions[1:-1], len(profile.layers)
     for position in profile.positions():
         no_work = is_free(profile, 0, position) or is_free(profile, position, end)
@@ -143,7 +143,7 @@ def test_a_cut_is_dropped_only_for_one_no_worse(profile: Profile) -> None:
 
 
 @given(profile=profiles(largest=9))
-def test_no_kept_cut_is_no_worse_than_another(profile: Profile) -> None:
+def test_no_kept_cut_could_replace_another(profile: Profile) -> None:
     kept = linearise(profile).positions[1:-1]
     assert not [(p, q) for p in kept for q in kept if p != q and is_no_worse(profile, p, q)]
 

@@ -28,7 +28,7 @@ def approx(bandwidth: float, latency: float) -> Link:
     return Link(pytest.approx(bandwidth), pytest.approx(latency, abs=1e-12))  # type: ignore[arg-type]
 
 
-def test_points_on_a_line_give_it_back() -> None:
+def test_times_on_a_line_give_that_line() -> None:
     assert fit_link([MB, 4 * MB, 16 * MB], [2 * MS, 5 * MS, 17 * MS]) == approx(GB, MS)
 
 
@@ -45,7 +45,7 @@ def test_a_burst_allowance_does_not_set_the_bandwidth(milliseconds: list[float])
     assert fit_link(SIZES, [time * MS for time in milliseconds]).bandwidth == pytest.approx(50e6, rel=0.1)
 
 
-def test_figures_are_rounded_to_three_digits() -> None:
+def test_links_are_rounded_to_three_digits() -> None:
     pair = {("a", "a"): Link(905748848.399, 2.48571e-3)}
     assert describe_cluster([Server("a", 2)], GB, pair).intra_server == Link(906e6, 2.49e-3)
 
@@ -67,7 +67,9 @@ def test_times_that_do_not_grow_give_a_hundredfold_bandwidth() -> None:
     share=st.floats(1, 1e3),
     noise=st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES)),
 )
-def test_no_worse_than_the_line_that_made_the_times(latency: float, share: float, noise: list[float]) -> None:
+def test_the_fitted_line_is_no_worse_than_the_one_that_made_the_times(
+    latency: float, share: float, noise: list[float]
+) -> None:
     """``share``: what sending the largest size takes, in latencies."""
     slope = share * latency / max(SIZES)
     times = [(latency + slope * size) * (1 + error) for size, error in zip(SIZES, noise, strict=True)]
@@ -98,7 +100,7 @@ def test_any_times_give_a_usable_link(times: list[float]) -> None:
         ([0, 2 * MB], [MS, MS], "positive and finite"),
     ],
 )
-def test_what_cannot_be_fitted(sizes: list[int], seconds: list[float], message: str) -> None:
+def test_measurements_that_cannot_be_fitted_are_refused(sizes: list[int], seconds: list[float], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         fit_link(sizes, seconds)
 
@@ -134,7 +136,7 @@ def test_where_one_kind_of_link_was_not_measured_the_other_is_used() -> None:
     assert not one_each.links
 
 
-def test_nothing_measured() -> None:
+def test_without_measurements_there_is_an_error() -> None:
     with pytest.raises(ClusterError, match="no link was measured"):
         describe_cluster([Server("a", 1)], GB, {})
 
@@ -167,7 +169,7 @@ def test_every_two_servers_are_paired_once_and_no_rank_is_in_two_pairs_at_once(c
     assert len(rounds) <= len(hosts) + 1  # pairs at once: not one round for every two servers
 
 
-def test_four_servers_of_one() -> None:
+def test_four_servers_of_one_device_take_three_rounds() -> None:
     hosts = [Host(name, (rank,)) for rank, name in enumerate("abcd")]
     assert [sorted(pairs) for pairs in find_rounds(hosts)] == [
         [(0, 3), (1, 2)],
@@ -266,7 +268,7 @@ def test_three_ranks_on_two_servers() -> None:
 
 @needs_horovod
 @pytest.mark.slow
-def test_the_command_writes_a_description(tmp_path: Path) -> None:
+def test_the_command_writes_the_cluster(tmp_path: Path) -> None:
     outputs = run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 2)
     assert [output.stdout for output in outputs] == ["", ""]
     cluster = Cluster.load(tmp_path / "cluster.yaml")

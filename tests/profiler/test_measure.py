@@ -1,4 +1,4 @@
-"""Rounds in turn, medians and shares: hand-worked numbers and properties."""
+"""Interleaved rounds, medians, and seconds split by weight: hand-worked numbers and properties."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Machine:
         return np.array(figures or [self.wall])
 
 
-def test_probes_run_in_turn_and_the_first_round_is_dropped() -> None:
+def test_probes_are_interleaved_and_the_first_round_is_dropped() -> None:
     machine, ended = Machine(1.0), []
     first, second = measure_interleaved(
         [machine.probe, lambda: machine.probe(5, machine.wall)],
@@ -68,38 +68,38 @@ def test_rounds_end_with_the_repeats_or_the_budget(repeats: int, budget: float, 
         (0.0, [[10.0, 5.0], [10.0, 5.0], [10.0, 5.0]]),
     ],
 )
-def test_what_others_took_of_the_processor_is_taken_off(full_share: float | None, expected: list[list[float]]) -> None:
+def test_processor_time_of_other_processes_is_subtracted(full_share: float | None, expected: list[list[float]]) -> None:
     machine = Machine(0.1, 0.8, 0.4, 0.2)  # the first while warming up
     (found,) = measure_interleaved([lambda: machine.probe(10, 5)], 3, 60.0, full_share=full_share, clock=machine.clock)
     np.testing.assert_allclose(found, expected)
 
 
-def test_each_probe_has_its_own_best() -> None:
+def test_each_probe_is_compared_with_its_own_best_round() -> None:
     machine = Machine(1.0, 0.5)
     first, second = measure_interleaved([machine.probe, machine.probe], 3, 60.0, clock=machine.clock)
     assert first[:, 0] == pytest.approx([3, 5, 7])
     assert second[:, 0] == pytest.approx([4, 6, 8])
 
 
-def test_a_clock_that_stands_still_measures_nothing() -> None:
+def test_a_clock_that_does_not_advance_gives_no_time() -> None:
     (found,) = measure_interleaved([lambda: np.ones(1)], 3, 60.0, clock=Clock(lambda: 0.0, lambda: 0.0))
     assert found.tolist() == [[0.0]] * 3
 
 
-def test_the_spread_is_that_of_the_sums() -> None:
+def test_the_spread_is_that_of_the_rounds_sums() -> None:
     # sums 10, 12, 8, 10, 40: median 10, distances 0, 2, 2, 0, 30, their median 2
     rounds = np.array([[4.0, 6.0], [6.0, 6.0], [1.0, 7.0], [5.0, 5.0], [20.0, 20.0]])
     assert relative_spread(rounds) == pytest.approx(0.2)
     assert relative_spread(np.zeros((3, 2))) == 0
 
 
-def test_seconds_are_shared_by_weight_and_alike_without_any() -> None:
+def test_seconds_are_split_by_weight_and_equally_without_weights() -> None:
     shared = split_by_weight(np.array([6.0, 4.0]), [0, 3, 5], np.array([1.0, 0.0, 2.0, 0.0, 0.0]))
     assert shared.tolist() == [2.0, 0.0, 4.0, 2.0, 2.0]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.data())
-def test_shares_add_up(weights: list[float], data: st.DataObject) -> None:
+def test_split_seconds_have_the_same_sum(weights: list[float], data: st.DataObject) -> None:
     starts = data.draw(st.sets(st.integers(1, len(weights))).map(lambda s: sorted(s - {len(weights)})))
     bounds = [0, *starts, len(weights)]
     seconds = np.array(data.draw(st.lists(st.floats(0, 10), min_size=len(bounds) - 1, max_size=len(bounds) - 1)))
@@ -109,7 +109,7 @@ def test_shares_add_up(weights: list[float], data: st.DataObject) -> None:
     assert (shared >= 0).all()
 
 
-def test_starts_even_out_the_weights() -> None:
+def test_starts_balance_the_weights() -> None:
     weights = np.array([1.0, 1.0, 4.0, 2.0, 2.0, 2.0])  # 12 in all; before each: 0 1 2 6 8 10
     assert choose_even_starts(weights, range(1, 6), 2) == [3]
     assert choose_even_starts(weights, range(1, 6), 3) == [2, 4]  # 4 is as near to 2 as to 6: the first
@@ -123,7 +123,9 @@ def test_starts_even_out_the_weights() -> None:
     st.integers(1, 40),
     st.sets(st.integers(1, 29)),
 )
-def test_starts_are_allowed_ascending_and_few(weights: list[float], count: int, places: set[int]) -> None:
+def test_starts_are_allowed_positions_ascending_and_not_too_many(
+    weights: list[float], count: int, places: set[int]
+) -> None:
     positions = sorted(place for place in places if place < len(weights))
     starts = choose_even_starts(np.array(weights), positions, count)
     assert set(starts) <= set(positions)

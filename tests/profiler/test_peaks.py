@@ -1,4 +1,4 @@
-"""Peak figures, as on the makers' data sheets."""
+"""Peak figures from the makers' data sheets, and the roofline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from profiler.peaks import Peak, find_peak
     ("name", "flops", "bandwidth", "memory"),
     [("V100", 15.7e12, 900e9, 16e9), ("a100", 156e12, 1555e9, 40e9), ("h100", 494.5e12, 3350e9, 80e9)],
 )
-def test_devices_are_found_in_any_case(name: str, flops: float, bandwidth: float, memory: float) -> None:
+def test_devices_are_found_in_upper_and_lower_case(name: str, flops: float, bandwidth: float, memory: float) -> None:
     peak = find_peak(name)
     assert (peak.flops_per_second, peak.bytes_per_second, peak.memory) == (flops, bandwidth, memory)
 
 
-def test_an_unknown_device_is_named_with_those_known() -> None:
+def test_the_error_for_an_unknown_device_lists_the_known_ones() -> None:
     with pytest.raises(ProfileError, match="no peak figures are known for device 'K80': use V100, A100, H100"):
         find_peak("K80")
 
 
-def test_the_longer_of_arithmetic_and_memory_counts() -> None:
+def test_seconds_are_the_longer_of_arithmetic_and_memory() -> None:
     peak = Peak("p", 100.0, 10.0, 0.0, 0.5)
     assert peak.seconds(1000, 10) == 20  # 1000 / 100 at half the speed
     assert peak.seconds(10, 1000) == 200

@@ -8,7 +8,7 @@ from profiler.errors import ClusterError
 from profiler.presets import config, load_preset
 
 
-def test_config_a_is_servers_of_eight_with_nvlink() -> None:
+def test_config_a_has_servers_of_eight_with_nvlink() -> None:
     cluster = config("a")
     assert [server.devices for server in cluster.servers] == [8, 8]
     assert (cluster.intra_server.bandwidth, cluster.intra_server.latency) == (130e9, 5e-6)
@@ -17,7 +17,7 @@ def test_config_a_is_servers_of_eight_with_nvlink() -> None:
 
 
 @pytest.mark.parametrize(("letter", "bandwidth"), [("b", 3_125_000_000), ("C", 1_250_000_000)])
-def test_config_b_and_c_are_servers_of_one(letter: str, bandwidth: float) -> None:
+def test_configs_b_and_c_have_servers_of_one(letter: str, bandwidth: float) -> None:
     cluster = config(letter, 5)
     assert [server.devices for server in cluster.servers] == [1] * 5
     assert cluster.inter_server.bandwidth == bandwidth
@@ -28,7 +28,7 @@ def test_the_last_server_of_config_a_may_be_smaller() -> None:
     assert [server.devices for server in config("a", 2).servers] == [2]
 
 
-def test_a_name_on_the_command_line() -> None:
+def test_presets_are_loaded_by_name() -> None:
     assert load_preset("config-a") == config("a", 16)
     assert load_preset("Config-C:32") == config("c", 32)
 
@@ -42,6 +42,6 @@ def test_a_name_on_the_command_line() -> None:
         ("cluster.yaml", "no cluster is called 'cluster.yaml'"),
     ],
 )
-def test_a_name_that_is_none(text: str, message: str) -> None:
+def test_an_unknown_name_is_refused(text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         load_preset(text)

@@ -1,4 +1,4 @@
-"""Profiles: what makes one valid, its file, time at any number of samples, and what crosses a cut."""
+"""Profiles: validation, files, times for any number of samples, and bytes that cross a cut."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ MEASURED = {**VALID, "layers": [{**layer, "weights_seconds": 0.125} for layer in
 
 
 @pytest.mark.parametrize("data", [VALID, EVERYTHING, MEASURED, {k: v for k, v in VALID.items() if k != "edges"}])
-def test_the_file_a_profile_is_saved_to_is_the_contracts(tmp_path: Path, data: Any) -> None:
+def test_a_profile_is_saved_in_the_documented_format(tmp_path: Path, data: Any) -> None:
     Profile.load(written(tmp_path, data)).save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == data
 
 
 @given(profile=profiles())
-def test_every_profile_comes_back_from_its_file(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> None:
+def test_every_profile_can_be_saved_and_loaded(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> None:
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.save(path)
     assert Profile.load(path) == profile
@@ -164,12 +164,12 @@ def test_a_missing_field_of_a_layer_is_named(tmp_path: Path, field: str) -> None
         ("[" * 100_000, "not a readable JSON file: "),
     ],
 )
-def test_a_file_that_is_no_json(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         Profile.load(written(tmp_path, text))
 
 
-def test_a_folder_or_bytes_in_the_place_of_a_profile(tmp_path: Path) -> None:
+def test_a_folder_or_a_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=f"^{tmp_path}: not a readable JSON file: Is a directory"):
         Profile.load(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
@@ -177,7 +177,7 @@ def test_a_folder_or_bytes_in_the_place_of_a_profile(tmp_path: Path) -> None:
         Profile.load(tmp_path / "bytes")
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"absent/p.json: the profile cannot be written: No such file"):
         make_profile(make_layer()).save(tmp_path / "absent" / "p.json")
     (tmp_path / "p.json").mkdir()
@@ -187,7 +187,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_a_profile_made_in_python_is_checked_as_well(value: float) -> None:
+def test_a_profile_made_in_python_is_checked_too(value: float) -> None:
     with pytest.raises(ProfileError, match=r"layers\[0\].parameter_bytes \(a\) is "):
         make_profile(make_layer(parameter_bytes=value))
 
@@ -218,12 +218,12 @@ def seconds_at(samples: float, **by_size: float) -> float:
         (12, {"s4": 3.0, "s8": 2.0, "s16": 8.0}, 5.5),
     ],
 )
-def test_time_at_a_number_of_samples(samples: float, measured: dict[str, float], seconds: float) -> None:
+def test_time_for_a_number_of_samples(samples: float, measured: dict[str, float], seconds: float) -> None:
     assert seconds_at(samples, **measured) == seconds
 
 
-def test_the_share_of_gradients_of_weights() -> None:
-    """A half where there are parameters and nobody measured, none without parameters; the same at any batch size."""
+def test_the_share_of_weight_gradients_in_backward() -> None:
+    """One half with parameters where it was not measured, none without; the same at any batch size."""
     layers = (
         LayerCost("plain", 1, 4, 1, 1, 8),
         LayerCost("view", 1, 4, 1, 1, 0),
@@ -263,24 +263,24 @@ def test_time_at_a_measured_size_is_the_measured_or_that_of_a_smaller_one(profil
 
 
 @pytest.mark.parametrize("samples", [-1.0, math.nan, math.inf])
-def test_samples_that_cannot_be(samples: float) -> None:
+def test_negative_and_infinite_samples_are_refused(samples: float) -> None:
     with pytest.raises(ProfileError, match=r"samples is .*, not a finite number of at least 0"):
         make_profile(make_layer()).forward_seconds(samples)
 
 
-def test_a_chains_cut_is_crossed_by_the_layer_before() -> None:
+def test_in_a_chain_the_output_of_the_layer_before_crosses_a_cut() -> None:
     profile = make_profile(*(make_layer(f"l{i}", activation_bytes=10.0**i) for i in range(4)))
     assert profile.crossing_bytes().tolist() == [1, 10, 100]
 
 
-def test_a_skip_crosses_every_cut_on_its_way_once() -> None:
+def test_a_skip_connection_crosses_every_cut_between_once() -> None:
     layers = [make_layer(f"l{i}", activation_bytes=10.0**i) for i in range(5)]
     profile = make_profile(*layers, edges=((0, 1), (0, 2), (0, 3), (1, 2), (2, 3), (2, 4)))
     assert profile.crossing_bytes().tolist() == [1, 11, 101, 100]
 
 
 @given(profile=profiles())
-def test_crossing_bytes_counted_cut_by_cut(profile: Profile) -> None:
+def test_crossing_bytes_equal_a_count_at_each_cut(profile: Profile) -> None:
     edges = profile.edges or tuple((i, i + 1) for i in range(len(profile.layers) - 1))
     expected = [
         sum(profile.layers[source].activation_bytes for source in {a for a, b in edges if a < cut <= b})
@@ -289,7 +289,7 @@ def test_crossing_bytes_counted_cut_by_cut(profile: Profile) -> None:
     assert profile.crossing_bytes().tolist() == expected
 
 
-def test_positions_are_those_where_a_stage_may_start() -> None:
+def test_positions_are_the_layers_that_may_start_a_stage() -> None:
     profile = make_profile(*(make_layer(f"l{i}") for i in range(5)), uncuttable=(4, 2))
     assert profile.positions() == (1, 3)
     assert make_profile(make_layer()).positions() == ()

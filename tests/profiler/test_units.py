@@ -1,4 +1,4 @@
-"""Quantities with units: bits and bytes, powers of 1000 and 1024, and what is refused."""
+"""Quantities with units: bits and bytes, powers of 1000 and 1024, and refused text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_quantity_is_read_in_base_units(text: str | float, units: Mapping[str,
         ("1e99999999s", SECONDS, "'1e99999999s' is too large or too small"),
     ],
 )
-def test_what_is_no_quantity_is_refused(text: str, units: Mapping[str, Decimal], message: str) -> None:
+def test_text_that_is_no_quantity_is_refused(text: str, units: Mapping[str, Decimal], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         parse_quantity(text, units)
 
@@ -60,24 +60,24 @@ def test_what_is_no_quantity_is_refused(text: str, units: Mapping[str, Decimal],
     ("value", "units", "text"),
     [(3.125e9, BYTES_A_SECOND, "25Gbps"), (16e9, BYTES, "16GB"), (2.0**34, BYTES, "16GiB"), (5e-6, SECONDS, "5us")],
 )
-def test_a_figure_is_printed_as_people_write_it(value: float, units: Mapping[str, Decimal], text: str) -> None:
+def test_a_quantity_is_printed_in_its_shortest_form(value: float, units: Mapping[str, Decimal], text: str) -> None:
     assert format_quantity(value, units) == text
 
 
 @given(value=st.floats(0, 1e30), units=st.sampled_from([BYTES, BYTES_A_SECOND, SECONDS]))
-def test_printing_loses_nothing(value: float, units: Mapping[str, Decimal]) -> None:
+def test_a_printed_quantity_is_exact(value: float, units: Mapping[str, Decimal]) -> None:
     assert parse_quantity(format_quantity(value, units), units) == value
 
 
 @pytest.mark.parametrize(
     ("seconds", "wanted"), [(0, (1, "s")), (90, (1, "s")), (1, (1, "s")), (0.5, (1e3, "ms")), (9e-4, (1e6, "µs"))]
 )
-def test_the_unit_in_which_a_time_reads_well(seconds: float, wanted: tuple[float, str]) -> None:
+def test_the_unit_for_a_time(seconds: float, wanted: tuple[float, str]) -> None:
     assert scale_time(seconds) == wanted
 
 
 @pytest.mark.parametrize(
     ("most", "wanted"), [(0, (1, "B")), (999, (1, "B")), (1e3, (1e3, "kB")), (5e8, (1e6, "MB")), (16e9, (1e9, "GB"))]
 )
-def test_the_unit_in_which_bytes_read_well(most: float, wanted: tuple[float, str]) -> None:
+def test_the_unit_for_bytes(most: float, wanted: tuple[float, str]) -> None:
     assert scale_bytes(most) == wanted

@@ -1,4 +1,4 @@
-"""MODEL: files, modules, callables and their options, and what is said when one is missing."""
+"""MODEL on the command line: files, modules, callables and options, and the messages where one is missing."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_and_its_options(file: Path) -> None:
+def test_a_callable_of_a_file_gets_its_options(file: Path) -> None:
     workload = load_workload(f"{file}:make", {"width": 5})
     assert isinstance(workload, Workload)
     assert workload.dataset == [5, 0]
     assert load_workload(f"{file}:free", {"anything": 1}).dataset == [{"anything": 1}]
 
 
-def test_a_module() -> None:
+def test_a_callable_of_a_module() -> None:
     assert find_callable("json:dumps")([1]) == "[1]"
 
 
@@ -77,7 +77,7 @@ def test_a_file_of_a_package_is_imported_as_part_of_it(tmp_path: Path) -> None:
     assert find_callable(f"{package / 'model.py'}:make")() == 8
 
 
-def test_a_file_runs_once(tmp_path: Path) -> None:
+def test_a_file_is_executed_once(tmp_path: Path) -> None:
     file = tmp_path / "a_model_that_counts.py"
     file.write_text("import sys\nsys.path.append('ran')\ndef make(): pass")
     find_callable(f"{file}:make")
@@ -86,7 +86,7 @@ def test_a_file_runs_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "expected"), [("seed", True), ("batch_size", False)])
-def test_accepts(file: Path, option: str, expected: bool) -> None:
+def test_whether_a_callable_has_an_option(file: Path, option: str, expected: bool) -> None:
     assert accepts(f"{file}:make", option) is expected
     assert accepts(f"{file}:free", option)
 
@@ -103,19 +103,21 @@ def test_accepts(file: Path, option: str, expected: bool) -> None:
         (":wrong", {}, r"returned a int, not a dapple.Workload\(loss_fn, optimizer, dataset\)"),
     ],
 )
-def test_a_wrong_callable_or_option(file: Path, callable_: str, options: dict[str, Any], message: str) -> None:
+def test_a_wrong_callable_or_option_is_refused(
+    file: Path, callable_: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         load_workload(f"{file}{callable_}", options)
 
 
-def test_a_module_without_callables(tmp_path: Path) -> None:
+def test_a_module_without_callables_is_refused(tmp_path: Path) -> None:
     (tmp_path / "an_empty_model.py").write_text("")
     with pytest.raises(ModelError, match="has no callable 'make'; it has none"):
         find_callable(f"{tmp_path / 'an_empty_model.py'}:make")
 
 
 @pytest.mark.parametrize("name", ["", "make", ":make", "model.py:", "model.py"])
-def test_a_name_that_is_no_model(name: str) -> None:
+def test_a_name_of_another_form_is_refused(name: str) -> None:
     with pytest.raises(
         ModelError, match=f"{name!r} is not a MODEL such as models/gpt.py:gpt or package.module:callable"
     ):
@@ -123,31 +125,31 @@ def test_a_name_that_is_no_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.py:make", "dapple_tf:make.py:make"])
-def test_a_file_that_is_not_there(name: str) -> None:
+def test_a_missing_file_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f"there is no file {name.rpartition(':')[0]}"):
         find_callable(name)
 
 
-def test_a_module_that_is_not_there() -> None:
+def test_a_missing_module_is_refused() -> None:
     with pytest.raises(
         ModelError, match="module 'no_such_module' cannot be imported: No module named 'no_such_module'"
     ):
         find_callable("no_such_module:make")
 
 
-def test_a_file_that_imports_what_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_imports_a_missing_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a_needy_model.py").write_text("import no_such_module")
     with pytest.raises(ModelError, match="module 'a_needy_model' cannot be imported: No module named 'no_such_module'"):
         find_callable(f"{tmp_path / 'a_needy_model.py'}:make")
 
 
-def test_a_file_with_the_name_of_another_module(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text(SOURCE)
     with pytest.raises(ModelError, match=r"json.py has the name of another module, 'json': rename the file"):
         find_callable(f"{tmp_path / 'json.py'}:make")
 
 
-def test_options_are_python_literals_or_texts() -> None:
+def test_options_are_python_literals_or_strings() -> None:
     pairs = ["a=1", "b=2.5", "c=True", "d=(1, 2)", "e=plain text", "f=", "g=x=y", "h='1'", "i=None"]
     assert parse_options(pairs) == {
         "a": 1, "b": 2.5, "c": True, "d": (1, 2), "e": "plain text", "f": "", "g": "x=y", "h": "1", "i": None,
@@ -155,6 +157,6 @@ def test_options_are_python_literals_or_texts() -> None:
 
 
 @pytest.mark.parametrize("pair", ["", "width", "=3", "a b=3", "a.b=3"])
-def test_a_pair_that_is_none(pair: str) -> None:
+def test_an_option_of_another_form_is_refused(pair: str) -> None:
     with pytest.raises(ModelError, match=f"--set {pair!r} is not of the form key=value"):
         parse_options([pair])

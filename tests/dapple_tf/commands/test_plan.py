@@ -95,7 +95,7 @@ def test_a_schedule_may_be_a_file(run_here: Run, tmp_path: Path) -> None:
     assert "schedule given (0F0 0F1 0B0 0B1 ...)" in run_here(*PLAN, *options).stdout
 
 
-def test_a_file_that_is_no_schedule(run_here: Run, tmp_path: Path) -> None:
+def test_a_file_without_a_schedule_is_refused(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     for file, code, message in (
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_schedule(run_here: Run, tmp_path: Path) -> None:
         assert message in run.stderr
 
 
-def test_a_graph_and_a_preset_will_do(run_here: Run) -> None:
+def test_a_graph_file_and_a_preset_can_be_planned(run_here: Run) -> None:
     Path("two-pbs-4.txt").write_text(GRAPH)
     arguments = ("plan", "two-pbs-4.txt", "--cluster", "config-b:2", "--global-batch-size", 8, "--json")
     result = run_here(*arguments).json
@@ -137,7 +137,7 @@ def test_a_graph_and_a_preset_will_do(run_here: Run) -> None:
         ((*SIMULATE, "-o", "step.txt"), "error: step.txt: a timeline is saved as .png, .html or .json"),
     ],
 )
-def test_what_fails_is_one_line_and_exit_1_and_leaves_no_file(
+def test_a_failure_is_one_line_with_exit_code_1_and_leaves_no_file(
     run_here: Run, arguments: tuple[object, ...], message: str
 ) -> None:
     assert run_here(*PLAN, "-o", "plan.json").code == 0
@@ -150,7 +150,7 @@ def test_what_fails_is_one_line_and_exit_1_and_leaves_no_file(
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
 
-def test_a_model_too_large_says_what_would_fit(run_here: Run) -> None:
+def test_for_a_model_that_is_too_large_the_error_says_what_would_fit(run_here: Run) -> None:
     make_cluster(2, memory=60).save("cluster.yaml")
     run = run_here(*PLAN, "-o", "plan.json")
     assert (run.code, run.stdout) == (1, "")
@@ -181,7 +181,7 @@ def test_wrong_usage_exits_with_2(run_here: Run, arguments: tuple[object, ...]) 
     assert "Usage: " in run.stderr
 
 
-def test_neither_command_starts_tensorflow(run_here: Run, tmp_path: Path) -> None:
+def test_plan_and_simulate_do_not_start_tensorflow(run_here: Run, tmp_path: Path) -> None:
     assert run_here(*PLAN, "-o", "plan.json").code == 0
     for arguments in (PLAN, (*SIMULATE, "-o", "step.html")):
         program = (

@@ -1,4 +1,4 @@
-"""``--schedule``: a name, a text, or a file that holds one."""
+"""``--schedule``: a name, the actions, or a file that contains them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dapple_tf.errors import ScheduleError
 TEXT = "0F0 0B0; 1F0 1B0"
 
 
-def test_names_and_texts_stand_for_themselves() -> None:
-    for value in ("auto", "zb-h1:D=3", "K=2,1", TEXT, "zigzag"):  # what is no name is told by who wants one
+def test_names_and_actions_are_returned_unchanged() -> None:
+    for value in ("auto", "zb-h1:D=3", "K=2,1", TEXT, "zigzag"):  # unknown names are refused later
         assert read_schedule(value) == value
 
 
-def test_a_file_is_read_but_not_in_place_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_unless_it_has_the_name_of_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "dapple-a", "auto"):
         Path(name).write_text(TEXT + "\n")
     assert [read_schedule(name) for name in ("mine", "dapple-a", "auto")] == [TEXT, "dapple-a", "auto"]
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(click.BadParameter, match=r"there is no file /absent\.txt"):
         read_schedule("/absent.txt")
     broken = tmp_path / "broken"

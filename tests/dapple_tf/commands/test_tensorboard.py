@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, read back with TensorFlow alone, and how often a step is recorded for them."""
+"""Curves for TensorBoard, read with TensorFlow alone, and how often a step is recorded for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader deprecated
-def test_points_are_read_back(tmp_path: Path) -> None:
+def test_written_points_can_be_read(tmp_path: Path) -> None:
     scalars = Scalars(tmp_path / "deep" / "down")
     scalars.write(1, step_scalars(2.5, 64.0))
     scalars.write(2, {"loss": 1.5})
@@ -40,7 +40,7 @@ def test_points_are_read_back(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_recorded_step_gives() -> None:
+def test_the_curves_of_a_recorded_step() -> None:
     found = recorded_scalars(MEASURED)
     assert found == {
         "bubble": MEASURED.bubble,
@@ -58,7 +58,7 @@ def test_what_a_recorded_step_gives() -> None:
 @pytest.mark.parametrize(
     ("cost", "step", "wanted"), [(0.001, 0.2, 1), (0.001, 0.1, 1), (0.001, 0.099, 2), (0.003, 0.1, 3), (0.5, 0.1, 500)]
 )
-def test_recording_costs_at_most_a_hundredth(cost: float, step: float, wanted: int) -> None:
+def test_recording_costs_at_most_one_percent(cost: float, step: float, wanted: int) -> None:
     assert choose_interval(cost, step) == wanted
 
 
@@ -69,15 +69,15 @@ def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float,
     _, loss = chain(2)
     step = step_of(loss)
     scalars = Scalars(tmp_path)
-    told: list[str] = []
-    observer = Observer(step, 1, 8, trace=True, curves=True, scalars=scalars, job=None, tell=told.append)
+    lines: list[str] = []
+    observer = Observer(step, 1, 8, trace=True, curves=True, scalars=scalars, job=None, tell=lines.append)
     for number in range(1, 9):
         observer.observe(StepResult(number, float(observer.run(X)), seconds, 8))
     scalars.close()
     curves = read_curves(tmp_path)
     assert [number for number, _ in curves["loss"]] == list(range(1, 9))
     assert [number for number, _ in curves["bubble"]] == recorded
-    assert [line.partition(" is recorded")[1] != "" for line in told] == [True] * (len(recorded) < 8)
+    assert [line.partition(" is recorded")[1] != "" for line in lines] == [True] * (len(recorded) < 8)
 
 
 def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
@@ -93,13 +93,13 @@ def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_the_folders_place(tmp_path: Path, place: str) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=f"{place} cannot hold TensorBoard's events: (File exists|Not a directory)"):
         check_folder(tmp_path / place)
 
 
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
     with pytest.raises(UsageError, match="cannot hold TensorBoard's events: no permission to write there"):
         check_folder(tmp_path)
