@@ -1,10 +1,9 @@
-"""The programs of ``examples/`` run, and print what their docstrings say. One process runs those of one process."""
+"""The programs of ``examples/`` run, and print what their docstrings say."""
 
 from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,68 +13,61 @@ from tests.examples.runs import run_examples
 from tests.paths import ROOT
 from tests.processes import needs_horovod, run_ranks
 
-pytestmark = pytest.mark.xdist_group("examples")  # one worker, so that the programs run once
-
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What the programs printed, by their names, and the folder that they wrote to."""
-
-    printed: dict[str, str]
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("examples")
+def test_the_programs_of_one_process_print_what_they_say(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """One test, so that one process runs them all, whatever process of pytest-xdist has this test."""
     names = ("wrap_a_function", "keras_model", "resume_under_another_plan", "read_a_timeline", "plan_for_a_cluster")
-    return Runs(run_examples(folder, *(f"{name}.py" for name in names)), folder)
+    printed = run_examples(tmp_path, *(f"{name}.py" for name in names))
+    with subtests.test("a function equals one device, and its loss falls"):
+        check_function(printed["wrap_a_function.py"])
+    with subtests.test("a Keras model learns and is saved"):
+        check_keras_model(printed["keras_model.py"])
+    with subtests.test("a run resumed under another plan equals one that was not interrupted"):
+        check_resumed(printed["resume_under_another_plan.py"])
+    with subtests.test("a timeline is described and drawn"):
+        check_timeline(printed["read_a_timeline.py"], tmp_path)
+    with subtests.test("a plan is the fastest of three, and its files give the same step"):
+        check_plan(printed["plan_for_a_cluster.py"], tmp_path)
 
 
-def test_a_function_equals_one_device_and_its_loss_falls(runs: Runs) -> None:
-    printed = runs.printed["wrap_a_function.py"]
+def check_function(printed: str) -> None:
     assert "equal to one device" in printed
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 10
 
 
-def test_a_keras_model_learns_and_is_saved(runs: Runs) -> None:
-    printed = runs.printed["keras_model.py"]
+def check_keras_model(printed: str) -> None:
     assert re.search(r"^stage 0: \S+/first$", printed, re.MULTILINE)
     assert re.search(r"^stage 1: \S+/second, \S+/scores", printed, re.MULTILINE)
     assert float(re.findall(r"accuracy of model.predict: ([\d.]+)", printed)[0]) > 0.95
     assert "the saved model predicts the same: True" in printed
 
 
-def test_a_run_resumed_under_another_plan_equals_one_that_was_not_interrupted(runs: Runs) -> None:
-    printed = runs.printed["resume_under_another_plan.py"]
+def check_resumed(printed: str) -> None:
     assert "replicas (2, 1, 1): steps 7 to 12" in printed
     whole, _, resumed = re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)
     assert float(whole) == pytest.approx(float(resumed), abs=1e-5)
     assert float(printed.split()[-1]) < 1e-5
 
 
-def test_a_timeline_is_described_and_drawn(runs: Runs) -> None:
-    printed = runs.printed["read_a_timeline.py"]
+def check_timeline(printed: str, folder: Path) -> None:
     assert printed.startswith("measured: ")
     assert "stage 0 ran 0F0 0F1 0B0 0F2 0B1" in printed
     assert printed.count("on the critical path: ") == 3
-    assert (runs.folder / "timeline.png").stat().st_size > 10_000
-    assert (runs.folder / "timeline.json").exists()
+    assert (folder / "timeline.png").stat().st_size > 10_000
+    assert (folder / "timeline.json").exists()
 
 
-def test_a_plan_for_a_cluster_is_the_fastest_of_three_and_its_files_give_the_same_step(runs: Runs) -> None:
-    printed = runs.printed["plan_for_a_cluster.py"]
+def check_plan(printed: str, folder: Path) -> None:
     best, data_parallel, gpipe = (float(x) for x in re.findall(r"^\w+: .* ([\d.]+) ms, bubble", printed, re.MULTILINE))
     assert best < min(data_parallel, gpipe)
-    plan = dapple.Plan.load(runs.folder / "plan.json")
-    profile = dapple.Profile.load(runs.folder / "profile.json")
+    plan, profile = dapple.Plan.load(folder / "plan.json"), dapple.Profile.load(folder / "profile.json")
     timeline = dapple.simulate(plan, profile, dapple.Cluster.load(ROOT / "examples" / "cluster.yaml"))
     assert timeline.step_seconds * 1e3 == pytest.approx(best, rel=1e-3)
-    assert "<html" in (runs.folder / "step.html").read_text("utf-8")
+    assert "<html" in (folder / "step.html").read_text("utf-8")
 
 
 @needs_horovod

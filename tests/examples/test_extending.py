@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,40 +16,43 @@ from dapple_tf.commands.model_loading import load_workload
 from tests.examples.runs import run_examples
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.xdist_group("extending")  # one worker, so that the programs run once
-
 PAGES = ROOT / "docs" / "extending"
 MODEL = "examples/extending/add_a_model.py:mlp"
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def test_a_schedule_a_planner_and_a_pass_of_ones_own_do_what_their_pages_say(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """One test, so that one process runs them all."""
     names = ("add_a_schedule", "add_a_planner", "add_a_pass")
-    return run_examples(tmp_path_factory.mktemp("extending"), *(f"extending/{name}.py" for name in names))
+    printed = run_examples(tmp_path, *(f"extending/{name}.py" for name in names))
+    with subtests.test("a schedule is printed, simulated and run as its page says"):
+        check_schedule(printed["extending/add_a_schedule.py"], (PAGES / "schedule.md").read_text("utf-8"))
+    with subtests.test("a planner finds a plan that the planner best beats or equals"):
+        check_planner(printed["extending/add_a_planner.py"])
+    with subtests.test("a pass adds its control edge and leaves a valid graph"):
+        check_pass(printed["extending/add_a_pass.py"])
 
 
-def test_a_schedule_of_ones_own_is_printed_simulated_and_run_as_its_page_says(printed: dict[str, str]) -> None:
-    schedule, page = printed["extending/add_a_schedule.py"], (PAGES / "schedule.md").read_text("utf-8")
-    first, second = schedule.splitlines()[:2]
+def check_schedule(printed: str, page: str) -> None:
+    first, second = printed.splitlines()[:2]
     assert f"    {first}\n    {second}\n" in page
-    seconds = [float(x) for x in re.findall(r"([\d.]+) ms, bubble", schedule)]
-    memory = [float(x) for x in re.findall(r"stage 0 (\d+) MB", schedule)]
+    seconds = [float(x) for x in re.findall(r"([\d.]+) ms, bubble", printed)]
+    memory = [float(x) for x in re.findall(r"stage 0 (\d+) MB", printed)]
     assert f"pairs are {seconds[0] / seconds[1] - 1:.0%} faster" in page
     assert f"{memory[1] / memory[0]:.1f} times the memory" in page
-    assert "equal to one device" in schedule
+    assert "equal to one device" in printed
 
 
-def test_a_planner_of_ones_own_finds_a_plan_that_best_beats_or_equals(printed: dict[str, str]) -> None:
-    planner = printed["extending/add_a_planner.py"]
-    assert re.match(r"halves: layers 0-\d on 4 devices, layers \d-11 on 4 devices", planner)
-    halves, best = (float(x) for x in re.findall(r"([\d.]+) ms, bubble", planner))
+def check_planner(printed: str) -> None:
+    assert re.match(r"halves: layers 0-\d on 4 devices, layers \d-11 on 4 devices", printed)
+    halves, best = (float(x) for x in re.findall(r"([\d.]+) ms, bubble", printed))
     assert best <= halves
 
 
-def test_a_pass_of_ones_own_adds_its_control_edge_and_leaves_a_valid_graph(printed: dict[str, str]) -> None:
-    rewritten = printed["extending/add_a_pass.py"]
-    assert "stage0/allreduce runs after stage1/allreduce: stagger: AllReduce of stage 0" in rewritten
-    assert "left a valid graph" in rewritten
+def check_pass(printed: str) -> None:
+    assert "stage0/allreduce runs after stage1/allreduce: stagger: AllReduce of stage 0" in printed
+    assert "left a valid graph" in printed
 
 
 def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
