@@ -15,6 +15,7 @@ from dapple_tf.commands.profile_table import print_table
 from dapple_tf.commands.startup import start_tensorflow
 from profiler.peaks import PEAKS
 from profiler.profile import Profile
+from profiler.units import format_seconds
 
 
 @click.command()
@@ -97,13 +98,13 @@ def _totals(found: Profile) -> dict[str, Any]:
 
 def _describe(found: Profile, disagreement: float | None) -> str:
     totals = _totals(found)
-    forward, backward = (totals[f"{direction}_seconds"] * 1e3 for direction in ("forward", "backward"))
+    forward, backward = (format_seconds(totals[f"{direction}_seconds"]) for direction in ("forward", "backward"))
     text = (
-        f"{found.model} on {found.device}, {found.batch_size} samples: {len(found.layers)} layers, forward "
-        f"{forward:.4g} ms, backward {backward:.4g} ms"
+        f"{found.model} on {found.device}, {found.batch_size} samples: {len(found.layers)} layers, forward {forward}, "
+        f"backward {backward}"
     )
     if found.whole is not None and disagreement is not None and found.error is not None:
-        whole = (found.whole.forward_seconds + found.whole.backward_seconds) * 1e3
-        text += f"\nthe whole model takes {whole:.4g} ms, the layers' sum is {disagreement:+.1%} from it"
+        whole = format_seconds(found.whole.forward_seconds + found.whole.backward_seconds)
+        text += f"\nthe whole model takes {whole}, the layers' sum is {disagreement:+.1%} from it"
         text += f"; half of the rounds are within {found.error:.1%} of the median"
     return text
