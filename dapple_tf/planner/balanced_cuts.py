@@ -1,4 +1,4 @@
-"""Cutting a chain into stages whose largest is as small as it can be, for chains of hundreds of blocks."""
+"""Block partition of sequences: cut a chain of hundreds of blocks into stages whose largest is as small as possible."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
 @compiled
 def even_starts(costs: Floats, stages: int) -> Integers:
-    """The first block of each of ``stages`` contiguous stages with the least maximum sum of ``costs``.
+    """Return the first block of each of ``stages`` contiguous stages with the least maximum sum of ``costs``.
 
-    Block partition of sequences, which torchgpipe balances by and DAPPLE names in section IV.D. Needs as many
-    blocks as stages. Exact, in stages x blocks^2 steps.
+    torchgpipe balances with the same partition (DAPPLE, section IV.D). Needs at least as many blocks as stages. Exact,
+    by dynamic programming in stages x blocks^2 steps. Of equal maxima, the last stages are kept as small as possible.
+
+    This is the compiled twin of ``graph_passes.passes.partition.balance`` with every cut allowed and no crossing costs:
+    the planner cuts chains of hundreds of blocks into tens of numbers of stages, which takes seconds in plain Python.
+    ``test_balanced_cuts.py`` holds their largest stages equal. Ties are decided otherwise there.
     """
     n = len(costs)
     sums = np.zeros(n + 1)
     sums[1:] = np.cumsum(costs)
-    best = sums.copy()  # of the blocks before each place, in the stages so far
+    best = sums.copy()  # best[i]: the largest stage when the first i blocks are cut into the stages so far
     choice = np.zeros((stages, n + 1), np.int64)
     for k in range(1, stages):
         following = np.full(n + 1, np.inf)
@@ -25,7 +29,7 @@ def even_starts(costs: Floats, stages: int) -> Integers:
             for start in range(end - 1, k - 1, -1):
                 last = sums[end] - sums[start]
                 if last >= following[end]:
-                    break  # only grows from here
+                    break  # the last stage only grows from here on
                 largest = max(best[start], last)
                 if largest < following[end]:
                     following[end], choice[k, end] = largest, start

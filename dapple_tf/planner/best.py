@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dapple_tf.planner.baselines import baseline_candidates, equal_replica_candidates, fitted_baseline_candidates, refit
-from dapple_tf.planner.cost_tables import CostTables, SearchSpace
+from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.pricing import simulate_found_plans
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import SearchResult, search_by_bound
-from dapple_tf.planner.search_space import halve_cluster
+from dapple_tf.planner.search_space import SearchSpace, halve_cluster
 
 # How much work a search may do: labels x what may follow them, and simulated events.
 _TRANSITIONS = 24_000_000
@@ -35,7 +35,7 @@ def plan_best(problem: PlanningProblem) -> PlannerResult | None:
     candidates = baseline_candidates(problem)
     if by_formula := choose_by_formula(problem, candidates):
         candidates.append(by_formula.chosen)
-    whole = all(space.whole for space in problem.search_spaces)
+    whole = all(space.complete for space in problem.search_spaces)
     if not whole:
         candidates += fitted_baseline_candidates(problem)
     sizes = promising_sizes(problem, candidates)
@@ -43,7 +43,7 @@ def plan_best(problem: PlanningProblem) -> PlannerResult | None:
     for size in sizes:
         for space in problem.search_spaces:
             tables = problem.cost_tables(space, size)
-            width = max(1, min(512, _TRANSITIONS // space.transitions))
+            width = max(1, min(512, _TRANSITIONS // space.search_steps))
             for origin, stages in (("search", None), ("two stages", 2)):
                 ceiling = min((c.seconds for c in candidates), default=math.inf)
                 found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=stages)
@@ -98,15 +98,13 @@ def _price(
     origin: str,
 ) -> tuple[list[Candidate], float]:
     """The best of the plans found, if it is below the ceiling, and the least bound of those not looked at."""
-    bounds = found.scores
-    priced = simulate_found_plans(
-        tables, bounds, found.starts, found.placements, found.stages, ceiling, problem.schedule, _EVENTS
-    )
-    unseen = min(found.exhaustive_below, bounds[priced.looked_at] if priced.looked_at < len(bounds) else math.inf)
-    if priced.place < 0:
+    fastest = simulate_found_plans(tables, found, ceiling, problem.schedule, _EVENTS)
+    least_left = found.scores[fastest.simulated] if fastest.simulated < len(found) else math.inf
+    unseen = min(found.exhaustive_below, least_left)
+    if fastest.row < 0:
         return [], unseen
-    stages = problem.stage_plans(space, found.plan(priced.place))
-    return [Candidate(stages, size, priced.price.schedule, priced.price.seconds, origin)], unseen
+    stages = problem.stage_plans(space, found.plan(fastest.row))
+    return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin)], unseen
 
 
 def rank_candidates(candidates: Iterable[Candidate], unseen: float) -> PlannerResult | None:

@@ -1,126 +1,51 @@
-"""A planning problem as arrays: blocks of layers, placements of stages, and what each combination costs."""
+"""The costs of a planning problem as arrays: seconds, bytes and transfers of every block of layers and placement."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.planner.placement import Placements
+from dapple_tf.planner.search_space import SearchSpace
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_transfer
-from profiler.cluster import Cluster
-from profiler.linearise import Chain
 
 
 class CostTables(NamedTuple):
-    """What the compiled search reads. N blocks, P placements, R replica counts, E pairs of placements.
+    """Arrays that the compiled search reads: N blocks, P placements, R replica counts, E transitions.
 
-    Seconds are those of one micro-batch, bytes those of one micro-batch over all replicas. Rows of ``forward``,
-    ``backward``, ``weights`` and ``parameters`` are running sums over blocks, so a stage costs a difference of two
-    entries.
+    A *transition* is a pair of placements that two consecutive stages can have. Seconds are those of one micro-batch;
+    bytes are those of one micro-batch over all replicas of a stage. Arrays marked "sums" are prefix sums over blocks,
+    so a stage costs the difference of two entries.
     """
 
-    forward: Floats  # [R, N + 1]
-    backward: Floats  # [R, N + 1], recompute included
-    weights: Floats  # [R, N + 1] the part of it that the schedule has run by itself, or 0
-    rest: Floats  # [N + 1] the least device-seconds of the blocks from here on, without weights
-    parameters: Floats  # [N + 1]
-    stash: Floats  # [N + 1]
-    working: Floats  # [N]
-    crossing: Floats  # [N + 1]
-    splittable: NDArray[np.bool_]  # [N + 1]
+    forward: Floats  # [R, N + 1] seconds, sums
+    backward: Floats  # [R, N + 1] seconds, sums; re-computed forwards included
+    weights: Floats  # [R, N + 1] seconds, sums: gradients of weights if the schedule runs them on their own, else 0
+    least_remaining: Floats  # [N + 1] least device-seconds of the blocks from here on, gradients of weights excluded
+    parameter_bytes: Floats  # [N + 1] sums
+    stash_bytes: Floats  # [N + 1] sums
+    working_bytes: Floats  # [N]
+    boundary_bytes: Floats  # [N + 1] bytes that cross the cut before each block; 0 at both ends
+    splittable: NDArray[np.bool_]  # [N + 1] whether stages of unequal replica counts can meet before each block
     replicas: Integers  # [P]
-    row: Integers  # [P] its row in forward and backward
-    ring: Floats  # [P] seconds of AllReduce a byte
-    exposed: Floats  # [classes, N, N + 1] seconds of AllReduce after the last gradients, or of size 0
-    exposed_class: Integers  # [P]
-    left: Integers  # [P] devices unused after it
-    first: Integers  # [P + 2] where each placement's pairs begin; the last row is the start's
-    following: Integers  # [E]
-    latency: Floats  # [E] seconds
-    rate: Floats  # [E] seconds a byte
+    seconds_row: Integers  # [P] the row of its replica count in forward, backward and weights
+    allreduce_seconds_per_byte: Floats  # [P]
+    exposed: Floats  # [rows, N, N + 1] seconds of AllReduce after a stage's last gradients; of size 0 without overlap
+    exposed_row: Integers  # [P]
+    devices_left: Integers  # [P] devices unused after it
+    first_transition: Integers  # [P + 2] where each placement's transitions begin; row P is the start of the pipeline
+    next_placement: Integers  # [E]
+    same_replicas: NDArray[np.bool_]  # [E] whether both placements have as many replicas
+    rest_transition: Integers  # [P] the transition that gives all devices left to the next stage; -1 if none is left
+    transfer_latency: Floats  # [E] seconds
+    transfer_seconds_per_byte: Floats  # [E]
     micro_batches: int
     micro_batch_size: int
-    memory: float
-    bytes_per_parameter_byte: float
+    memory_bytes: float  # usable bytes of one device
+    fixed_bytes_per_parameter_byte: float  # weights, gradients and optimizer slots
     recompute: bool
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """A chain, and where its stages can be: what does not depend on the micro-batch size.
-
-    ``order``: the server that each entry of the placements stands for. ``whole``: every cut, replica count and
-    placement (in that order of servers) is here.
-    """
-
-    chain: Chain
-    cluster: Cluster
-    placements: Placements
-    order: tuple[int, ...]
-    whole: bool = False
-
-    @cached_property
-    def links(self) -> LinkTables:
-        """The cluster's links as arrays."""
-        return link_tables(self.cluster)
-
-    @cached_property
-    def pairs(self) -> tuple[Integers, Integers, Floats, Floats]:
-        """``first``, ``following``, ``latency`` and ``rate`` of the tables."""
-        follow = self.placements.follow
-        first = np.concatenate([[0], np.cumsum([len(f) for f in follow])]).astype(np.int64)
-        following = np.array([q for f in follow for q in f], np.int64)
-        offsets, servers = self._servers
-        latency, rate = _pair_costs(first, following, offsets, servers, self.links)
-        return first, following, latency, rate
-
-    @cached_property
-    def replicas(self) -> Integers:
-        """Of each placement."""
-        return np.array([item.replicas for item in self.placements.items], np.int64)
-
-    @cached_property
-    def left(self) -> Integers:
-        """Devices unused after each placement."""
-        return np.array([item.left for item in self.placements.items], np.int64)
-
-    @cached_property
-    def transitions(self) -> int:
-        """About how much one search has to do: pairs of blocks x pairs of placements."""
-        return len(self.chain.parameter_bytes) ** 2 * sum(len(follow) for follow in self.placements.follow)
-
-    @cached_property
-    def rings(self) -> Floats:
-        """Seconds of AllReduce a byte on each placement."""
-        offsets, servers = self._servers
-        return np.array([measure_allreduce(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
-
-    @cached_property
-    def _servers(self) -> tuple[Integers, Integers]:
-        lists = [sorted(self.order[place] for place in item.servers()) for item in self.placements.items]
-        offsets = np.concatenate([[0], np.cumsum([len(s) for s in lists])]).astype(np.int64)
-        return offsets, np.array([server for s in lists for server in s], np.int64)
-
-
-@compiled
-def _pair_costs(
-    first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
-) -> tuple[Floats, Floats]:
-    latency, rate = np.zeros(len(following)), np.zeros(len(following))
-    for p in range(len(first) - 2):  # the start sends nothing
-        senders = servers[offsets[p] : offsets[p + 1]]
-        for e in range(first[p], first[p + 1]):
-            q = following[e]
-            receivers = servers[offsets[q] : offsets[q + 1]]
-            latency[e], rate[e] = measure_transfer(senders, receivers, links)
-    return latency, rate
 
 
 def make_cost_tables(
@@ -131,71 +56,86 @@ def make_cost_tables(
     optimizer_slots: int,
     recompute: bool,
     overlap: bool,
-    splits: bool = False,
+    splits_backward: bool = False,
 ) -> CostTables:
-    """The tables of ``space`` for micro-batches of this size; ``splits``: the schedule puts off weights' gradients."""
+    """Return the tables of ``space`` for micro-batches of ``micro_batch_size`` samples.
+
+    ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs during the last
+    backward. ``splits_backward``: the schedule runs gradients of weights as actions of their own.
+    """
     chain, replicas = space.chain, space.replicas
     counts = np.unique(replicas)
     seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
     forward = np.array([f for f, _ in seconds])
     backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
-    weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits
-    scale = micro_batch_size / chain.batch_size
+    weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits_backward
+    device_seconds = (counts[:, None] * (forward + backward - weights)).min(axis=0)
     row = np.searchsorted(counts, replicas)
-    first, following, latency, rate = space.pairs
-    least = (counts[:, None] * (forward + backward - weights)).min(axis=0)
-    classes = sorted(set(zip(row.tolist(), space.rings.tolist(), strict=True)))
-    index = {pair: k for k, pair in enumerate(classes)}
-    exposed_class = np.array([index[pair] for pair in zip(row.tolist(), space.rings.tolist(), strict=True)], np.int64)
-    parameters = chain.profile.parameter_bytes
-    shape = (len(classes), len(chain.parameter_bytes), len(chain.parameter_bytes) + 1)
-    exposed = np.zeros(shape if overlap else (0, 0, 0))
-    if overlap:
-        for (k, ring), c in index.items():
-            samples = micro_batch_size / counts[k]
-            last = chain.profile.weights_seconds(samples) if splits else chain.profile.backward_seconds(samples)
-            _fill_exposed(exposed[c], last, ring * parameters, np.array(chain.positions))
+    exposed, exposed_row = _exposed_tables(space, micro_batch_size / counts, row, overlap, splits_backward)
+    scale = micro_batch_size / chain.batch_size
     return CostTables(
-        forward=_sums(forward),
-        backward=_sums(backward),
-        weights=_sums(weights),
-        rest=np.append(np.cumsum(least[::-1])[::-1], 0.0),
-        parameters=_sums(chain.parameter_bytes),
-        stash=_sums(chain.stash_bytes) * scale,
-        working=chain.working_bytes * scale,
-        crossing=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
+        forward=_prefix_sums(forward),
+        backward=_prefix_sums(backward),
+        weights=_prefix_sums(weights),
+        least_remaining=np.append(np.cumsum(device_seconds[::-1])[::-1], 0.0),
+        parameter_bytes=_prefix_sums(chain.parameter_bytes),
+        stash_bytes=_prefix_sums(chain.stash_bytes) * scale,
+        working_bytes=chain.working_bytes * scale,
+        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
         splittable=np.concatenate([[True], chain.splittable, [True]]),
         replicas=replicas,
-        row=row,
-        ring=space.rings,
+        seconds_row=row,
+        allreduce_seconds_per_byte=space.allreduce_seconds_per_byte,
         exposed=exposed,
-        exposed_class=exposed_class,
-        left=space.left,
-        first=first,
-        following=following,
-        latency=latency,
-        rate=rate,
+        exposed_row=exposed_row,
+        devices_left=space.devices_left,
+        **space.transitions._asdict(),
         micro_batches=global_batch_size // micro_batch_size,
         micro_batch_size=micro_batch_size,
-        memory=usable_bytes(space.cluster.device_memory),
-        bytes_per_parameter_byte=2.0 + optimizer_slots,
+        memory_bytes=usable_bytes(space.cluster.device_memory),
+        fixed_bytes_per_parameter_byte=2.0 + optimizer_slots,
         recompute=recompute,
     )
 
 
+def _exposed_tables(
+    space: SearchSpace, slices: Floats, seconds_row: Integers, overlap: bool, splits_backward: bool
+) -> tuple[Floats, Integers]:
+    """Return ``exposed`` and ``exposed_row``: a row for each distinct pair of replica count and AllReduce speed.
+
+    ``slices``: samples of one replica's share of a micro-batch, by replica count.
+    """
+    if not overlap:
+        return np.zeros((0, 0, 0)), np.zeros(len(seconds_row), np.int64)
+    profile, positions = space.chain.profile, np.array(space.chain.positions)
+    pairs = list(zip(seconds_row.tolist(), space.allreduce_seconds_per_byte.tolist(), strict=True))
+    rows = {pair: index for index, pair in enumerate(sorted(set(pairs)))}
+    blocks = len(positions) - 1
+    exposed = np.zeros((len(rows), blocks, blocks + 1))
+    for (count, seconds_per_byte), index in rows.items():
+        samples = slices[count]
+        gradients = profile.weights_seconds(samples) if splits_backward else profile.backward_seconds(samples)
+        _fill_exposed(exposed[index], gradients, seconds_per_byte * profile.parameter_bytes, positions)
+    return exposed, np.array([rows[pair] for pair in pairs], np.int64)
+
+
 @compiled
-def _fill_exposed(exposed: Floats, backward: Floats, ring: Floats, positions: Integers) -> None:
-    """``exposed_seconds`` of all runs of blocks: of those that end alike, each grows the one before by a block."""
+def _fill_exposed(exposed: Floats, gradients: Floats, allreduce: Floats, positions: Integers) -> None:
+    """Fill in ``exposed_seconds`` (simulator.costs) of every run of blocks.
+
+    Runs that end with the same block share their sums: each extends the one before by a block to the front.
+    """
     for end in range(1, len(positions)):
         ready, done, layer = 0.0, 0.0, positions[end]
         for first in range(end - 1, -1, -1):
             while layer > positions[first]:
                 layer -= 1
-                ready += backward[layer]
-                done = max(done, ready) + ring[layer]
+                ready += gradients[layer]
+                done = max(done, ready) + allreduce[layer]
             exposed[first, end] = max(0.0, done - ready)
 
 
-def _sums(rows: Floats) -> Floats:
+def _prefix_sums(rows: Floats) -> Floats:
+    """Return the sums of the first 0, 1 ... entries along the last axis."""
     zero = np.zeros((*rows.shape[:-1], 1))
     return np.concatenate([zero, np.cumsum(rows, axis=-1)], axis=-1)

@@ -46,9 +46,9 @@ def _search(
     best: tuple[Candidate, float] | None = None
     for size in sizes:
         for space in problem.search_spaces:
-            width = max(1, min(512, _TRANSITIONS // space.transitions))
+            width = max(1, min(512, _TRANSITIONS // space.search_steps))
             tables = problem.cost_tables(space, size)
-            for found in search_by_formula(tables, ceiling=ceiling, width=width, results=1, warm=warm).plans:
+            for found in search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=warm).plans:
                 candidate = problem.evaluate(problem.stage_plans(space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
                     best, ceiling = (candidate, found.score), found.score

@@ -17,7 +17,7 @@ def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -
     best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
     for candidate in candidates:
         best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
-    count = max(2, _MOST_TRANSITIONS // sum(space.transitions for space in problem.search_spaces))
+    count = max(2, _MOST_TRANSITIONS // sum(space.search_steps for space in problem.search_spaces))
     return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]
 
 

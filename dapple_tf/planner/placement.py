@@ -1,4 +1,4 @@
-"""Which devices a stage gets: the three policies of DAPPLE, section IV.B, and all placements they reach."""
+"""Placement of stages on devices: the three policies of DAPPLE, section IV.B, and every placement they reach."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from functools import cached_property
 
 from profiler.cluster import Cluster
 
-Used = tuple[int, ...]  # devices taken from each server; a server's are taken in order
-Policy = Callable[[Used, Used, int], Used]  # used, sizes of the servers, devices wanted -> used afterwards
+Used = tuple[int, ...]  # number of devices in use on each server; those of a server are taken in order
+Policy = Callable[[Used, Used, int], Used]  # used, server sizes, number of devices wanted -> used afterwards
 
 
 def fresh_first(used: Used, sizes: Used, wanted: int) -> Used:
-    """Fill servers of which nothing is used yet, then the others."""
+    """Take devices from servers of which none is in use, then from the others."""
     order = sorted(range(len(sizes)), key=lambda server: used[server] > 0)
     return _fill(used, sizes, wanted, order)
 
 
 def append_first(used: Used, sizes: Used, wanted: int) -> Used:
-    """Fill servers of which something is used already, then fresh ones."""
+    """Take devices from servers of which some are in use, then from the others."""
     order = sorted(range(len(sizes)), key=lambda server: used[server] == 0)
     return _fill(used, sizes, wanted, order)
 
 
 def scatter_first(used: Used, sizes: Used, wanted: int) -> Used:
-    """Take devices equally from all used servers, or from all where all are fresh; then from the others."""
+    """Take devices equally from all servers in use, or from all servers if none is in use; then from the others."""
     taken = list(used)
     some = any(used)
     for group in ([i for i, u in enumerate(used) if u or not some], [i for i, u in enumerate(used) if some and not u]):
@@ -42,6 +42,7 @@ POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
 def _fill(used: Used, sizes: Used, wanted: int, order: Iterable[int]) -> Used:
+    """Take ``wanted`` devices from the servers in this order."""
     taken = list(used)
     for server in order:
         more = min(wanted, sizes[server] - taken[server])
@@ -52,33 +53,33 @@ def _fill(used: Used, sizes: Used, wanted: int, order: Iterable[int]) -> Used:
 
 @dataclass(frozen=True)
 class Placement:
-    """A stage's share of the cluster: the devices between two states of use, ``left`` unused afterwards."""
+    """The devices of one stage: those in use after it and not before; ``devices_left`` are unused afterwards."""
 
     before: Used
     after: Used
-    left: int
+    devices_left: int
 
     @cached_property
     def replicas(self) -> int:
-        """r: how many devices it is."""
+        """Number of devices, r."""
         return sum(self.after) - sum(self.before)
 
     def servers(self) -> tuple[int, ...]:
-        """The server of each device, in the order of the plan."""
+        """Return the server of each device, in the order of the plan."""
         pairs = zip(self.before, self.after, strict=True)
         return tuple(server for server, (b, a) in enumerate(pairs) for _ in range(a - b))
 
 
 @dataclass(frozen=True)
 class Placements:
-    """All placements that chains of policies reach, and which may follow which.
+    """The placements that sequences of policies reach.
 
-    ``follow[p]``: placements of the next stage after p; ``follow[-1]`` (the last) those of the first stage.
-    ``complete``: whether none was left out for their number.
+    ``successors[p]``: placements that the stage after one on placement p can have; the last entry: those of the first
+    stage. ``complete``: no placement was left out to limit their number.
     """
 
     items: tuple[Placement, ...]
-    follow: tuple[tuple[int, ...], ...]
+    successors: tuple[tuple[int, ...], ...]
     complete: bool
 
 
@@ -90,9 +91,9 @@ def find_placements(
     most: int | None = None,
     stages: int | None = None,
 ) -> Placements:
-    """Placements on servers of these ``sizes``, for stages of any of ``counts`` replicas, or of all that is left.
+    """Return placements on servers of these ``sizes``: stages of any of ``counts`` replicas, or of all devices left.
 
-    Breadth first; once there are ``most``, what follows takes all that is left, as does stage number ``stages``.
+    Breadth first. A stage takes all devices left if it is number ``stages``, or once there are ``most`` placements.
     """
     size = tuple(sizes)
     start, total = (0,) * len(size), sum(size)
@@ -116,12 +117,12 @@ def find_placements(
                 if left > wanted and after not in depth:
                     depth[after] = depth[used] + 1
                     queue.append(after)
-    follow = (*(tuple(moves.get(item.after, ())) for item in items), tuple(moves[start]))
-    return Placements(tuple(items), follow, complete)
+    successors = (*(tuple(moves.get(item.after, ())) for item in items), tuple(moves[start]))
+    return Placements(tuple(items), successors, complete)
 
 
 def device_indices(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of a placement's devices, server by server; ``order`` says which server each entry stands for."""
+    """Return the indices of a placement's devices, ascending; ``order``: the server that each entry stands for."""
     first = list(itertools.accumulate((server.devices for server in cluster.servers), initial=0))
     taken = zip(order, placement.before, placement.after, strict=True)
     return tuple(sorted(first[server] + k for server, before, after in taken for k in range(before, after)))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.plan import Plan, StagePlan
-from dapple_tf.planner.cost_tables import CostTables, SearchSpace, make_cost_tables
+from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.placement import device_indices
 from dapple_tf.planner.pricing import fastest_schedule, stage_cost_arrays
 from dapple_tf.planner.search import FoundPlan
-from dapple_tf.planner.search_space import find_search_spaces
+from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
 from graph_passes.schedules.policies import splits_backward
@@ -57,7 +57,7 @@ class PlanningProblem:
             optimizer_slots=self.optimizer_slots,
             recompute=bool(self.recompute),
             overlap=self.overlap,
-            splits=splits_backward(self.schedule),
+            splits_backward=splits_backward(self.schedule),
         )
 
     def stage_plans(self, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
@@ -90,8 +90,8 @@ class PlanningProblem:
         plan = self.make_plan(
             stages, micro_batch_size, "dapple-a" if self.schedule == "auto" else self.schedule, origin
         )
-        rows = stage_cost_arrays(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
-        found = fastest_schedule(rows, plan.micro_batches, usable_bytes(self.cluster.device_memory), self.schedule)
+        costs = stage_cost_arrays(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
+        found = fastest_schedule(costs, plan.micro_batches, usable_bytes(self.cluster.device_memory), self.schedule)
         if found.seconds == float("inf"):
             return None
         return Candidate(tuple(stages), micro_batch_size, found.schedule, found.seconds, origin)

@@ -1,201 +1,227 @@
-"""The simulated seconds of plans under each policy, many a millisecond.
-
-The rows of a plan's costs are, by stage: forward, backward, transfer to the next stage (either direction), exposed
-AllReduce (seconds); fixed, stash of a micro-batch, working set (bytes of one device); and the part of backward that is
-gradients of weights, where the schedule has them run by themselves (seconds).
-"""
+"""The simulated step of plans under each scheduling policy, many plans per millisecond."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dapple_tf.planner.cost_tables import CostTables
-from dapple_tf.planner.search import fixed_bytes, stash_bytes, work_bytes
+from dapple_tf.planner.search import SearchResult
+from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_bytes, transfer_seconds, working_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.simulator.engine import early_backward_order, has_weights, step_seconds
 from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import ZERO_BUBBLE
+from graph_passes.schedules.policies import ZERO_BUBBLE, warm_up
 
-POLICIES = ("dapple-a", "dapple-b", "gpipe")  # the earlier wins a tie, since it stashes less
+POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
+_GPIPE = POLICIES.index("gpipe")
+
+
+class StageCostArrays(NamedTuple):
+    """The costs of a plan's stages as arrays [stages]: seconds of one micro-batch, bytes of one device."""
+
+    forward_seconds: Floats
+    backward_seconds: Floats
+    send_seconds: Floats  # one transfer to the next stage, or back; 0 for the last stage
+    exposed_seconds: Floats  # AllReduce after the last gradients, once a step
+    fixed_bytes: Floats  # weights, gradients, optimizer slots
+    stash_bytes: Floats  # of each micro-batch in flight
+    working_bytes: Floats
+    weights_seconds: Floats  # the part of backward for gradients of weights, if the schedule runs it on its own; else 0
 
 
 class ScheduleSeconds(NamedTuple):
-    """Seconds of a step under ``schedule``, infinite where none fits the memory."""
+    """Seconds of a step under ``schedule``; infinite if no schedule fits the memory."""
 
     seconds: float
     schedule: str
 
 
 class FastestFound(NamedTuple):
-    """The cheapest of several plans: its place (-1: none) and price, and how many were looked at, in order."""
+    """The fastest of several plans: its row (-1: none) and seconds, and how many plans were simulated, in order."""
 
-    place: int
-    price: ScheduleSeconds
-    looked_at: int
-
-
-def stage_cost_arrays(costs: Sequence[StageCosts]) -> Floats:
-    """The rows of a plan's costs."""
-    rows: Floats = np.array(
-        [
-            [
-                c.forward_seconds,
-                c.backward_seconds,
-                c.send_forward_seconds,
-                c.exposed_seconds,
-                c.fixed_bytes,
-                c.stash_bytes,
-                c.working_bytes,
-                c.weights_seconds,
-            ]
-            for c in costs
-        ]
-    ).T
-    return rows
+    row: int
+    best: ScheduleSeconds
+    simulated: int
 
 
-def fastest_schedule(rows: Floats, micro_batches: int, memory: float, schedule: str = "auto") -> ScheduleSeconds:
-    """The best policy for these costs (or the price of ``schedule``), with D where memory asks for it.
+def stage_cost_arrays(costs: Sequence[StageCosts]) -> StageCostArrays:
+    """Return the costs of a plan's stages as arrays."""
+    return StageCostArrays(
+        np.array([c.forward_seconds for c in costs]),
+        np.array([c.backward_seconds for c in costs]),
+        np.array([c.send_forward_seconds for c in costs]),
+        np.array([c.exposed_seconds for c in costs]),
+        np.array([c.fixed_bytes for c in costs]),
+        np.array([c.stash_bytes for c in costs]),
+        np.array([c.working_bytes for c in costs]),
+        np.array([c.weights_seconds for c in costs]),
+    )
 
-    A schedule's name is checked before (``make_problem``).
+
+@lru_cache(maxsize=1024)
+def policy_warm_ups(stages: int, micro_batches: int) -> Integers:
+    """Return K_i of every policy, [policies, stages], without a limit by memory (not to be written to)."""
+    return np.array([warm_up(policy, stages, micro_batches) for policy in POLICIES], np.int64)
+
+
+def fastest_schedule(
+    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str = "auto"
+) -> ScheduleSeconds:
+    """Return the fastest policy for these stages, or the seconds of ``schedule``; D is added if memory needs it.
+
+    Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
+    valid (``make_problem`` checks it).
     """
     if schedule not in (*POLICIES, "auto"):
-        return _price_fixed(rows, micro_batches, memory, schedule)
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule)
+    warm_ups = policy_warm_ups(len(costs.forward_seconds), micro_batches)
     best = ScheduleSeconds(np.inf, "")
-    for code, name in enumerate(POLICIES):
+    for policy, name in enumerate(POLICIES):
         if schedule in (name, "auto"):
-            seconds, limit = policy_seconds(rows, micro_batches, memory, code)
+            seconds, limit = policy_seconds(costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE)
             if seconds < best.seconds * (1 - 1e-9):
-                best = ScheduleSeconds(seconds, name if limit == 0 else f"{name}:D={limit}")
+                best = ScheduleSeconds(seconds, _limited(name, limit))
     return best
 
 
-def _price_fixed(rows: Floats, micro_batches: int, memory: float, schedule: str) -> ScheduleSeconds:
+def _limited(policy: str, limit: int) -> str:
+    """Return the schedule's name; a ``limit`` of 0 is none."""
+    return policy if limit == 0 else f"{policy}:D={limit}"
+
+
+def _named_schedule_seconds(
+    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
+) -> ScheduleSeconds:
+    """Return the seconds of a schedule that is not one of ``POLICIES``; if it is ``zb-h1``, memory may limit it."""
     nothing = ScheduleSeconds(np.inf, schedule)
     try:
-        order, held = named_order(schedule, rows.shape[1], micro_batches)
-    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a text of other stages
+        order, in_flight = named_order(schedule, len(costs.forward_seconds), micro_batches)
+    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a schedule for another number of stages
         return nothing
-    room = memory - rows[4] - rows[6]
-    short = held * rows[5] > room
+    room = memory_bytes - costs.fixed_bytes - costs.working_bytes
+    short = in_flight * costs.stash_bytes > room
     if short.any():
-        limit = int((room[short] / rows[5][short]).min()) if (room > 0).all() else 0
-        fewer = f"{schedule}:D={limit}"
-        return _price_fixed(rows, micro_batches, memory, fewer) if schedule == ZERO_BUBBLE and limit > 0 else nothing
-    weights = rows[7] if has_weights(order) else rows[7][:0]
-    backward = rows[1] - rows[7] if len(weights) else rows[1]
-    return ScheduleSeconds(step_seconds(order, rows[0], backward, weights, rows[2], rows[2], rows[3]), schedule)
+        limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
+        if schedule != ZERO_BUBBLE or limit < 1:
+            return nothing
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
+    weights = costs.weights_seconds if has_weights(order) else costs.weights_seconds[:0]
+    backward = costs.backward_seconds - costs.weights_seconds if len(weights) else costs.backward_seconds
+    send = costs.send_seconds
+    seconds = step_seconds(order, costs.forward_seconds, backward, weights, send, send, costs.exposed_seconds)
+    return ScheduleSeconds(seconds, schedule)
 
 
 @compiled
-def policy_seconds(rows: Floats, micro_batches: int, memory: float, code: int) -> tuple[float, int]:
-    """Seconds of one of POLICIES, and its D (0: memory does not limit it); infinite where it does not fit.
+def policy_seconds(
+    costs: StageCostArrays, warm_up: Integers, micro_batches: int, memory_bytes: float, limitable: bool
+) -> tuple[float, int]:
+    """Return the seconds of a step under a policy with this ``warm_up`` (K_i), and D; 0 if memory does not limit it.
 
-    D is the least of what the stages can hold, over those that would hold more than they can (DAPPLE, V.C).
+    D is the least number of micro-batches that a stage can hold, over the stages that cannot hold K_i (DAPPLE, section
+    V.C). Infinite if a stage cannot hold one, or if the policy is not ``limitable`` (gpipe) and memory limits it.
     """
-    stages = rows.shape[1]
-    k = np.empty(stages, np.int64)
     limit = micro_batches
-    for s in range(stages):
-        wanted = stages - s if code == 0 else 2 * (stages - s) - 1 if code == 1 else micro_batches
-        k[s] = min(wanted, micro_batches)
-        room = memory - rows[4, s] - rows[6, s]
-        if room < k[s] * rows[5, s]:
-            limit = min(limit, int(room / rows[5, s])) if room > 0 else 0
-    if limit < 1 or (code == 2 and limit < micro_batches):
+    for s in range(len(warm_up)):
+        room = memory_bytes - costs.fixed_bytes[s] - costs.working_bytes[s]
+        if room < warm_up[s] * costs.stash_bytes[s]:
+            limit = min(limit, int(room / costs.stash_bytes[s])) if room > 0 else 0
+    if limit < 1 or (limit < micro_batches and not limitable):
         return np.inf, 0
-    bounded = 0
-    for s in range(stages):
-        if k[s] > limit:
-            k[s], bounded = limit, limit
-    return _run(rows, k, micro_batches), bounded
+    limited = limit if warm_up.max() > limit else 0
+    order = early_backward_order(np.minimum(warm_up, limit), micro_batches)
+    send, no_weights = costs.send_seconds, costs.weights_seconds[:0]
+    seconds = step_seconds(
+        order, costs.forward_seconds, costs.backward_seconds, no_weights, send, send, costs.exposed_seconds
+    )
+    return float(seconds), limited
 
 
 @compiled
-def _run(rows: Floats, warm: Integers, micro_batches: int) -> float:
-    order = early_backward_order(warm, micro_batches)
-    return float(step_seconds(order, rows[0], rows[1], rows[7][:0], rows[2], rows[2], rows[3]))
-
-
-@compiled
-def stage_costs_from_tables(t: CostTables, starts: Integers, places: Integers, stages: int) -> Floats:
-    """The rows of a plan of the search."""
+def stage_costs_from_tables(t: CostTables, starts: Integers, placements: Integers, stages: int) -> StageCostArrays:
+    """Return the costs of a plan that the search found: ``starts`` and ``placements`` of its stages."""
     rows = np.zeros((8, stages))
-    n = len(t.working)
+    costs = StageCostArrays(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7])
+    blocks = len(t.working_bytes)
     for s in range(stages):
-        first, end, p = starts[s], starts[s + 1] if s + 1 < stages else n, places[s]
-        row, r = t.row[p], t.replicas[p]
-        rows[0, s] = t.forward[row, end] - t.forward[row, first]
-        rows[1, s] = t.backward[row, end] - t.backward[row, first]
+        first, end, p = starts[s], starts[s + 1] if s + 1 < stages else blocks, placements[s]
+        seconds = stage_seconds(t, first, end, p)
+        costs.forward_seconds[s], costs.backward_seconds[s] = seconds.forward, seconds.backward
+        costs.weights_seconds[s], costs.exposed_seconds[s] = seconds.weights, seconds.exposed
         if s + 1 < stages:
-            e = t.first[p]
-            while t.following[e] != places[s + 1]:
-                e += 1
-            rows[2, s] = t.latency[e] + t.rate[e] * t.crossing[end]
-        if t.exposed.size:
-            rows[3, s] = t.exposed[t.exposed_class[p], first, end]
-        else:
-            rows[3, s] = t.ring[p] * (t.parameters[end] - t.parameters[first])
-        rows[4, s] = fixed_bytes(t, first, end)
-        rows[5, s] = stash_bytes(t, first, end) / r
-        rows[7, s] = t.weights[row, end] - t.weights[row, first]
-        rows[6, s] = work_bytes(t, first, end, t.working[first:end].max()) / r
-    return rows
+            transition = t.first_transition[p]
+            while t.next_placement[transition] != placements[s + 1]:
+                transition += 1
+            costs.send_seconds[s] = transfer_seconds(t, transition, end)
+        costs.fixed_bytes[s] = fixed_bytes(t, first, end)
+        costs.stash_bytes[s] = stash_bytes(t, first, end) / t.replicas[p]
+        costs.working_bytes[s] = working_bytes(t, first, end, t.working_bytes[first:end].max()) / t.replicas[p]
+    return costs
 
 
 def simulate_found_plans(
-    t: CostTables,
-    bounds: Floats,
-    starts: Integers,
-    places: Integers,
-    counts: Integers,
-    ceiling: float,
-    schedule: str,
-    events: int,
+    tables: CostTables, found: SearchResult, ceiling: float, schedule: str, max_events: int
 ) -> FastestFound:
-    """Price plans (rows, by rising bound) until the next bound is no better than the best, or after ``events``."""
+    """Return the fastest plan below ``ceiling`` seconds, simulated under ``schedule`` or, for "auto", every policy.
+
+    Plans are simulated by rising score, which must be a lower bound of their step. It ends where the next bound shows
+    that no later plan is faster, or after ``max_events`` simulated events.
+    """
     if schedule in (*POLICIES, "auto"):
-        codes = np.array([i for i, name in enumerate(POLICIES) if schedule in (name, "auto")], np.int64)
-        index, seconds, code, limit, looked = _price_found(t, bounds, starts, places, counts, ceiling, codes, events)
-        name = POLICIES[code] if limit == 0 else f"{POLICIES[code]}:D={limit}"
-        return FastestFound(index, ScheduleSeconds(seconds, name), looked)
+        policies = np.array([i for i, name in enumerate(POLICIES) if schedule in (name, "auto")], np.int64)
+        longest = found.starts.shape[1]
+        warm_ups = np.zeros((longest + 1, len(POLICIES), longest), np.int64)
+        for stages in np.unique(found.stages):
+            warm_ups[stages, :, :stages] = policy_warm_ups(int(stages), tables.micro_batches)
+        index, seconds, policy, limit, simulated = _simulate_policies(
+            tables, found.scores, found.starts, found.placements, found.stages, warm_ups, policies, ceiling, max_events
+        )
+        return FastestFound(index, ScheduleSeconds(seconds, _limited(POLICIES[policy], limit)), simulated)
     best, index = ScheduleSeconds(ceiling, schedule), -1
-    for i, bound in enumerate(bounds):
+    for i, bound in enumerate(found.scores):
         if bound >= best.seconds:
             return FastestFound(index, best, i)
-        rows = stage_costs_from_tables(t, starts[i], places[i], counts[i])
-        found = fastest_schedule(rows, t.micro_batches, t.memory, schedule)
-        if found.seconds < best.seconds * (1 - 1e-9):
-            best, index = found, i
-    return FastestFound(index, best, len(bounds))
+        costs = stage_costs_from_tables(tables, found.starts[i], found.placements[i], found.stages[i])
+        new = fastest_schedule(costs, tables.micro_batches, tables.memory_bytes, schedule)
+        if new.seconds < best.seconds * (1 - 1e-9):
+            best, index = new, i
+    return FastestFound(index, best, len(found))
 
 
 @compiled
-def _price_found(
+def _simulate_policies(
     t: CostTables,
     bounds: Floats,
     starts: Integers,
-    places: Integers,
+    placements: Integers,
     counts: Integers,
+    warm_ups: Integers,
+    policies: Integers,
     ceiling: float,
-    codes: Integers,
-    events: int,
+    max_events: int,
 ) -> tuple[int, float, int, int, int]:
-    best, index, chosen, limit = ceiling, -1, 0, 0
+    """Return the fastest plan's index (-1: none), seconds, policy and D (0: none), and how many plans were simulated.
+
+    ``counts``: stages of each plan. ``warm_ups`` [stages, policies, stage]: K_i. ``policies``: those allowed.
+    """
+    best, index, fastest, limit = ceiling, -1, 0, 0
     for i in range(len(bounds)):
-        if bounds[i] >= best * (1 - 1e-9) or events <= 0:
-            return index, best, chosen, limit, i
-        rows = stage_costs_from_tables(t, starts[i], places[i], counts[i])
-        for code in codes:
-            seconds, held = policy_seconds(rows, t.micro_batches, t.memory, code)
-            events -= 4 * counts[i] * t.micro_batches
+        if bounds[i] >= best * (1 - 1e-9) or max_events <= 0:
+            return index, best, fastest, limit, i
+        stages = counts[i]
+        costs = stage_costs_from_tables(t, starts[i], placements[i], stages)
+        for policy in policies:
+            warm_up = warm_ups[stages, policy, :stages]
+            seconds, new_limit = policy_seconds(costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE)
+            max_events -= 4 * stages * t.micro_batches  # forwards, backwards and a transfer for each
             if seconds < best * (1 - 1e-9):
-                best, index, chosen, limit = seconds, i, code, held
+                best, index, fastest, limit = seconds, i, policy, new_limit
             if seconds <= bounds[i] * (1 + 1e-9):
-                break  # no policy can do better
-    return index, best, chosen, limit, len(bounds)
+                break  # no policy can be faster than the bound
+    return index, best, fastest, limit, len(bounds)

@@ -1,53 +1,149 @@
-"""What the planner searches: everything, or on large clusters the parts of it that matter."""
+"""Which cuts, replica counts and placements the planner searches: all, or parts of a space that is too large."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.planner.balanced_cuts import even_starts
-from dapple_tf.planner.cost_tables import SearchSpace
-from dapple_tf.planner.placement import append_first, find_placements
+from dapple_tf.planner.placement import Placements, append_first, find_placements
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_transfer
 from profiler.cluster import Cluster, Server
 from profiler.linearise import Chain, cut_chain
 
-# The work of one search that takes some ten milliseconds, in transitions.
-_MOST_TRANSITIONS = 30_000_000
+# The steps of one search that takes some ten milliseconds.
+_MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
-_MOST_OF_A_PART = 128
+_MOST_DEVICES_OF_HALF = 128
+
+
+class Transitions(NamedTuple):
+    """Pairs of placements of consecutive stages: fields of ``CostTables``."""
+
+    first_transition: Integers
+    next_placement: Integers
+    same_replicas: NDArray[np.bool_]
+    rest_transition: Integers
+    transfer_latency: Floats
+    transfer_seconds_per_byte: Floats
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Blocks of layers and placements of stages on a cluster, independent of the micro-batch size.
+
+    ``order``: the server that each entry of a placement stands for. ``complete``: the space has every cut, replica
+    count and placement that the policies reach with the servers in that order.
+    """
+
+    chain: Chain
+    cluster: Cluster
+    placements: Placements
+    order: tuple[int, ...]
+    complete: bool = False
+
+    @cached_property
+    def replicas(self) -> Integers:
+        """Replicas of each placement."""
+        return np.array([item.replicas for item in self.placements.items], np.int64)
+
+    @cached_property
+    def devices_left(self) -> Integers:
+        """Devices unused after each placement."""
+        return np.array([item.devices_left for item in self.placements.items], np.int64)
+
+    @cached_property
+    def transitions(self) -> Transitions:
+        """The pairs of placements that consecutive stages can have, with the costs of a transfer between them."""
+        successors = self.placements.successors
+        first = np.concatenate([[0], np.cumsum([len(found) for found in successors])]).astype(np.int64)
+        following = np.array([q for found in successors for q in found], np.int64)
+        source = np.repeat(np.arange(len(successors)), np.diff(first))
+        same = self.replicas[following] == np.append(self.replicas, 0)[source]
+        to_rest = np.full(len(self.replicas), -1, np.int64)
+        completing = np.flatnonzero((self.devices_left[following] == 0) & (source < len(self.replicas)))
+        to_rest[source[completing]] = completing
+        offsets, servers = self._servers
+        latency, per_byte = _transfer_costs(first, following, offsets, servers, self._links)
+        return Transitions(first, following, same, to_rest, latency, per_byte)
+
+    @cached_property
+    def search_steps(self) -> int:
+        """The work of one search, roughly: pairs of blocks times transitions."""
+        return len(self.chain.parameter_bytes) ** 2 * sum(len(found) for found in self.placements.successors)
+
+    @cached_property
+    def allreduce_seconds_per_byte(self) -> Floats:
+        """Seconds of AllReduce per byte of parameters, for each placement."""
+        offsets, servers = self._servers
+        return np.array([measure_allreduce(servers[a:b], self._links) for a, b in itertools.pairwise(offsets)])
+
+    @cached_property
+    def _links(self) -> LinkTables:
+        return link_tables(self.cluster)
+
+    @cached_property
+    def _servers(self) -> tuple[Integers, Integers]:
+        """The server of every device of every placement, and where each placement's begin."""
+        lists = [sorted(self.order[place] for place in item.servers()) for item in self.placements.items]
+        offsets = np.concatenate([[0], np.cumsum([len(servers) for servers in lists])]).astype(np.int64)
+        return offsets, np.array([server for servers in lists for server in servers], np.int64)
+
+
+@compiled
+def _transfer_costs(
+    first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
+) -> tuple[Floats, Floats]:
+    """Return latency (seconds) and seconds per byte of every transition; 0 for those of the start."""
+    latency, per_byte = np.zeros(len(following)), np.zeros(len(following))
+    for p in range(len(first) - 2):
+        senders = servers[offsets[p] : offsets[p + 1]]
+        for transition in range(first[p], first[p + 1]):
+            q = following[transition]
+            receivers = servers[offsets[q] : offsets[q + 1]]
+            latency[transition], per_byte[transition] = measure_transfer(senders, receivers, links)
+    return latency, per_byte
 
 
 def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
-    """One space of all cuts, replica counts and placements; where that is too large, two that cover less.
+    """Return one complete space, or two smaller ones if searching the complete one takes too long.
 
-    These are: all plans of two stages; and plans of any number of stages placed on one device after the other (Append
-    First), of round replica counts, cut between at least 32 blocks of about equal compute. The policies take servers as
-    they are numbered, and where these differ in size the largest first as well.
+    The smaller ones are: all plans of two stages; and plans of any number of stages whose devices are taken in order
+    (Append First), with round replica counts and cuts between at least 32 blocks of nearly equal compute. The placement
+    policies take servers in their order in the cluster, and if sizes differ also in order of falling size.
     """
     given = tuple(range(len(cluster.servers)))
     largest_first = tuple(sorted(given, key=lambda server: -cluster.servers[server].devices))
-    spaces = [space for order in dict.fromkeys((given, largest_first)) for space in _spaces_of(chain, cluster, order)]
-    return tuple(spaces)
+    orders = dict.fromkeys((given, largest_first))
+    return tuple(space for order in orders for space in _spaces_of_order(chain, cluster, order))
 
 
-def _spaces_of(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
+def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
+    """Return the spaces for one order of the servers."""
     sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
     every = find_placements(sizes, range(1, total + 1), most=_MOST_PLACEMENTS)
-    whole = SearchSpace(chain, cluster, every, order, whole=True)
-    if every.complete and whole.transitions <= 2 * _MOST_TRANSITIONS:
-        return (whole,)
+    space = SearchSpace(chain, cluster, every, order, complete=True)
+    if every.complete and space.search_steps <= 2 * _MOST_SEARCH_STEPS:
+        return (space,)
     unit = max(sizes) if total > 256 else 1
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
-    two = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)
-    in_line = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
-    return (_coarser(two), _coarser(SearchSpace(chain, cluster, in_line, order)))
+    two_stages = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)
+    in_order = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
+    return (_limit_steps(two_stages), _limit_steps(SearchSpace(chain, cluster, in_order, order)))
 
 
 def halve_cluster(cluster: Cluster) -> Cluster | None:
-    """The first servers that hold about half of the devices, 128 at most; None for one device."""
-    left = min(cluster.devices // 2, _MOST_OF_A_PART)
+    """Return the first servers with half of the devices, rounded down and at most 128; None for one device."""
+    left = min(cluster.devices // 2, _MOST_DEVICES_OF_HALF)
     servers: list[Server] = []
     for server in cluster.servers:
         if left > 0:
@@ -59,22 +155,22 @@ def halve_cluster(cluster: Cluster) -> Cluster | None:
 
 
 def _round_counts(total: int, unit: int) -> list[int]:
-    """Powers of two, even shares of the cluster, and halves more than powers, in multiples of ``unit``."""
+    """Return powers of two, three times powers of two, and even shares of the cluster, as multiples of ``unit``."""
     powers = [2**k for k in range(total.bit_length())]
     wanted = {*powers, *(3 * p for p in powers), *(total // k for k in (2, 3, 4, 5, 6, 8))}
     return sorted(c for c in {count // unit * unit for count in wanted} if 0 < c <= total)
 
 
-def _coarser(space: SearchSpace) -> SearchSpace:
-    """The space with its blocks joined to fewer, where searching all would be too much work."""
+def _limit_steps(space: SearchSpace) -> SearchSpace:
+    """Return the space with blocks merged until searching it takes few enough steps."""
     blocks = len(space.chain.parameter_bytes)
-    pairs = max(1, space.transitions // blocks**2)
-    fewer = max(_LEAST_BLOCKS, math.isqrt(_MOST_TRANSITIONS // pairs))
+    transitions = max(1, space.search_steps // blocks**2)
+    fewer = max(_LEAST_BLOCKS, math.isqrt(_MOST_SEARCH_STEPS // transitions))
     return space if fewer >= blocks else replace(space, chain=coarsen(space.chain, fewer))
 
 
 def coarsen(chain: Chain, blocks: int) -> Chain:
-    """The chain with so many blocks, cut where their compute is most even."""
+    """Return the chain with its blocks merged to ``blocks`` of nearly equal compute."""
     forward, backward = chain.block_seconds(chain.batch_size)
     starts = even_starts(forward + backward, blocks)
     return cut_chain(chain.profile, [chain.positions[start] for start in starts[1:]])

@@ -25,8 +25,9 @@ def compiled(function: _Function) -> _Function:
 
 
 def inlined(function: _Function) -> _Function:
-    """Return the function for use in ``compiled`` functions, whose code takes in its body.
+    """Return the function for use in ``compiled`` functions, which take in its body as if it were written there.
 
-    For the planner's inner loops: a call would pass every array of a NamedTuple, which takes longer than the body.
+    Only for functions of a few arrays: each array's references are counted at every use. A NamedTuple of many arrays
+    takes a ``compiled`` function of straight-line code instead, which LLVM inlines after it has removed the counting.
     """
     return cast(_Function, numba.njit(inline="always")(function))

@@ -85,28 +85,28 @@ def test_all_that_the_policies_reach_is_found(sizes: list[int], counts: set[int]
     assert len(set(pairs)) == len(pairs)
     assert set(pairs) == {(before, after) for before, found in expected.items() for after in found}
     starts = [item.after for item in placements.items] + [(0,) * len(sizes)]
-    for start, follow in zip(starts, placements.follow, strict=True):
+    for start, follow in zip(starts, placements.successors, strict=True):
         assert {pairs[index] for index in follow} == {(start, after) for after in expected.get(start, ())}
     for item in placements.items:
-        assert item.left == sum(sizes) - sum(item.after)
+        assert item.devices_left == sum(sizes) - sum(item.after)
         assert item.replicas == sum(item.after) - sum(item.before)
 
 
 def test_where_there_are_too_many_what_follows_takes_all_that_is_left() -> None:
     whole = find_placements((2, 2, 2), range(1, 7))
-    some = find_placements((2, 2, 2), range(1, 7), most=len(whole.follow[-1]) + 1)
+    some = find_placements((2, 2, 2), range(1, 7), most=len(whole.successors[-1]) + 1)
     assert not some.complete
-    assert some.follow[-1] == whole.follow[-1], "any first stage is there"
+    assert some.successors[-1] == whole.successors[-1], "any first stage is there"
     assert {(i.before, i.after) for i in some.items} < {(i.before, i.after) for i in whole.items}
-    assert all(item.left == 0 for item in some.items if sum(item.before) > 1)
-    ends = [item for item, follow in zip(some.items, some.follow, strict=False) if not follow]
-    assert {item.left for item in ends} == {0}, "every chain can be completed"
+    assert all(item.devices_left == 0 for item in some.items if sum(item.before) > 1)
+    ends = [item for item, follow in zip(some.items, some.successors, strict=False) if not follow]
+    assert {item.devices_left for item in ends} == {0}, "every chain can be completed"
 
 
 def test_the_last_of_so_many_stages_takes_all_that_is_left() -> None:
     found = find_placements((2, 2), range(1, 5), stages=2)
     assert found.complete
-    assert {item.before for item in found.items if item.left} == {(0, 0)}
+    assert {item.before for item in found.items if item.devices_left} == {(0, 0)}
     assert {(item.before, item.after) for item in found.items if sum(item.before) == 1} == {((1, 0), (2, 2))}
 
 
@@ -120,7 +120,7 @@ def test_fewer_policies_reach_less() -> None:
 
 
 def test_devices_are_numbered_server_by_server() -> None:
-    placement = Placement(before=(1, 0, 2), after=(3, 2, 2), left=3)
+    placement = Placement(before=(1, 0, 2), after=(3, 2, 2), devices_left=3)
     assert placement.replicas == 4
     assert placement.servers() == (0, 0, 1, 1)
     assert device_indices(make_cluster(3, 4, 3), placement, (0, 1, 2)) == (1, 2, 3, 4)

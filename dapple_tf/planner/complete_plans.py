@@ -1,0 +1,58 @@
+"""Complete plans that a search found: a heap of the best, and their stages as arrays."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from dapple_tf.planner.labels import Labels, placement_of
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
+
+CompletePlan = tuple[float, int, int, int]  # -score, label, and placement and first block of the last stage
+
+
+@compiled
+def make_heap() -> list[CompletePlan]:
+    """Return an empty heap; the plan of the highest score will be its first."""
+    heap = [(0.0, -1, -1, -1)]
+    heap.pop()
+    return heap
+
+
+@compiled
+def offer_plan(heap: list[CompletePlan], plan: CompletePlan, results: int, ceiling: float) -> float:
+    """Keep a complete plan if it is among the best ``results``, and return the new ceiling.
+
+    Plans and labels whose score or bound reaches the ceiling are of no use any more. It sinks once the heap is full.
+    """
+    heapq.heappush(heap, plan)
+    if len(heap) <= results:
+        return ceiling
+    heapq.heappop(heap)
+    return min(ceiling, -heap[0][0])
+
+
+@compiled
+def unwind(heap: list[CompletePlan], labels: Labels) -> tuple[Floats, Integers, Integers, Integers]:
+    """Return the scores and stage counts of the plans, and the first block and placement of each stage.
+
+    The last two are arrays [plans, longest], 0 after a plan's last stage.
+    """
+    plans = len(heap)
+    stages = np.zeros(plans, np.int64)
+    for i in range(plans):
+        stages[i] = labels.stages[heap[i][1]] + 1
+    longest = stages.max() if plans else 0
+    scores = np.empty(plans)
+    starts, placements = np.zeros((plans, longest), np.int64), np.zeros((plans, longest), np.int64)
+    for i in range(plans):
+        negative, label, placement, start = heap[i]
+        scores[i] = -negative
+        stage = stages[i] - 1
+        starts[i, stage], placements[i, stage] = start, placement
+        while label >= 0:
+            stage -= 1
+            starts[i, stage], placements[i, stage] = labels.first_block[label], placement_of(labels, label)
+            label = labels.parent[label]
+    return scores, stages, starts, placements
