@@ -28,7 +28,7 @@ from tests.graph_passes.whole import Kind, input_graph, passes_of, whole_graph
 KINDS = [
     Kind((2, 1), 2, tied=True, state=True, clip=True, overlap=True),
     Kind((1, 2), 1, skip=True, term=True),
-    Kind((2, 2), 3, schedule="zb-h1", state=True),
+    Kind((2, 2), 2, schedule="zb-h1", state=True),
 ]
 
 

@@ -158,6 +158,14 @@ def test_how_an_aux_output_is_merged(kind: TensorType, merged: str) -> None:
     assert merge_kind(kind) == merged
 
 
+@pytest.mark.parametrize("kind", [tensor("float32", 4, None), TensorType(DType("float32"), Shape(None))])
+def test_an_aux_output_whose_batch_is_not_on_axis_0_is_refused(kind: TensorType) -> None:
+    with refused(
+        GraphError, f"an aux output of shape {kind.shape.dims} does not have the batch on axis 0", "transpose"
+    ):
+        merge_kind(kind)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "string"])
 def test_an_aux_output_that_cannot_be_merged_is_refused(dtype: str) -> None:
     with refused(GraphError, f"an aux output of type {dtype} without a batch axis cannot be merged"):

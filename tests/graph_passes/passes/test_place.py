@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.errors import GraphError
-from graph_passes.passes.place import Place
+from graph_passes.passes.place import Place, PlaceRank
 from tests.graph_passes.builders import assert_graph, graph, refused
 
 BEFORE = """
@@ -27,6 +27,20 @@ def test_nodes_of_a_replica_are_on_its_device_and_others_on_the_home_device() ->
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} @'gpu2'
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} @'gpu1'
         %stage1/update = update() {replica=0, stage=1} @'gpu2'
+        %loss = merge() -> (float32[]) @'cpu'
+        """,
+    )
+
+
+def test_a_rank_s_nodes_are_on_its_device_and_those_of_no_stage_on_the_home_device() -> None:
+    assert_graph(
+        PlaceRank("gpu0", "cpu")(graph(BEFORE)),
+        """
+        %x = input() -> (float32[?]) @'cpu'
+        %stage0/replica0/mb0/forward = forward() {replica=0, stage=0} @'gpu0'
+        %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} @'gpu0'
+        %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} @'gpu0'
+        %stage1/update = update() {replica=0, stage=1} @'gpu0'
         %loss = merge() -> (float32[]) @'cpu'
         """,
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.ir.verify import verify
-from graph_passes.passes.project import Project
+from graph_passes.passes.project import Project, parse_exchange_name
 from graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
 from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of
@@ -125,7 +125,13 @@ def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
     )
 
 
-# --- shapes that receivers cannot tell
+def test_the_name_of_an_exchange_has_its_stages_and_micro_batch() -> None:
+    names = {name for graph in ranks_of(Kind((2, 1), 2, tied=True)) for name in graph.by_name if "exchange" in name}
+    assert {parse_exchange_name(name) for name in names} == {(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), None}
+    assert parse_exchange_name("exchange/stage10_to_stage9/mb11/backward") == (10, 9, 11)
+
+
+# --- shapes that do not follow from the number of elements
 
 CROSSING = """
     %stage0/replica0/mb0/forward = forward() {{micro_batch=0, replica=0, stage=0}} -> ({types})

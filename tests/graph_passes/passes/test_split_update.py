@@ -156,6 +156,18 @@ def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
         cut("%both = FusedUpdate(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
 
 
+def test_an_identity_n_of_all_gradients_does_not_connect_the_stages() -> None:
+    """Keras passes all gradients through one."""
+    updates = cut(
+        """
+        %all = IdentityN(%gw:0, %gv:0) -> (float32[4], float32[4])
+        %uw = AssignSubVariableOp(%w:0, %all:0) {writes=['w']} !write
+        %uv = AssignSubVariableOp(%v:0, %all:1) {writes=['v']} !write
+        """
+    )
+    assert updates == cut(UPDATES)
+
+
 def test_an_update_that_takes_the_result_of_another_is_refused() -> None:
     with refused(
         PartitionError,

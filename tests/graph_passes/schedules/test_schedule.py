@@ -13,6 +13,8 @@ from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
     check_schedule_name,
+    count_micro_batches,
+    count_stages,
     early_backward,
     splits_backward,
     truncate_schedule,
@@ -427,3 +429,27 @@ def test_the_error_of_a_long_deadlock_shows_the_actions_around_the_blocked_ones(
     assert re.fullmatch(r"stage 1: \(168 before\) .* 1F98 +1B98 +1B99!  *1F99", lines[2])
     assert lines[1].endswith("0B98  0B99!")
     assert all(len(line) < 300 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches"),
+    [
+        ("dapple-b:D=2", None, None),
+        ("K=3,2,1", 3, None),
+        ("K=1", 1, None),
+        ("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1", 2, 2),
+    ],
+)
+def test_the_stages_and_micro_batches_that_a_name_is_for(
+    name: str, stages: int | None, micro_batches: int | None
+) -> None:
+    check_schedule_name(name)
+    assert count_stages(name) == stages
+    assert count_micro_batches(name, range(1, 9)) == micro_batches
+    assert count_micro_batches(name, [1, 4]) is None
+
+
+@pytest.mark.parametrize("name", ["dapple", "dapple-a:D=0", "K=", "K=1,", "dapple-a:M=3", ""])
+def test_a_name_that_is_no_schedule_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError):
+        check_schedule_name(name)
