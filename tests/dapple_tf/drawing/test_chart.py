@@ -1,4 +1,4 @@
-"""Charts as traces and pages; PNGs are looked at in tests/dapple_tf/timeline/test_picture.py too."""
+"""Charts as traces, pages and PNGs; tests/dapple_tf/timeline/test_picture.py looks at PNGs too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHART = Chart(
 )
 
 
-def test_where_rows_lie() -> None:
+def test_rows_have_their_upper_edges_below_one_another() -> None:
     assert list(CHART.tops()) == [0, 1, 1.3]
     assert CHART.height == pytest.approx(2.3)
     assert CHART.kinds == ("forward", "backward", "send-forward", "allreduce")
@@ -116,7 +116,7 @@ class Page(HTMLParser):
         return [attributes for seen, attributes in self.seen if seen == tag]
 
 
-def test_a_page_draws_every_span_where_it_is() -> None:
+def test_a_page_draws_every_span_at_its_time_and_row() -> None:
     page = Page(make_page(CHART))
     assert page.open == []
     spans = [rect for rect in page.named("rect") if "data-n" in rect]
@@ -135,7 +135,7 @@ def test_a_page_draws_every_span_where_it_is() -> None:
     assert [path["data-n"] for path in page.named("path")] == ["stage 0: at most 3 MB", "stage 1: at most 2 MB"]
 
 
-def test_a_page_needs_nothing_but_itself() -> None:
+def test_a_page_loads_no_other_file() -> None:
     text = make_page(CHART)
     assert not re.search(r"\b(src|href)\s*=|@import|url\((?!#)|fetch\(|XMLHttpRequest", text)
     assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]  # a name, not an address
@@ -148,7 +148,7 @@ def test_a_page_escapes_names() -> None:
     assert "<two>" not in text
 
 
-def test_a_limit_far_above_is_told_and_not_drawn() -> None:
+def test_a_limit_far_above_the_curves_is_stated_and_not_drawn() -> None:
     near = make_page(CHART)
     far = make_page(Chart(CHART.title, 4.0, CHART.rows, CHART.spans, CHART.curves, 1e9))
     assert near.count('class="across limit"') == 1
@@ -162,7 +162,7 @@ def size_of(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_a_png_grows_with_what_is_drawn(tmp_path: Path) -> None:
+def test_a_png_is_larger_where_more_is_drawn(tmp_path: Path) -> None:
     bare = Chart("", 4.0, CHART.rows, CHART.spans)
     many = Chart("", 4.0, CHART.rows, tuple(Span(0, "x", "forward", i / 50, (i + 1) / 50, i) for i in range(200)))
     for name, chart in (("bare", bare), ("memory", CHART), ("many", many)):
@@ -173,7 +173,7 @@ def test_a_png_grows_with_what_is_drawn(tmp_path: Path) -> None:
     assert many_size[0] > 1.5 * bare_size[0]
 
 
-def test_a_legend_of_all_kinds_leaves_the_rows_their_width(tmp_path: Path) -> None:
+def test_a_legend_of_all_kinds_does_not_narrow_the_rows(tmp_path: Path) -> None:
     kinds = tuple(LABELS)
     spans = tuple(Span(0, kind, kind, float(i), i + 1.0, critical=True) for i, kind in enumerate(kinds))
     save_chart(Chart("all", float(len(kinds)), (Row("stage 0", until=8.0),), spans), tmp_path / "t.png")

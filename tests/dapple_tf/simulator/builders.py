@@ -1,4 +1,4 @@
-"""Costs, orders, profiles and plans that the simulator's tests start from."""
+"""Costs, orders, profiles, plans and timelines for the tests of the simulator."""
 
 from __future__ import annotations
 

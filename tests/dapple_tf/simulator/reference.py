@@ -1,4 +1,4 @@
-"""A simulator that is slow and plain: the longest path to every event over a graph of all events."""
+"""A slow reference simulator: the longest path to every event in a graph of all events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BaPipe's Table 1 and Table 2: what a mini-batch of balanced stages takes, idles and holds, by its formulas.
+"""BaPipe's Table 1 and Table 2: time, bubble and memory of a mini-batch of balanced stages, by its formulas.
 
 1F1B-SNO and 1F1B-SO (Table 2) are schedules here. 1F1B-AS (Table 1) has transfers that begin while their producer
 still computes and hide wholly: here it is 1F1B-SNO without transfers. FBP-AS runs forwards and backwards on one device
@@ -51,7 +51,7 @@ def test_table_2_bandwidth(n: int, m: int) -> None:
     # (N - i + 1) a and 2 (N - i + 1) a of features, 2 w of weights and their gradients: N = 3, w = 10, a = 6 bytes.
     [("1f1b-sno", (20 + 18, 20 + 12, 20 + 6)), ("1f1b-so", (20 + 36, 20 + 24, 20 + 12))],
 )
-def test_memory_of_tables_1_and_2(schedule: str, held: tuple[int, ...]) -> None:
+def test_tables_1_and_2_memory(schedule: str, held: tuple[int, ...]) -> None:
     plan = make_plan(
         *((i, i, (i,)) for i in range(3)),
         schedule=schedule,

@@ -1,4 +1,4 @@
-"""What the stages of a plan cost: by hand, and against the slow reference of the planner's tests."""
+"""Costs of the stages of a plan: by hand, and against the slow reference of the planner's tests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_costs_by_hand() -> None:
     )
 
 
-def test_recompute_runs_forward_again_and_keeps_what_enters() -> None:
+def test_recompute_adds_a_forward_to_backward_and_stashes_only_inputs() -> None:
     plain, again = costs_of(), costs_of(replace(PLAN, recompute=True))
     assert [c.backward_seconds for c in again] == [3 + 1.5, 1.5 + 0.5]
     assert [c.stash_bytes for c in again] == [0, 2]  # nothing enters the first; 4 x 2/4 bytes the second
@@ -70,7 +70,7 @@ def test_recompute_runs_forward_again_and_keeps_what_enters() -> None:
     assert all(getattr(a, name) == getattr(b, name) for a, b in zip(plain, again, strict=True) for name in same)
 
 
-def test_a_schedule_that_puts_off_gradients_of_weights_tells_them_apart() -> None:
+def test_seconds_of_weight_gradients_are_given_where_the_schedule_has_them_as_actions() -> None:
     first, second = costs_of(replace(PLAN, schedule="zb-h1"))
     assert (first.backward_seconds, first.weights_seconds) == (3, 1.5)  # half of it, of layers with parameters
     assert (second.backward_seconds, second.weights_seconds) == (1.5, 0)
@@ -79,13 +79,13 @@ def test_a_schedule_that_puts_off_gradients_of_weights_tells_them_apart() -> Non
     assert costs_of(replace(PLAN, schedule="zb-h1:D=1"), measured)[1].weights_seconds == 1
 
 
-def test_overlap_of_a_split_backward_hides_behind_its_gradients_of_weights_alone() -> None:
+def test_allreduce_overlaps_only_the_weight_gradients_of_a_split_backward() -> None:
     first, _ = costs_of(replace(PLAN, overlap=True, schedule="zb-h1"))
     # Layer 1's are there after 0.5 s and reduced until 5.5; layer 0's after 1.5, and reduced from 5.5 to 8.
     assert first.exposed_seconds == 6.5
 
 
-def test_recompute_of_some_layers_keeps_the_others_and_what_enters_each_run() -> None:
+def test_recompute_of_some_layers_stashes_the_others_and_the_inputs_of_each_run() -> None:
     whole = make_plan((0, 2, (0,)), micro_batch_size=4)
     costs = {
         layers: costs_of(replace(whole, recompute=layers))[0] for layers in ((), (0,), (1,), (0, 2), (1, 2), (0, 1, 2))
@@ -104,7 +104,7 @@ def test_recompute_of_some_layers_keeps_the_others_and_what_enters_each_run() ->
     assert costs_of(replace(whole, recompute=False)) == (costs[()],)
 
 
-def test_overlap_hides_what_runs_during_the_last_backward() -> None:
+def test_allreduce_during_the_last_backward_is_not_exposed() -> None:
     first, second = costs_of(replace(PLAN, overlap=True))
     # Layer 1 is done after 1 s and reduces until 6; layer 0 is done at 3 and reduces from 6 to 8.5.
     assert (first.allreduce_seconds, first.exposed_seconds) == (7.5, 5.5)
@@ -126,11 +126,11 @@ def test_exposed_seconds(backward: list[float], ring: list[float], exposed: floa
 
 
 @pytest.mark.parametrize(("slots", "fixed"), [(0, 60), (1, 90), (2, 120)])
-def test_an_optimizer_keeps_slots_of_each_weight(slots: int, fixed: float) -> None:
+def test_optimizer_slots_add_to_the_fixed_bytes(slots: int, fixed: float) -> None:
     assert costs_of(slots=slots)[0].fixed_bytes == fixed
 
 
-def test_seconds_are_those_measured_at_the_slice_of_each_replica() -> None:
+def test_seconds_are_those_of_the_profile_at_the_slice_of_each_replica() -> None:
     profile = replace(PROFILE, timings=(Timing(1, (2, 2, 2), (3, 3, 3)), Timing(2, (2.5, 2, 2), (4, 3, 3))))
     first, second = costs_of(profile=profile)
     assert (first.forward_seconds, first.backward_seconds) == (4, 6)  # one sample
@@ -146,7 +146,7 @@ def test_an_output_that_skips_a_stage_crosses_both_boundaries() -> None:
 
 
 @given(cases(), st.data())
-def test_agrees_with_the_reference(case: Case, data: st.DataObject) -> None:
+def test_costs_agree_with_the_reference(case: Case, data: st.DataObject) -> None:
     profile, cluster, batch, options = case
     size = data.draw(st.sampled_from(divisors(batch)))
     plans = [p for p in list_plans(profile, cluster) if max(len(devices) for _, _, devices in p) <= size]

@@ -83,7 +83,7 @@ def test_figure_4_ends_with_the_latest_allreduce(stage: int, ending: float) -> N
     assert step_of("dapple-b", 5, costs) == 26 + ending
 
 
-def test_the_pivot_may_pause_which_the_formula_leaves_out() -> None:
+def test_the_pivot_stage_may_wait_which_the_formula_leaves_out() -> None:
     """IV.A: "in some cases [there are] bubbles in stage Q"; and section V.C, which policy has them.
 
     Two stages and their network, a second each: formula 2 says 3 + 3 x 2 + 3 for four micro-batches. Under policy A the

@@ -1,4 +1,4 @@
-"""The compiled run against tables by hand, closed forms, and a simulator that is slow and plain."""
+"""The compiled run of a schedule, against tables by hand, closed forms, the plain run and a slow reference."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.dapple_tf.simulator.reference import longest_paths
 from tests.graph_passes.builders import refused
 
 
-def test_a_schedule_becomes_numbers() -> None:
+def test_a_schedule_is_encoded_as_an_order() -> None:
     order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"))
     assert order.dtype == np.int32
     assert order.tolist() == [[1, 0, -1, -2], [1, 0, -1, -2]]
 
 
 @given(schedules())
-def test_numbers_become_the_schedule(schedule: Schedule) -> None:
+def test_decoding_an_order_gives_the_schedule(schedule: Schedule) -> None:
     order, m = encode(schedule), schedule.micro_batches
     assert has_weights(order) == schedule.splits
     found = tuple(tuple(decode(action, s, m) for action in row) for s, row in enumerate(order.tolist()))
@@ -34,14 +34,14 @@ def test_numbers_become_the_schedule(schedule: Schedule) -> None:
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(7, 9))
-def test_an_order_made_of_warm_ups_is_early_backwards(k: list[int], micro_batches: int) -> None:
+def test_compiled_and_plain_early_backward_orders_are_equal(k: list[int], micro_batches: int) -> None:
     k = sorted(k, reverse=True)
     wanted = encode(early_backward(k, micro_batches))
     assert np.array_equal(early_backward_order(np.array(k), micro_batches), wanted)
 
 
 @given(runs())
-def test_every_time_is_that_of_the_longest_path(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+def test_every_event_ends_at_its_longest_path(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
     done = execute(encode(schedule), costs)
     found = {}
@@ -156,7 +156,7 @@ def test_policy_a_waits_for_the_network_by_hand() -> None:
     assert done.step_seconds == 14
 
 
-def test_policy_b_fills_that_wait_by_hand() -> None:
+def test_policy_b_runs_forwards_during_that_wait_by_hand() -> None:
     #   stage 0: F0 0  F1 1  F2 2      B0 5  F3 6  B1 7        B2 9        B3 11
     #   stage 1:             F0 2  B0 3  F1 4  B1 5  F2 6  B2 7  F3 8  B3 9
     done = execute(order_of("dapple-b", 2, 4), [cost(1, 1, 1), cost(1, 1)])
@@ -174,7 +174,7 @@ def test_a_slow_channel_is_first_in_first_out_by_hand() -> None:
     assert done.end_backward[0].tolist() == [13, 14, 15]
 
 
-def test_a_channel_takes_what_its_producer_runs_first() -> None:
+def test_a_channel_sends_in_the_order_in_which_its_producer_runs() -> None:
     order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B1 1B0"))
     done = execute(order, [cost(1, 1, 3), cost(1, 1)])
     assert done.start_send_forward[0].tolist() == [4, 1]  # micro-batch 1 ran first
@@ -200,7 +200,7 @@ def test_policy_b_may_be_slower_where_stages_differ_by_hand() -> None:
 
 
 @given(runs())
-def test_a_step_is_no_shorter_than_a_stages_work_or_a_micro_batchs_way(
+def test_a_step_is_no_shorter_than_one_stages_work_or_one_micro_batchs_path(
     drawn: tuple[Schedule, tuple[StageCosts, ...]],
 ) -> None:
     schedule, costs = drawn
@@ -240,10 +240,10 @@ def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
         execute(order, costs)
 
 
-def test_costs_of_other_stages() -> None:
+def test_costs_of_another_number_of_stages_are_refused() -> None:
     with refused(ScheduleError, "the schedule has 2 stages, but there are costs of 3"):
         execute(order_of("gpipe", 2, 2), [cost()] * 3)
 
 
-def test_a_policys_name_gives_its_warm_ups() -> None:
+def test_a_policys_name_gives_its_warm_up_forwards() -> None:
     assert warm_up_by_name("dapple-b:D=4", 4, 16) == (4, 4, 3, 1)

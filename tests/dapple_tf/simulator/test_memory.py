@@ -18,7 +18,7 @@ from tests.dapple_tf.simulator.reference import longest_paths
 BYTES = {"fixed_bytes": 10, "working_bytes": 5, "stash_bytes": 3}
 
 
-def test_stashes_come_with_forwards_and_go_with_backwards_by_hand() -> None:
+def test_forwards_add_stashes_and_backwards_free_them_by_hand() -> None:
     # The times are those of test_policy_a_waits_for_the_network_by_hand.
     done = execute(order_of("dapple-a", 2, 4), [cost(1, 1, 1, **BYTES), cost(1, 1, **BYTES)])
     times, held = memory_over_time(done, 0)
@@ -35,7 +35,7 @@ def test_stashes_come_with_forwards_and_go_with_backwards_by_hand() -> None:
     st.integers(1, 5),
     st.integers(1, 9),
 )
-def test_a_policys_peak_is_k_stashes(name: str, stages: int, micro_batches: int) -> None:
+def test_the_peak_of_a_policy_is_k_stashes(name: str, stages: int, micro_batches: int) -> None:
     policy, _, limit = name.partition(":D=")
     k = warm_up(policy, stages, micro_batches, int(limit) if limit else None)
     done = execute(order_of(name, stages, micro_batches), [cost(1, 2, 1, **BYTES)] * stages)
@@ -43,13 +43,13 @@ def test_a_policys_peak_is_k_stashes(name: str, stages: int, micro_batches: int)
 
 
 @given(st.integers(1, 8), st.integers(1, 12))
-def test_zb_h1_holds_no_more_than_1f1b_at_its_peak(stages: int, micro_batches: int) -> None:
+def test_zb_h1_has_the_peak_of_1f1b(stages: int, micro_batches: int) -> None:
     costs = [cost(1, 2, weights_seconds=1, **BYTES)] * stages
     found, wanted = (execute(order_of(name, stages, micro_batches), costs) for name in ("zb-h1", "dapple-a"))
     assert max(peak_bytes(found)) == max(peak_bytes(wanted)) == 15 + 3 * min(stages, micro_batches)
 
 
-def test_a_stash_goes_when_the_gradients_of_weights_are_there_by_hand() -> None:
+def test_weight_gradients_free_the_stash_where_they_are_actions_of_their_own_by_hand() -> None:
     # The times are those of test_zb_h1_by_hand.
     done = execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1, **BYTES)] * 2)
     times, held = memory_over_time(done, 1)
@@ -58,7 +58,7 @@ def test_a_stash_goes_when_the_gradients_of_weights_are_there_by_hand() -> None:
 
 
 @given(runs())
-def test_the_peak_counts_what_is_between_its_forwards_start_and_its_backwards_end(
+def test_the_peak_counts_micro_batches_between_forward_start_and_backward_end(
     drawn: tuple[Schedule, tuple[StageCosts, ...]],
 ) -> None:
     schedule, _ = drawn
@@ -76,7 +76,7 @@ def test_the_peak_counts_what_is_between_its_forwards_start_and_its_backwards_en
 
 
 @given(runs())
-def test_memory_begins_and_ends_with_what_is_always_there(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+def test_memory_starts_and_ends_without_stashes(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
     done = execute(encode(schedule), costs)
     for stage in range(len(costs)):

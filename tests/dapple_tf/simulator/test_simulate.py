@@ -1,4 +1,4 @@
-"""What a simulated step says of a plan, by hand, and its files."""
+"""Simulated steps of plans: figures by hand, text, JSON and files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_stage_has_no_boundaries() -> None:
     assert (timeline.acr, timeline.bubble, timeline.utilisation) == (0, 0, (1,))
 
 
-def test_stages_that_take_no_time() -> None:
+def test_a_step_of_stages_that_take_no_time_has_finite_figures() -> None:
     nothing = make_timeline("gpipe", 2, [cost(0, 0), cost(0, 0)])
     assert dataclasses.replace(make_step("gpipe", 2, nothing.costs), one_device_seconds=0.0).speedup == 1
     assert (nothing.step_seconds, nothing.bubble, nothing.acr) == (0, 0, 0)
@@ -81,7 +81,7 @@ def test_stages_that_take_no_time() -> None:
 
 
 @given(st.sampled_from(["gpipe", "dapple-a", "dapple-b"]), st.integers(1, 8), st.data())
-def test_devices_are_idle_for_a_part_of_the_time(name: str, m: int, data: st.DataObject) -> None:
+def test_bubble_and_utilisation_agree_with_the_busy_time_of_the_devices(name: str, m: int, data: st.DataObject) -> None:
     costs: tuple[StageCosts, ...] = data.draw(st.integers(1, 5).flatmap(stage_costs))
     replicas = data.draw(st.lists(st.integers(1, 4), min_size=len(costs), max_size=len(costs)))
     step = make_step(name, m, costs, replicas)
@@ -96,7 +96,7 @@ def test_devices_are_idle_for_a_part_of_the_time(name: str, m: int, data: st.Dat
     assert total * (1 - timeline.bubble) == pytest.approx(sum(r * part for r, part in zip(replicas, busy, strict=True)))
 
 
-def test_what_json_prints_is_the_contracts() -> None:
+def test_json_has_the_fields_of_the_contract() -> None:
     data = json.loads(json.dumps(simulate(PLAN, PROFILE, make_cluster()).to_json(), allow_nan=False))
     assert {key: data[key] for key in ("step_seconds", "peak_memory_bytes", "stages")} == {
         "step_seconds": 11,
@@ -111,7 +111,7 @@ def test_what_json_prints_is_the_contracts() -> None:
     assert (data["acr"], data["critical_stage"], data["fits"]) == (pytest.approx(3 / 2.25), 1, [True, True])
 
 
-def test_a_timeline_reads_as_a_table() -> None:
+def test_a_simulated_timeline_prints_a_table_of_its_stages() -> None:
     assert str(simulate(PLAN, PROFILE, make_cluster())).splitlines() == [
         "11 s, bubble 59.1%, speed-up 0.82, ACR 1.333, critical stage 1",
         "stage  devices  layers  F       B    AllReduce  busy  peak memory",
@@ -120,7 +120,7 @@ def test_a_timeline_reads_as_a_table() -> None:
     ]
 
 
-def test_where_backward_is_split_its_parts_are_told_apart() -> None:
+def test_the_table_has_a_column_for_w_where_backward_is_split() -> None:
     timeline = simulate(dataclasses.replace(PLAN, schedule="zb-h1"), PROFILE, make_cluster())
     assert [" ".join(line.split()[:11]) for line in str(timeline).splitlines()[1:]] == [
         "stage devices layers F B W AllReduce busy peak memory",
@@ -129,7 +129,7 @@ def test_where_backward_is_split_its_parts_are_told_apart() -> None:
     ]
 
 
-def test_a_plan_too_large_is_simulated_and_says_so() -> None:
+def test_a_plan_that_does_not_fit_is_simulated_and_its_text_says_what_it_lacks() -> None:
     timeline = simulate(PLAN, PROFILE, make_cluster(memory=52))
     assert timeline.fits == (True, False)
     assert str(timeline).splitlines()[-1] == "stage 1 does not fit: it lacks 2 B of the device's 52 B"
@@ -140,18 +140,18 @@ def test_a_plan_too_large_is_simulated_and_says_so() -> None:
     ("numbers", "text"),
     [((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 8), "0-2,8"), ((4, 2, 3), "4,2-3"), ((1, 3, 5), "1,3,5")],
 )
-def test_runs_of_devices(numbers: tuple[int, ...], text: str) -> None:
+def test_consecutive_numbers_are_joined(numbers: tuple[int, ...], text: str) -> None:
     assert format_ranges(numbers) == text
 
 
 @pytest.mark.parametrize(("name", "begins"), [("t.json", b'{"traceEvents"'), ("t.png", b"\x89PNG"), ("t.html", b"<!")])
-def test_saving(tmp_path: Path, name: str, begins: bytes) -> None:
+def test_a_simulated_step_is_saved_in_the_format_of_the_suffix(tmp_path: Path, name: str, begins: bytes) -> None:
     simulate(PLAN, PROFILE, make_cluster()).save(tmp_path / "new" / name)
     assert (tmp_path / "new" / name).read_bytes().startswith(begins)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
 
 
-def test_saving_as_something_else(tmp_path: Path) -> None:
+def test_another_suffix_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"t\.svg: a timeline is saved as \.png, \.html or \.json"):
         simulate(PLAN, PROFILE, make_cluster()).save(tmp_path / "t.svg")
     assert list(tmp_path.iterdir()) == []

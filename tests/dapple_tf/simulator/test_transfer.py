@@ -1,4 +1,4 @@
-"""What transfers and AllReduces cost: the design's cost model by hand, and against all pairs of intervals."""
+"""Costs of transfers and AllReduce: by hand, and against a sum over all pairs of intervals."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def cost(senders: str, receivers: str, cluster: Cluster | None = None) -> tuple[
         ("aaaab", "aaaab", 0.5, 1 / 5 / 4),
     ],
 )
-def test_transfers(senders: str, receivers: str, latency: float, rate: float) -> None:
+def test_transfer_costs_by_hand(senders: str, receivers: str, latency: float, rate: float) -> None:
     assert cost(senders, receivers) == pytest.approx((latency, rate), rel=1e-12)
 
 
-def test_slow_links_inside_a_server_can_be_the_slowest() -> None:
+def test_links_inside_a_server_can_be_the_slowest() -> None:
     cluster = Cluster((Server("a", 2), Server("b", 2)), 1, Link(1, 0), Link(10, 2))
     # The first half stays, at 1 byte a second; the second leaves at 10.
     assert cost("aa", "ab", cluster) == (2, 1 / 2)
 
 
-def test_a_link_of_its_own_carries_the_bytes_of_its_pair_only() -> None:
+def test_the_own_link_of_a_pair_carries_only_the_bytes_of_the_pair() -> None:
     cluster = make(ab=Link(8, 0.25))
     assert cost("a", "b", cluster) == (0.25, 1 / 8)
     assert cost("b", "a", cluster) == (0.25, 1 / 8)
@@ -73,7 +73,7 @@ def test_a_link_of_its_own_carries_the_bytes_of_its_pair_only() -> None:
     assert cost("a", "c", cluster) == (1, 1)
 
 
-def test_the_inside_of_one_server_can_differ() -> None:
+def test_links_inside_servers_can_differ() -> None:
     cluster = make(aa=Link(16, 0.125))
     assert cost("a", "a", cluster) == (0.125, 1 / 16)
     assert cost("b", "b", cluster) == (0.5, 1 / 4)
@@ -94,7 +94,7 @@ def test_allreduce_is_as_slow_as_its_slowest_link(homes: str, rate: float) -> No
     assert allreduce_cost(numbers, link_tables(make())) == pytest.approx(rate, rel=1e-12)
 
 
-def test_allreduce_over_links_of_their_own() -> None:
+def test_allreduce_over_own_links_of_pairs() -> None:
     tables = link_tables(make(ab=Link(8, 0), cc=Link(0.5, 0)))
     assert allreduce_cost([0, 1], tables) == 1 / 8
     assert allreduce_cost([0, 0, 1], tables) == pytest.approx(4 / 3 / 4)
@@ -107,7 +107,7 @@ bandwidths = st.integers(1, 20)
 
 
 @given(homes, homes, bandwidths, bandwidths, st.one_of(st.none(), bandwidths))
-def test_agrees_with_all_pairs_of_intervals(
+def test_transfer_costs_agree_with_a_sum_over_all_pairs_of_intervals(
     senders: list[int], receivers: list[int], inside: int, between: int, own: int | None
 ) -> None:
     links = {("a", "b"): Link(own, 3)} if own else {}

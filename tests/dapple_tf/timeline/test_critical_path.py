@@ -1,4 +1,4 @@
-"""The critical path of a measured step, by hand."""
+"""The critical path of a recorded step, by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_gap_is_waiting_for_what_comes_after_it() -> None:
     assert sum_by_kind(late.critical_path)["waiting"] == 0.5
 
 
-def test_what_ended_last_is_followed_whether_it_ran_here_or_sent() -> None:
+def test_the_path_goes_on_with_the_input_that_ended_last_of_the_device_or_of_another_stage() -> None:
     # 0F1 holds stage 0 until 3, 1B0 has ended at 2.5: 0B0 waited for its device. 1F1 waited for 0F1, not for 1B0.
     timeline = Timeline(
         (
@@ -54,7 +54,7 @@ def test_what_ended_last_is_followed_whether_it_ran_here_or_sent() -> None:
     assert timeline.critical_stage == 0  # 3.5 seconds to 1.5
 
 
-def test_transfers_of_a_job_are_on_the_path_and_their_channel_is_followed() -> None:
+def test_a_transfer_that_waits_for_its_channel_follows_the_transfer_before_it() -> None:
     # 0>1 1 could start when 0F1 ended at 2, but its channel was busy until 4.
     timeline = Timeline(
         (
@@ -75,7 +75,7 @@ def test_transfers_of_a_job_are_on_the_path_and_their_channel_is_followed() -> N
     assert sum_by_kind(timeline.critical_path)["transfer"] == 6
 
 
-def test_an_allreduce_begins_when_the_last_replica_has_come() -> None:
+def test_an_allreduce_starts_when_the_last_replica_reaches_it() -> None:
     # Replica 0 has waited in it since 2; replica 1 comes at 5, and both go on at 6.
     timeline = Timeline(
         (
@@ -95,13 +95,13 @@ def test_an_allreduce_begins_when_the_last_replica_has_come() -> None:
     ]
 
 
-def test_an_allreduce_that_overlaps_backward_cuts_it() -> None:
+def test_an_allreduce_that_overlaps_a_backward_shortens_its_part_of_the_path() -> None:
     parts = (summed("allreduce", 0, 0, 2.0, 3.0), summed("allreduce", 0, 0, 2.5, 4.0))
     timeline = Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.5)), (), parts)
     assert path_of(timeline) == [("0F0", 0, 1), ("0B0", 1, 2.5), ("AllReduce of stage 0", 2.5, 4)]
 
 
-def test_an_update_waits_at_the_barrier_for_every_stage() -> None:
+def test_a_weight_update_waits_for_the_last_event_of_every_stage() -> None:
     timeline = Timeline(TWO.events, (), (summed("update", 1, 1, 6.5, 7.0), summed("update", None, 0, 6.5, 6.6)))
     assert path_of(timeline)[-3:] == [
         ("0B0", 4, 6),
@@ -110,17 +110,17 @@ def test_an_update_waits_at_the_barrier_for_every_stage() -> None:
     ]
 
 
-def test_the_master_stage_is_the_one_that_the_path_computes_in_most() -> None:
+def test_the_critical_stage_has_most_of_the_compute_on_the_path() -> None:
     timeline = Timeline((*TWO.events[:2], event("1B0", 1, 2.0, 5.0), event("0B0", 0, 5.0, 7.0)))
     assert critical_stage(timeline.critical_path) == timeline.critical_stage == 1
 
 
-def test_events_of_no_length_end_the_search() -> None:
+def test_events_that_take_no_time_are_not_on_the_path() -> None:
     timeline = Timeline((event("0F0", 0, 0.0, 0.0), event("0B0", 0, 0.0, 0.0), event("1F0", 1, 0.0, 1.0)))
     assert path_of(timeline) == [("1F0", 0, 1)]
 
 
-def test_what_takes_less_than_the_clock_can_tell_does_not_end_the_path() -> None:
+def test_the_path_goes_on_before_events_shorter_than_the_resolution_of_the_clock() -> None:
     """0B0 and 0B1 are of no length, and begin with the weights' gradients behind them."""
     timeline = Timeline(
         (
@@ -136,7 +136,9 @@ def test_what_takes_less_than_the_clock_can_tell_does_not_end_the_path() -> None
 
 
 @pytest.mark.parametrize("transfers", [(), (Transfer(1, 0, 0, 5.0, 6.0),)])
-def test_weights_of_a_first_stage_wait_for_the_gradient_that_comes_back(transfers: tuple[Transfer, ...]) -> None:
+def test_weight_gradients_of_the_first_stage_wait_for_the_gradient_from_the_next_stage(
+    transfers: tuple[Transfer, ...],
+) -> None:
     """0B0 has nothing to do, so it has run long before 1B0."""
     timeline = Timeline(
         (

@@ -1,4 +1,4 @@
-"""Timelines on disk: a picture that is one, a trace that others can read, and no half-written files."""
+"""Saved timelines: valid pictures, traces and pages, and no half-written files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chunks(data: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("timeline", [TWO, REPLICATED])
-def test_a_png_is_a_real_one_with_the_papers_colours(tmp_path: Path, timeline: Timeline) -> None:
+def test_a_png_has_valid_chunks_and_is_not_blank(tmp_path: Path, timeline: Timeline) -> None:
     timeline.save(tmp_path / "t.png")
     found = chunks((tmp_path / "t.png").read_bytes())
     width, height, depth = struct.unpack(">IIB", found[0][1][:9])
@@ -48,7 +48,7 @@ def test_a_png_is_a_real_one_with_the_papers_colours(tmp_path: Path, timeline: T
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.png"]
 
 
-def test_a_row_is_a_replica_of_a_stage() -> None:
+def test_each_replica_of_a_stage_has_a_row() -> None:
     chart = make_chart(REPLICATED, "a title")
     assert [(row.name, row.detail, row.network) for row in chart.rows] == [
         ("stage 0, replica 0", "/device:CPU:0", False),
@@ -70,7 +70,7 @@ def test_a_row_is_a_replica_of_a_stage() -> None:
     assert [row.name for row in make_chart(TWO).rows] == ["stage 0", "stage 1"]
 
 
-def test_a_jobs_picture_has_a_row_for_each_direction() -> None:
+def test_each_direction_of_a_boundary_with_transfers_has_a_row() -> None:
     more = (StageEvent("allreduce", 1, 0, "/device:CPU:1", 4.0, 5.0), StageEvent("update", None, 0, "CPU:0", 6.0, 7.0))
     timeline = Timeline(TWO.events, (Transfer(1, 0, 0, 4.0, 4.5), Transfer(0, 1, 0, 1.0, 1.5)), more)
     chart = make_chart(timeline)
@@ -87,7 +87,7 @@ def test_a_jobs_picture_has_a_row_for_each_direction() -> None:
     ]
 
 
-def test_devices_are_in_the_order_of_their_numbers() -> None:
+def test_rows_are_in_the_order_of_device_numbers() -> None:
     timeline = Timeline(tuple(event("0F0", device, 0, 1) for device in (10, 9, 2)))
     assert [row.detail for row in make_chart(timeline).rows] == [f"/device:CPU:{i}" for i in (2, 9, 10)]
 
@@ -112,25 +112,25 @@ def test_a_page_is_html(tmp_path: Path) -> None:
     assert text.count("<rect class=") == 4
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_missing_folders_are_made(tmp_path: Path) -> None:
     assert check_path(tmp_path / "a" / "b" / "t.png") == tmp_path / "a" / "b" / "t.png"
     assert (tmp_path / "a" / "b").is_dir()
 
 
 @pytest.mark.parametrize("name", ["t.gif", "t", "t.png.txt"])
-def test_other_kinds_of_file(tmp_path: Path, name: str) -> None:
+def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}: a timeline is saved as .png, .html or .json"):
         check_path(tmp_path / name)
 
 
-def test_a_folder_in_the_files_place(tmp_path: Path) -> None:
+def test_a_path_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.png").mkdir()
     with pytest.raises(UsageError, match=r"t\.png is a folder"):
         check_path(tmp_path / "t.png")
 
 
 @pytest.mark.parametrize("place", ["file/t.png", "file/below/t.png"])
-def test_a_file_in_the_folders_place(tmp_path: Path, place: str) -> None:
+def test_a_path_below_a_file_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=f"{place}: its folder cannot be made: "):
         check_path(tmp_path / place)
@@ -139,7 +139,9 @@ def test_a_file_in_the_folders_place(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("refused", "message"), [("t.png", r"t\.png cannot be written"), ("", "the folder of .*t.png")]
 )
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, message: str) -> None:
+def test_a_path_without_write_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, message: str
+) -> None:
     (tmp_path / "t.png").write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / refused)  # root may write anything
     with pytest.raises(UsageError, match=message):
@@ -147,7 +149,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused:
 
 
 @pytest.mark.parametrize("name", ["t.png", "t.json", "t.html"])
-def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_failure_leaves_the_old_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     target = tmp_path / name
     target.write_text("old")
 

@@ -1,4 +1,4 @@
-"""Measured steps beside predicted ones, and traces that are read again."""
+"""Recordings: a measured step beside its prediction; saved, and read again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
     assert found.source == BY_TIMES
 
 
-def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
+def test_b_and_w_of_a_split_backward_are_simulated_with_their_own_medians() -> None:
     """Backwards of 1 and gradients of weights of 2 s: a step that went by the schedule is what is simulated of it."""
     run = make_step("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
     measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
@@ -82,7 +82,7 @@ def test_a_step_whose_backward_is_split_is_simulated_part_by_part() -> None:
     assert predict_from_times(measured, build_schedule("zb-h1", 2, 3)).timeline == measured
 
 
-def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -> None:
+def test_time_that_a_transfer_waits_for_its_channel_does_not_count_as_its_duration() -> None:
     # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
     sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
     events = tuple(event(f"{s}{k}{m}", s, 0.0, 1.0) for s in range(2) for k in "FB" for m in range(3))
@@ -90,7 +90,7 @@ def test_transfers_that_wait_for_their_channel_are_as_long_as_they_occupy_it() -
     assert [t.end - t.start for t in found.timeline.transfers] == [1, 1, 1]
 
 
-def test_a_simulated_step_has_the_rows_of_the_measured_one() -> None:
+def test_events_of_a_simulated_step_can_be_placed_on_the_devices_of_a_measured_one() -> None:
     run = make_step("gpipe", 2, [cost(1, 2, exposed_seconds=1), cost(1, 1)], (2, 1))
     places = ((0, 0, "a:0"), (0, 1, "a:1"), (1, 0, "a:2"))
     found = timeline_of(execution_events(run.execution, places))
@@ -103,7 +103,7 @@ def test_a_simulated_step_has_the_rows_of_the_measured_one() -> None:
     assert found.stage_utilisation == pytest.approx(run.stage_utilisation)
 
 
-def test_the_planners_error_is_told() -> None:
+def test_the_error_of_the_planner_is_in_headline_text_and_json() -> None:
     plan = make_plan((0, 0, (0,)), (1, 1, (1,)), model="net", micro_batches=2, predicted={"step_seconds": 9.2})
     recording = pair_with_prediction(MEASURED, plan)
     assert recording.planner_error == pytest.approx(-0.2)
@@ -117,7 +117,7 @@ def test_the_planners_error_is_told() -> None:
     assert found["predicted"]["source"] == BY_TIMES
 
 
-def test_a_plan_made_here_is_beside_its_own_simulation() -> None:
+def test_a_step_is_compared_with_the_simulation_of_its_plan_if_there_is_one() -> None:
     run = simulated("dapple-a", 2, [cost(1, 2), cost(1, 2)])
     plan = dataclasses.replace(run.plan, predicted={"step_seconds": run.step_seconds})
     recording = pair_with_prediction(MEASURED, plan, run)
@@ -127,20 +127,20 @@ def test_a_plan_made_here_is_beside_its_own_simulation() -> None:
     assert str(recording).count("9 s") == 2, "what is known is not told again"
 
 
-def test_the_text_says_what_made_the_step_so_long() -> None:
+def test_the_text_has_the_parts_of_the_critical_path() -> None:
     assert str(MEASURED).splitlines()[1] == (
         "critical path: compute 10 s (87%), transfers 500 ms (4%), weight update 500 ms (4%), waiting 500 ms (4%); "
         "critical stage 1; longest wait 500 ms, before update of stage 0"
     )
 
 
-def test_the_slowest_actions_are_so_by_their_own_kind() -> None:
+def test_slow_actions_are_found_in_proportion_to_the_median_of_their_kind() -> None:
     found = find_slowest(MEASURED, 2)
     assert [(str(slow.event), slow.seconds) for slow in found] == [("0F1", 2), ("1B1", 3)]
     assert [slow.times for slow in found] == pytest.approx([2 / 1.5, 3 / 2.5])
 
 
-def test_predicted_stands_above_measured() -> None:
+def test_the_predicted_step_is_drawn_above_the_measured_one() -> None:
     recording = pair_with_prediction(MEASURED, make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batches=2))
     chart = draw_recording(recording)
     assert [(row.group, row.name) for row in chart.rows] == [
@@ -171,7 +171,7 @@ def test_a_recorded_step_has_a_prediction_and_a_cost() -> None:
     assert step.recording.predicted.timeline.places == step.timeline.places
 
 
-def test_what_records_can_be_built_first() -> None:
+def test_the_recorded_step_can_be_built_before_it_runs() -> None:
     _, loss = chain(2)
     step = step_of(loss)
     step.build(X, record=True)
@@ -203,14 +203,14 @@ RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedu
         predicted(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
     ],
 )
-def test_what_is_read_is_what_was_saved(tmp_path: Path, recording: Recording) -> None:
+def test_reading_a_saved_recording_gives_an_equal_one(tmp_path: Path, recording: Recording) -> None:
     save_recording(recording, tmp_path / "t.json")
     found = read_recording(tmp_path / "t.json")
     assert found == recording
     assert str(found) == str(recording)
 
 
-def test_a_measured_trace_is_read_to_the_last_bit(tmp_path: Path) -> None:
+def test_reading_a_measured_step_gives_the_same_times_to_the_last_bit(tmp_path: Path) -> None:
     _, loss = chain(2)
     step = step_of(loss)
     step.record(X)
@@ -218,7 +218,7 @@ def test_a_measured_trace_is_read_to_the_last_bit(tmp_path: Path) -> None:
     assert read_recording(tmp_path / "t.json") == step.recording
 
 
-def test_a_simulated_step_is_read_too(tmp_path: Path) -> None:
+def test_the_trace_of_a_simulated_step_can_be_read(tmp_path: Path) -> None:
     run = simulated("dapple-a", 4, [cost(1, 1, 1), cost(1, 1)])
     run.save(tmp_path / "t.json")
     found = read_recording(tmp_path / "t.json")
@@ -277,7 +277,9 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("planned_seconds", -1), r"planned_seconds is -1, not a finite number of at least 0"),
     ],
 )
-def test_a_damaged_trace_says_where(tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_the_error_for_a_damaged_trace_names_the_field(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
+) -> None:
     save_recording(RECORDING, tmp_path / "t.json")
     data = json.loads((tmp_path / "t.json").read_text())
     damage(data)
@@ -302,7 +304,7 @@ def test_a_damaged_trace_says_where(tmp_path: Path, damage: Callable[[dict[str, 
         (None, "not a readable JSON file: No such file or directory"),
     ],
 )
-def test_a_file_that_is_no_trace_of_ours(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+def test_a_file_that_dapple_did_not_save_is_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     path = tmp_path / "t.json"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -310,7 +312,7 @@ def test_a_file_that_is_no_trace_of_ours(tmp_path: Path, text: str | bytes | Non
         read_recording(path)
 
 
-def test_a_trace_of_no_time_at_all(tmp_path: Path) -> None:
+def test_a_trace_whose_events_all_take_no_time_is_refused(tmp_path: Path) -> None:
     save_recording(Recording("", TWO), tmp_path / "t.json")
     data = json.loads((tmp_path / "t.json").read_text())
     for action in data["dapple"]["measured"]["actions"]:
@@ -320,7 +322,7 @@ def test_a_trace_of_no_time_at_all(tmp_path: Path) -> None:
         read_recording(tmp_path / "t.json")
 
 
-def test_a_recording_of_nothing() -> None:
+def test_a_recording_needs_a_measured_or_a_predicted_step() -> None:
     with pytest.raises(UsageError, match="needs a measured step, or a predicted one"):
         Recording("nothing")
 
@@ -334,5 +336,5 @@ def test_a_prediction_alone_has_no_error() -> None:
     assert [row.group for row in draw_recording(recording).rows] == ["", ""]
 
 
-def test_an_event_of_a_replica_says_so() -> None:
+def test_an_event_prints_its_replica_if_that_is_not_the_first() -> None:
     assert str(Event(MEASURED.events[0].action, 1, "a:0", 0.0, 1.0)) == "0F0 of replica 1"

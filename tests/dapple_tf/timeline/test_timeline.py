@@ -1,4 +1,4 @@
-"""Timelines: read from time stamps, and taken from a real step."""
+"""Timelines: their figures, made from time stamps, and of real steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_recorded_step_trains_and_returns_the_loss() -> None:
     assert losses[0][1] < losses[0][0]
 
 
-def test_a_recorded_step_knows_replicas_and_devices() -> None:
+def test_events_of_a_recorded_step_have_replicas_and_devices() -> None:
     _, loss = chain(2)
     step = step_of(loss, replicas=[2, 1])
     step.record(X)
@@ -123,7 +123,7 @@ def test_a_recorded_step_knows_replicas_and_devices() -> None:
     assert 0 <= step.timeline.bubble < 1
 
 
-def test_stamps_are_paired_with_calls() -> None:
+def test_start_and_end_stamps_are_paired_with_their_calls() -> None:
     _, loss = chain(2)
     step = step_of(loss, micro_batches=1)
     step.record(X)
@@ -134,7 +134,7 @@ def test_stamps_are_paired_with_calls() -> None:
     assert sorted(updates, key=str) == [("update", 0, 1), ("update", 1, 1), ("update", None, 1)]
 
 
-def test_gradients_of_weights_are_actions_and_spans_of_their_own() -> None:
+def test_weight_gradients_have_actions_and_spans_of_their_own() -> None:
     places = [("forward", 0, 1), ("backward", 1, 3), ("weights", 4, 5)]
     stamps = [stamp(op, f"stage0/replica0/mb0/{op}", (0, 0, 0), 0, start, end) for op, start, end in places]
     found = make_timeline(stamps)

@@ -1,4 +1,4 @@
-"""The critical path: by hand, and that it has no gaps on any schedule and costs."""
+"""The critical path of a simulated step: by hand, and without gaps for any schedule and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a simulated step shows what happened, all of it, and nothing twice."""
+"""The chart of a simulated step: all events, each once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rows_and_spans_by_hand() -> None:
     assert chart.curves[0].values == (0, 3, 6, 3, 6, 3, 6, 3, 0)
 
 
-def test_gradients_of_weights_are_spans_of_their_own() -> None:
+def test_weight_gradients_of_a_simulated_step_have_spans_of_their_own() -> None:
     timeline = make_timeline("zb-h1", 2, [cost(1, 2, weights_seconds=1)] * 2)
     chart = make_chart(timeline)
     spans = sorted((span.start, span.name, span.kind) for span in chart.spans if span.row == 1)
@@ -54,13 +54,13 @@ def test_gradients_of_weights_are_spans_of_their_own() -> None:
     assert [stage["weights_seconds"] for stage in timeline.to_json()["stages"]] == [1, 1]
 
 
-def test_rows_of_transfers_only_where_they_take_time() -> None:
+def test_transfers_have_rows_only_where_they_take_time() -> None:
     chart = make_chart(make_timeline("gpipe", 2, [cost(1, 1), cost(1, 1, 0, 1), cost(1, 1)]))
     assert [row.name for row in chart.rows] == ["stage 0", "stage 1", "2 to 1", "stage 2"]
 
 
 @given(st.sampled_from(["gpipe", "dapple-a", "dapple-b"]), st.integers(1, 6), st.data())
-def test_spans_of_a_row_follow_one_another_and_the_critical_ones_are_the_path(
+def test_spans_of_a_row_do_not_overlap_and_the_critical_ones_are_the_path(
     name: str, m: int, data: st.DataObject
 ) -> None:
     costs: tuple[StageCosts, ...] = data.draw(st.integers(1, 4).flatmap(stage_costs))
