@@ -380,7 +380,10 @@ def ops_table_markdown() -> str:
 
 
 def _print_operands(operands: Operands) -> str:
-    return operands.meaning + (f" ({', '.join(operands.dtypes)})" if operands.dtypes else "")
+    if not operands.dtypes:
+        return operands.meaning
+    first = "" if operands.count == len(operands.dtypes) else "the first: "
+    return f"{operands.meaning} ({first}{', '.join(operands.dtypes)})"
 
 
 def _print_attribute(attribute: Attribute, text: str) -> str:

@@ -89,7 +89,7 @@ def test_the_table_prints_as_markdown() -> None:
     assert rows["barrier"].endswith("| none | none; on a rank, a token | [`ranks`: tuple[int, ...]] |  |")
     assert rows["clip"] == (
         "| `clip` | Scale a stage's gradients so that the global norm is at most `limit`. | the global norm, then the "
-        "gradients (float64) | the scaled gradients | `limit`: float | stage, replica |"
+        "gradients (the first: float64) | the scaled gradients | `limit`: float | stage, replica |"
     )
     assert rows["timestamp"].endswith("| the time (float64) |  | [stage], [replica], [micro_batch] |")
 
