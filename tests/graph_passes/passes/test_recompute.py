@@ -334,8 +334,8 @@ def test_the_inputs_of_a_run_are_stashed() -> None:
     )
     result = recomputed({"a"}, {"c", "d"}, text=text)
     assert stash_of(result) == ["%a:0", "%b:0"]
-    made = result.function("stage0/backward").graph.by_name
-    assert ("a" in made, "c" in made, "d" in made) == (False, True, True)
+    nodes = result.function("stage0/backward").graph.by_name
+    assert ("a" in nodes, "c" in nodes, "d" in nodes) == (False, True, True)
 
 
 def test_a_run_without_such_a_gradient_waits_for_those_that_enter_the_stage() -> None:
@@ -361,7 +361,7 @@ def test_forward_does_not_compute_what_it_no_longer_stashes() -> None:
 # --- what cannot run twice
 
 
-def remade(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[str]]:
+def recomputation_of(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[str]]:
     """For a forward of these lines: the nodes that the run recomputes, those repeated freely, and the stash."""
     takes = ["arg float32[?,64] 'x'", "variable resource[] 'w'", "variable resource[] 'n'"]
     text = "\n".join(
@@ -393,16 +393,16 @@ DROPOUT = """
 
 
 def test_the_smaller_of_a_random_draw_and_its_result_is_stashed() -> None:
-    made, free, stash = remade(DROPOUT.format(draw="float32"), "%mask:0 %y:0", "size u mask d y")
-    assert (made, free, stash) == ({"d", "y"}, {"half"}, ["%mask:0"])
+    repeated, free, stash = recomputation_of(DROPOUT.format(draw="float32"), "%mask:0 %y:0", "size u mask d y")
+    assert (repeated, free, stash) == ({"d", "y"}, {"half"}, ["%mask:0"])
     lines = DROPOUT.format(draw="int8").replace("(bool[?,64])", "(int32[?,64])")
-    made, free, stash = remade(lines, "%mask:0 %y:0", "size u mask d y")
-    assert (made, free, stash) == ({"mask", "d", "y"}, {"half"}, ["%u:0"])
+    repeated, free, stash = recomputation_of(lines, "%mask:0 %y:0", "size u mask d y")
+    assert (repeated, free, stash) == ({"mask", "d", "y"}, {"half"}, ["%u:0"])
 
 
 def test_the_seed_of_a_stateless_draw_is_stashed() -> None:
     """It was read from a variable that forward then writes (Keras)."""
-    made, free, stash = remade(
+    repeated, free, stash = recomputation_of(
         """
         %seed = ReadVariableOp(%n:0) -> (int64[2]) !read
         %next = AddV2(%seed:0, %seed:0) -> (int64[2])
@@ -416,12 +416,12 @@ def test_the_seed_of_a_stateless_draw_is_stashed() -> None:
         "%mask:0 %y:0",
         "seed next write size u mask y",
     )
-    assert (made, free, stash) == ({"u", "mask", "y"}, {"half"}, ["%seed:0", "%size:0"])
+    assert (repeated, free, stash) == ({"u", "mask", "y"}, {"half"}, ["%seed:0", "%size:0"])
 
 
 def test_a_draw_of_unknown_rank_is_not_taken_as_small() -> None:
     lines = DROPOUT.format(draw="float32").replace("(float32[?,64]) !random", "(float32[*]) !random")
-    assert remade(lines, "%y:0", "size u mask d y")[2] == ["%mask:0"]
+    assert recomputation_of(lines, "%y:0", "size u mask d y")[2] == ["%mask:0"]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_a_draw_of_unknown_rank_is_not_taken_as_small() -> None:
     ],
 )
 def test_nodes_that_must_run_once_are_not_repeated(line: str, stash: str) -> None:
-    made, free, found = remade(
+    repeated, free, found = recomputation_of(
         f"""
         {line}
         %b = AddV2(%a:0, %x:0) -> (float32[?,64])
@@ -443,11 +443,11 @@ def test_nodes_that_must_run_once_are_not_repeated(line: str, stash: str) -> Non
         "%b:0",
         "a b write",
     )
-    assert (made, free, found) == ({"b"}, set(), [stash])
+    assert (repeated, free, found) == ({"b"}, set(), [stash])
 
 
 def test_loops_and_reads_of_weights_are_repeated() -> None:
-    made, free, stash = remade(
+    repeated, free, stash = recomputation_of(
         """
         %r = ReadVariableOp(%w:0) -> (float32[64,64]) !read
         %t = Transpose(%r:0) -> (float32[64,64])
@@ -457,12 +457,12 @@ def test_loops_and_reads_of_weights_are_repeated() -> None:
         "%l:1 %y:0",
         "l y",
     )
-    assert (made, free, stash) == ({"l", "y"}, {"r", "t"}, [])
+    assert (repeated, free, stash) == ({"l", "y"}, {"r", "t"}, [])
 
 
 def test_sizes_are_stashed_and_what_depends_on_them_alone_is_repeated() -> None:
     """Neither the argument is stashed, nor is a tensor recomputed only for its size."""
-    made, free, stash = remade(
+    repeated, free, stash = recomputation_of(
         """
         %p = Exp(%x:0) -> (float32[?,64])
         %size = Shape(%p:0) -> (int32[2])
@@ -473,4 +473,4 @@ def test_sizes_are_stashed_and_what_depends_on_them_alone_is_repeated() -> None:
         "%zeros:0 %y:0",
         "p size zeros y",
     )
-    assert (made, free, stash) == ({"y"}, {"zeros", "one"}, ["%size:0"])
+    assert (repeated, free, stash) == ({"y"}, {"zeros", "one"}, ["%size:0"])
