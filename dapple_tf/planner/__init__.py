@@ -1,1 +1,1 @@
-"""Plans, and ways to make them. Each planner is a file."""
+"""Planners: from a profile, a cluster and a global batch size to a plan. Each planner is a file."""

@@ -29,7 +29,7 @@ from graph_passes.schedules.policies import (
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
-# A planner takes a problem and options of its own, and answers None where nothing that it may choose fits the memory.
+# A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "best": plan_best,
     "dapple": plan_dapple,
@@ -51,12 +51,13 @@ def plan(
     optimizer_slots: int = 2,
     **options: Any,
 ) -> Plan:
-    """The plan of ``planner`` ("best", "dapple", "dp", "gpipe") for ``profile`` on ``cluster``, with its prediction.
+    """Return the plan of ``planner`` ("best", "dapple", "dp", "gpipe") for ``profile`` on ``cluster``, with prediction.
 
-    Sizes are samples; without ``micro_batch_size`` all divisors of the global batch are tried. ``schedule``: a name, or
-    "auto". ``recompute``: stages stash only what enters them. ``overlap``: AllReduce runs during the last backward.
-    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam 2). Raises PlanError for what cannot be,
-    and where nothing fits: which stage lacks how many bytes, and what would fit.
+    Sizes are in samples; without ``micro_batch_size`` every divisor of the global batch is tried. ``schedule``: a name,
+    or "auto" for the fastest policy. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during
+    the last backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``options``: of
+    the planner ("gpipe": ``stages``). Raises PlanError for invalid arguments, and if nothing fits the memory: which
+    stage lacks how many bytes, and what would fit.
     """
     problem = make_problem(
         profile,
@@ -82,26 +83,31 @@ def make_problem(
     overlap: bool = False,
     optimizer_slots: int = 2,
 ) -> PlanningProblem:
-    """What the planners are asked; PlanError or ScheduleError for what cannot be asked."""
+    """Return the planning problem of the arguments of ``plan``; PlanError or ScheduleError for invalid ones."""
     for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
         if not isinstance(value, kind):
             raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
-    asked: dict[str, object] = {"global_batch_size": global_batch_size}
+    sizes: dict[str, object] = {"global_batch_size": global_batch_size}
     if micro_batch_size is not None:
-        asked["micro_batch_size"] = micro_batch_size
-    for name, number in asked.items():
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise PlanError(f"{name} is {number!r}, not a whole number")
+        sizes["micro_batch_size"] = micro_batch_size
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise PlanError(f"{name} is {size!r}, not a whole number")
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
-    sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
+    micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
-        check_schedule(schedule, cluster.devices, [global_batch_size // size for size in sizes])
-    return PlanningProblem(profile, cluster, global_batch_size, sizes, schedule, recompute, optimizer_slots, overlap)
+        check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
+    return PlanningProblem(
+        profile, cluster, global_batch_size, micro_batch_sizes, schedule, recompute, optimizer_slots, overlap
+    )
 
 
 def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
-    """PlanError or ScheduleError for a schedule that no plan on so many devices, of these micro-batches, can have."""
+    """Raise PlanError or ScheduleError if no plan on ``devices`` devices can have the schedule called ``name``.
+
+    ``micro_batches``: the numbers of micro-batches that the plan may have.
+    """
     check_schedule_name(name)
     stages = count_stages(name)
     if stages is None:
@@ -114,7 +120,10 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
 
 
 def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:
-    """What ``planner`` chooses; PlanError for one that does not exist, options it does not have, or where none fits."""
+    """Return the result of ``planner``.
+
+    Raises PlanError if there is no such planner, if it does not have one of the ``options``, or if nothing fits.
+    """
     if planner not in PLANNERS:
         near = difflib.get_close_matches(planner, PLANNERS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -124,20 +133,20 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     for name in options:
         if name not in known:
             raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
-    decision = function(problem, **options)
-    if decision is None:
-        raise PlanError(_explain_none(problem, planner))
-    return decision
+    result = function(problem, **options)
+    if result is None:
+        raise PlanError(_explain_failure(problem, planner))
+    return result
 
 
-def _explain_none(problem: PlanningProblem, planner: str) -> str:
-    """Why ``planner`` found nothing, and what would help."""
+def _explain_failure(problem: PlanningProblem, planner: str) -> str:
+    """Return why ``planner`` found nothing, and what would help."""
     if planner != "best" and plan_best(problem) is not None:
         return (
-            f"nothing that planner {planner!r} may choose fits the devices' memory, with a sample for each replica: "
-            "planner 'best' finds a plan"
+            f"planner {planner!r} has no plan that fits the devices' memory with at least one sample for each replica: "
+            "use planner 'best', which has one"
         )
-    if problem.schedule != "auto":  # which holds more micro-batches than one
+    if problem.schedule != "auto":  # under which stages hold fewest micro-batches
         others = {"schedule 'auto'": replace(problem, schedule="auto"), "recompute": replace(problem, recompute=True)}
         remedies = [name for name, other in others.items() if plan_best(other) is not None]
         if remedies:
@@ -147,7 +156,7 @@ def _explain_none(problem: PlanningProblem, planner: str) -> str:
 
 
 def predict_plan(problem: PlanningProblem, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
-    """The candidate as a plan with the simulator's prediction, and the simulated step."""
+    """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name."""
     bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
     timeline = simulate(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     prediction = {

@@ -1,4 +1,4 @@
-"""The plans that need no search: data parallelism, and straight pipelines of even load."""
+"""Plans that need no search: one device, data parallelism, and pipelines whose stages have equal replica counts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
-_MOST_DEVICES = 64  # beyond, there are too many of them
+_MOST_DEVICES = 64  # with more there are too many combinations of stages and replicas
 
 
 def data_parallel(problem: PlanningProblem, devices: int | None = None) -> tuple[StagePlan, ...]:
-    """One stage on all devices (or the first so many)."""
+    """Return one stage on all devices, or on the first ``devices``."""
     return (StagePlan(0, len(problem.profile.layers) - 1, tuple(range(devices or problem.cluster.devices))),)
 
 
 def even_pipeline(problem: PlanningProblem, stages: int, replicas: int = 1) -> tuple[StagePlan, ...]:
-    """So many stages of about equal compute, each on ``replicas`` devices, in the devices' order."""
+    """Return ``stages`` stages of nearly equal compute, each on ``replicas`` devices, in the order of the devices."""
     forward, backward = problem.chain.block_seconds(problem.profile.batch_size)
     positions = problem.chain.positions
     bounds = [positions[start] for start in even_starts(forward + backward, stages)] + [positions[-1]]
@@ -30,30 +30,42 @@ def even_pipeline(problem: PlanningProblem, stages: int, replicas: int = 1) -> t
 
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """One device, DP, and even pipelines of every number of stages that shares the devices evenly."""
+    """Return one device, DP, and even pipelines of every number of stages that divides the devices."""
     found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     if problem.cluster.devices > 1:
         found += problem.evaluate_all_sizes(data_parallel(problem, 1), "one device")
-    for shape in _even_shapes(problem):
-        found += problem.evaluate_all_sizes(even_pipeline(problem, *shape), "straight")
+    for stages, replicas in _even_shapes(problem):
+        found += problem.evaluate_all_sizes(even_pipeline(problem, stages, replicas), "straight")
     return found
 
 
 def fitted_baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """The same, cut with an eye on AllReduce, transfers and memory, too."""
-    return _fit_shapes(problem, _even_shapes(problem), problem.micro_batch_sizes)
+    """Return the pipelines of ``baseline_candidates``, cut by AllReduce, transfers and memory too (``fit_cuts``)."""
+    return _fitted_candidates(problem, _even_shapes(problem), problem.micro_batch_sizes)
 
 
 def equal_replica_candidates(problem: PlanningProblem, sizes: Sequence[int]) -> list[Candidate]:
-    """Pipelines of any number of stages of equally many replicas, on all devices or fewer; on up to 64 devices."""
+    """Return pipelines of every number of stages with every equal replica count, on all devices or fewer.
+
+    None on more than 64 devices. ``sizes``: micro-batch sizes.
+    """
     total, blocks = problem.cluster.devices, len(problem.chain.parameter_bytes)
     counts = range(1, total + 1) if total <= _MOST_DEVICES else ()
     shapes = [(stages, r) for r in counts for stages in range(2, min(total // r, blocks) + 1)]
-    return _fit_shapes(problem, shapes, sizes)
+    return _fitted_candidates(problem, shapes, sizes)
 
 
-def _fit_shapes(problem: PlanningProblem, shapes: Iterable[tuple[int, int]], sizes: Sequence[int]) -> list[Candidate]:
-    """Pipelines of so many stages of so many replicas, in the devices' order, cut by ``fit_cuts``."""
+def refit_cuts(problem: PlanningProblem, candidate: Candidate) -> list[Candidate]:
+    """Return the candidate with its devices kept and its cuts chosen again among all of the profile's."""
+    fitted = fit_cuts(problem, [stage.devices for stage in candidate.stages], candidate.micro_batch_size)
+    found = fitted and problem.evaluate(fitted, candidate.micro_batch_size, candidate.origin)
+    return [found] if found else []
+
+
+def _fitted_candidates(
+    problem: PlanningProblem, shapes: Iterable[tuple[int, int]], sizes: Sequence[int]
+) -> list[Candidate]:
+    """Return pipelines of these (stages, replicas), in the order of the devices, cut by ``fit_cuts``."""
     found = []
     for stages, replicas in shapes:
         devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
@@ -63,15 +75,8 @@ def _fit_shapes(problem: PlanningProblem, shapes: Iterable[tuple[int, int]], siz
     return [candidate for candidate in found if candidate is not None]
 
 
-def refit(problem: PlanningProblem, candidate: Candidate) -> list[Candidate]:
-    """The candidate's devices with cuts fitted anew among all that there are."""
-    fitted = fit_cuts(problem, [stage.devices for stage in candidate.stages], candidate.micro_batch_size)
-    found = fitted and problem.evaluate(fitted, candidate.micro_batch_size, candidate.origin)
-    return [found] if found else []
-
-
 def _even_shapes(problem: PlanningProblem) -> list[tuple[int, int]]:
-    """Stages and replicas of each."""
+    """Return pairs of stages and replicas of each: all that use every device, and as many stages as possible."""
     total, blocks = problem.cluster.devices, len(problem.chain.parameter_bytes)
     most = min(total, blocks)
     return [(stages, total // stages) for stages in range(2, most + 1) if total % stages == 0 or stages == most]

@@ -1,4 +1,4 @@
-"""Planner "best": every candidate there is, ranked by the simulator."""
+"""Planner "best": the plan with the least simulated step among the candidates of several sources."""
 
 from __future__ import annotations
 
@@ -6,114 +6,155 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dapple_tf.planner.baselines import baseline_candidates, equal_replica_candidates, fitted_baseline_candidates, refit
+from dapple_tf.planner.baselines import (
+    baseline_candidates,
+    equal_replica_candidates,
+    fitted_baseline_candidates,
+    refit_cuts,
+)
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.pricing import simulate_found_plans
 from dapple_tf.planner.refine import refine
-from dapple_tf.planner.search import SearchResult, search_by_bound
+from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster
 
-# How much work a search may do: labels x what may follow them, and simulated events.
-_TRANSITIONS = 24_000_000
-_EVENTS = 4_000_000
+# The work of one search: labels times what may follow them, plans returned, and simulated events.
+_SEARCH_STEPS = 24_000_000
+_MAX_WIDTH = 512
 _RESULTS = 2048
-_REFINED, _TRIES = 3, 40
-_UNEVEN_SIZES, _FEW_SIZES = 2, 4
-_TRIES_OF_A_PART = 40_000  # over the number of devices, where only a part was searched
+_EVENTS = 4_000_000
+# The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
+_REFINED = 3
+_MOVES = 40
+_MOVES_TIMES_DEVICES = 40_000  # if the space is not complete
+_EQUAL_REPLICA_SIZES = 2
+_FEW_SIZES = 4
 
 
 def plan_best(problem: PlanningProblem) -> PlannerResult | None:
-    """The plan with the least simulated step among DP, straight, every two-stage split and the search's plans.
+    """Return the fastest plan in the simulator among those of every step below; None if nothing fits the memory.
 
-    The search (DAPPLE's, section IV.C, over any number of devices) goes by a lower bound of the simulated step, so it
-    says whether some plan that it left out could be better; where one could, the best are refined by small moves. None
-    where nothing fits the memory.
+    The result is proven optimal if no plan of a complete search space can be faster.
     """
+    complete = all(space.complete for space in problem.search_spaces)
     candidates = baseline_candidates(problem)
-    if by_formula := choose_by_formula(problem, candidates):
-        candidates.append(by_formula.chosen)
-    whole = all(space.complete for space in problem.search_spaces)
-    if not whole:
+    candidates += _formula_candidate(problem, candidates)
+    if not complete:
         candidates += fitted_baseline_candidates(problem)
     sizes = promising_sizes(problem, candidates)
-    unseen = math.inf if whole and len(sizes) == len(problem.micro_batch_sizes) else 0.0
+    found, unsearched = _search_spaces(problem, sizes, candidates)
+    candidates += found
+    if not complete or len(sizes) < len(problem.micro_batch_sizes):
+        unsearched = 0.0
+    if not complete:
+        candidates += [c for candidate in _fastest_few(candidates) for c in refit_cuts(problem, candidate)]
+        candidates += equal_replica_candidates(problem, sizes[:_EQUAL_REPLICA_SIZES])
+    if unsearched < _least_seconds(candidates) and (not complete or len(sizes) <= _FEW_SIZES):
+        candidates += _half_cluster_candidate(problem)
+    if unsearched < _least_seconds(candidates) * (1 - 1e-9):
+        candidates += _other_sizes(problem, candidates)
+        candidates += _refined_candidates(problem, candidates, complete)
+    return rank_candidates(candidates, unsearched)
+
+
+def _formula_candidate(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return what planner "dapple" chooses."""
+    result = choose_by_formula(problem, candidates)
+    return [result.chosen] if result else []
+
+
+def _search_spaces(
+    problem: PlanningProblem, sizes: Sequence[int], known: Sequence[Candidate]
+) -> tuple[list[Candidate], float]:
+    """Search every space at every micro-batch size, below the fastest of the ``known`` candidates.
+
+    Returns what is faster, and the least bound (seconds) of the plans that were not simulated.
+    """
+    ceiling, unsearched, candidates = _least_seconds(known), math.inf, list[Candidate]()
     for size in sizes:
         for space in problem.search_spaces:
             tables = problem.cost_tables(space, size)
-            width = max(1, min(512, _TRANSITIONS // space.search_steps))
-            for origin, stages in (("search", None), ("two stages", 2)):
-                ceiling = min((c.seconds for c in candidates), default=math.inf)
-                found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=stages)
-                better, least_unseen = _price(problem, space, tables, size, found, ceiling, origin)
-                candidates += better
-                if stages is None:
-                    unseen = min(unseen, least_unseen)
-                if least_unseen >= ceiling:
-                    break  # nothing was left out, plans of two stages neither
-    if not whole:
-        candidates += [c for found in _fastest(candidates) for c in refit(problem, found)]
-        candidates += equal_replica_candidates(problem, sizes[:_UNEVEN_SIZES])
-    # Searching again takes about as long as searching did: where that was long, only what was searched in part is.
-    if (not whole or len(sizes) <= _FEW_SIZES) and unseen < min((c.seconds for c in candidates), default=math.inf):
-        candidates += _on_fewer(problem)
-    if unseen < min((c.seconds for c in candidates), default=math.inf) * (1 - 1e-9):
-        candidates += [
-            c for found in _fastest(candidates) for c in problem.evaluate_all_sizes(found.stages, found.origin)
-        ]
-        tries = _TRIES if whole else _TRIES_OF_A_PART // problem.cluster.devices
-        candidates += [refine(problem, candidate, tries) for candidate in _fastest(candidates)]
-    return rank_candidates(candidates, unseen)
+            for origin, max_stages in (("search", None), ("two stages", 2)):
+                found, least = _search(problem, space, size, tables, origin, max_stages, ceiling)
+                candidates += found
+                if max_stages is None:
+                    unsearched = min(unsearched, least)
+                if least >= ceiling:
+                    break  # every plan below the ceiling was simulated, those of two stages too
+                ceiling = min(ceiling, _least_seconds(candidates))
+            ceiling = min(ceiling, _least_seconds(candidates))
+    return candidates, unsearched
 
 
-def _on_fewer(problem: PlanningProblem) -> list[Candidate]:
-    """The best on the first part of the devices, server by server: more devices shall never make a plan slower."""
-    fewer = halve_cluster(problem.cluster)
-    if fewer is None:
-        return []
-    decision = plan_best(replace(problem, cluster=fewer))
-    found = decision and problem.evaluate(
-        decision.chosen.stages, decision.chosen.micro_batch_size, decision.chosen.origin
-    )
+def _search(
+    problem: PlanningProblem,
+    space: SearchSpace,
+    size: int,
+    tables: CostTables,
+    origin: str,
+    max_stages: int | None,
+    ceiling: float,
+) -> tuple[list[Candidate], float]:
+    """Return the fastest plan of one search if it is below the ceiling, and the least bound of those not simulated."""
+    width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
+    found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=max_stages)
+    fastest = simulate_found_plans(tables, found, ceiling, problem.schedule, _EVENTS)
+    least_left = float(found.scores[fastest.simulated]) if fastest.simulated < len(found) else math.inf
+    unsearched = min(found.exhaustive_below, least_left)
+    if fastest.row < 0:
+        return [], unsearched
+    stages = problem.stage_plans(space, found.plan(fastest.row))
+    return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin)], unsearched
+
+
+def _half_cluster_candidate(problem: PlanningProblem) -> list[Candidate]:
+    """Return the best plan on the first half of the devices, server by server."""
+    half = halve_cluster(problem.cluster)
+    result = plan_best(replace(problem, cluster=half)) if half else None
+    chosen = result and result.chosen
+    found = chosen and problem.evaluate(chosen.stages, chosen.micro_batch_size, chosen.origin)
     return [found] if found else []
 
 
-def _fastest(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest few, of different numbers of replicas."""
-    kinds: dict[tuple[int, ...], Candidate] = {}
+def _other_sizes(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the fastest few candidates at every micro-batch size."""
+    return [c for found in _fastest_few(candidates) for c in problem.evaluate_all_sizes(found.stages, found.origin)]
+
+
+def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], complete: bool) -> list[Candidate]:
+    """Return the fastest few candidates, improved by small moves."""
+    moves = _MOVES if complete else _MOVES_TIMES_DEVICES // problem.cluster.devices
+    return [refine(problem, candidate, moves) for candidate in _fastest_few(candidates)]
+
+
+def _least_seconds(candidates: Iterable[Candidate]) -> float:
+    """Return the seconds of the fastest candidate; infinity if there is none."""
+    return min((candidate.seconds for candidate in candidates), default=math.inf)
+
+
+def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the fastest candidates that differ in replica counts."""
+    by_replicas: dict[tuple[int, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.seconds):
-        kinds.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
-    return list(kinds.values())[:_REFINED]
+        by_replicas.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
+    return list(by_replicas.values())[:_REFINED]
 
 
-def _price(
-    problem: PlanningProblem,
-    space: SearchSpace,
-    tables: CostTables,
-    size: int,
-    found: SearchResult,
-    ceiling: float,
-    origin: str,
-) -> tuple[list[Candidate], float]:
-    """The best of the plans found, if it is below the ceiling, and the least bound of those not looked at."""
-    fastest = simulate_found_plans(tables, found, ceiling, problem.schedule, _EVENTS)
-    least_left = found.scores[fastest.simulated] if fastest.simulated < len(found) else math.inf
-    unseen = min(found.exhaustive_below, least_left)
-    if fastest.row < 0:
-        return [], unseen
-    stages = problem.stage_plans(space, found.plan(fastest.row))
-    return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin)], unseen
+def rank_candidates(candidates: Iterable[Candidate], unsearched: float) -> PlannerResult | None:
+    """Return the fastest candidate, and the fastest of every other origin as runners-up; None without candidates.
 
-
-def rank_candidates(candidates: Iterable[Candidate], unseen: float) -> PlannerResult | None:
-    """The fastest, and the fastest of every other origin; ``unseen``: the least bound of what was not looked at."""
+    Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``unsearched``: the least
+    bound (seconds) of the plans that are not among the candidates.
+    """
     ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), sum(stage.replicas for stage in c.stages)))
     if not ranked:
         return None
-    kinds: dict[str, Candidate] = {}
+    by_origin: dict[str, Candidate] = {}
     for candidate in ranked[1:]:
         if candidate.stages != ranked[0].stages:
-            kinds.setdefault(candidate.origin, candidate)
-    return PlannerResult(ranked[0], tuple(kinds.values()), proven_optimal=unseen >= ranked[0].seconds * (1 - 1e-9))
+            by_origin.setdefault(candidate.origin, candidate)
+    proven = unsearched >= ranked[0].seconds * (1 - 1e-9)
+    return PlannerResult(ranked[0], tuple(by_origin.values()), proven_optimal=proven)

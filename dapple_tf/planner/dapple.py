@@ -1,4 +1,4 @@
-"""Planner "dapple": the paper's own, by its formulas."""
+"""Planner "dapple": the paper's own, by its formulas (DAPPLE, section IV)."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.search import search_by_formula
 from dapple_tf.simulator.costs import stage_costs
 
-_TRANSITIONS = 2_000_000
+_SEARCH_STEPS = 2_000_000  # labels times what may follow them
+_MAX_WIDTH = 512
 _KNOWN = 3
 
 
 def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
-    """The plan with the least latency by formulas 1 to 3 (DAPPLE, section IV); None where nothing fits.
+    """Return the plan with the least latency by formulas 1 to 3; None if nothing fits the memory.
 
-    DP and straight plans are among those searched. Where some plan's stages can hold the warm-up of policy A, only such
-    plans count, since the formulas know no waiting for memory; else those that hold one micro-batch. The schedule is
-    the faster policy in the simulator.
+    DP and straight plans are in the search space. The formulas do not model waiting for memory. So if the stages of
+    some plan can hold the warm-up of policy A, only such plans count; else those whose stages can hold one micro-batch.
+    The schedule is the fastest policy in the simulator.
     """
     return choose_by_formula(problem, baseline_candidates(problem))
 
 
 def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
-    """``plan_dapple``, with the help of plans that are ``known`` to fit."""
+    """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
     sizes = promising_sizes(problem, known)
     ceiling = _least_latency(problem, [c for c in known if ":D=" not in c.schedule])
-    for warm, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
-        if chosen := _search(problem, sizes, limit, warm):
-            candidate, latency = chosen
+    for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
+        if found := _search(problem, sizes, limit, require_warm_up):
+            candidate, latency = found
             return PlannerResult(candidate, tuple(c for c in known if c.origin == "DP"), formula_seconds=latency)
     return None
 
 
 def _search(
-    problem: PlanningProblem, sizes: Iterable[int], ceiling: float, warm: bool
+    problem: PlanningProblem, sizes: Iterable[int], ceiling: float, require_warm_up: bool
 ) -> tuple[Candidate, float] | None:
-    """The plan with the least latency below ``ceiling``, and its latency."""
+    """Return the plan with the least latency below ``ceiling``, and its latency (seconds)."""
     best: tuple[Candidate, float] | None = None
     for size in sizes:
         for space in problem.search_spaces:
-            width = max(1, min(512, _TRANSITIONS // space.search_steps))
+            width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
             tables = problem.cost_tables(space, size)
-            for found in search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=warm).plans:
+            result = search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=require_warm_up)
+            for found in result.plans:
                 candidate = problem.evaluate(problem.stage_plans(space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
                     best, ceiling = (candidate, found.score), found.score
@@ -56,19 +58,20 @@ def _search(
 
 
 def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) -> float:
-    """The least latency, by formula 2, of the fastest few ``candidates`` that use all devices, and a bit more."""
+    """Return a little more than the least latency of the fastest few ``candidates`` that use all devices."""
     total = problem.cluster.devices
-    everywhere = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
-    fastest = sorted(everywhere, key=lambda c: c.seconds)[:_KNOWN]
+    on_all_devices = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
+    fastest = sorted(on_all_devices, key=lambda c: c.seconds)[:_KNOWN]
     return min((_latency(problem, candidate) for candidate in fastest), default=math.inf) * (1 + 1e-9)
 
 
 def _latency(problem: PlanningProblem, candidate: Candidate) -> float:
+    """Return the latency of a candidate by formulas 1 to 3 (seconds)."""
     plan = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, "dapple")
     costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     rows = [(c.forward_seconds, c.backward_seconds, c.exposed_seconds) for c in costs]
-    sends = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]
-    for place, send in enumerate(sends):
-        rows.insert(2 * place + 1, send)
+    networks = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]
+    for index, network in enumerate(networks):
+        rows.insert(2 * index + 1, network)
     forward, backward, allreduce = np.array(rows).T.copy()
     return pipeline_latency(forward, backward, allreduce, plan.micro_batches)

@@ -7,9 +7,9 @@ from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 
 
 def plan_dp(problem: PlanningProblem) -> PlannerResult | None:
-    """One stage on all devices; the number of micro-batches by the simulator. None where it does not fit.
+    """Return one stage on all devices, with the number of micro-batches that is fastest in the simulator.
 
-    AllReduce comes after the last backward, or during it where the problem says ``overlap``.
+    AllReduce comes after the last backward, or runs during it if the problem has ``overlap``. None if it does not fit.
     """
     found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

@@ -1,4 +1,4 @@
-"""A decision in words: the plan as the paper writes it, what it will cost, and why the others lost."""
+"""Text for users: a plan in the paper's notation, its prediction, and why the runners-up are slower."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile
+from profiler.units import format_seconds_fixed
 
 
 def notation(plan: Plan) -> str:
-    """``DP``, ``straight``, ``one device``, or the replicas of each stage such as ``8:8`` (DAPPLE, section VI.B)."""
+    """Return ``DP``, ``straight``, ``one device``, or the replicas of each stage: ``8:8`` (DAPPLE, section VI.B)."""
     if len(plan.stages) == 1:
         return "DP" if plan.replicas[0] > 1 else "one device"
     if set(plan.replicas) == {1}:
@@ -19,12 +20,12 @@ def notation(plan: Plan) -> str:
 
 
 def split_positions(plan: Plan) -> str:
-    """How many layers each stage has, such as ``23:25``."""
+    """Return the number of layers of each stage, such as ``23:25``."""
     return ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in plan.stages)
 
 
 def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
-    """The plan and its prediction in a few lines."""
+    """Return the plan and its predicted step in a few lines."""
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
         f"{plan.micro_batch_size} samples, schedule {abbreviate_schedule(plan.schedule)}"
@@ -39,6 +40,7 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
+    """Return what is re-computed, for the plan's first line."""
     if isinstance(plan.recompute, bool):
         return ", recompute" if plan.recompute else ""
     return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
@@ -46,47 +48,51 @@ def _recomputed(plan: Plan) -> str:
 
 def describe_result(
     problem: PlanningProblem,
-    decision: PlannerResult,
-    planned: tuple[Plan, Timeline],
-    others: list[tuple[Plan, Timeline]],
+    result: PlannerResult,
+    chosen: tuple[Plan, Timeline],
+    runners_up: list[tuple[Plan, Timeline]],
 ) -> str:
-    """Why the runners-up lost, and whether anything better can be."""
+    """Return by how much and why the runners-up are slower, and whether a faster plan can exist.
+
+    ``chosen``, ``runners_up``: the plans of ``result`` with their simulated steps (``predict_plan``).
+    """
     lines = []
-    for candidate, (plan, timeline) in zip(decision.runners_up, others, strict=True):
-        lines.append(f"{_name(candidate, plan)}: {_difference(planned, (plan, timeline))}")
-    if decision.formula_seconds is not None:
-        lines.append(f"latency by the paper's formulas 1 to 3: {_ms(decision.formula_seconds)}")
-    if decision.proven_optimal:
+    for candidate, (plan, timeline) in zip(result.runners_up, runners_up, strict=True):
+        lines.append(f"{_name(candidate, plan)}: {_difference(chosen, (plan, timeline))}")
+    if result.formula_seconds is not None:
+        lines.append(f"latency by the paper's formulas 1 to 3: {format_seconds_fixed(result.formula_seconds)}")
+    if result.proven_optimal:
         lines.append("no plan of the search space is faster in the simulator")
-    if not problem.profile.timings and planned[0].micro_batch_size < problem.profile.batch_size * max(
-        planned[0].replicas
-    ):
+    batch_size, plan = problem.profile.batch_size, chosen[0]
+    if not problem.profile.timings and plan.micro_batch_size < batch_size * max(plan.replicas):
         lines.append(
-            f"the profile has one batch size ({problem.profile.batch_size}); smaller slices were taken as "
-            "proportionally faster: profile at several batch sizes for a surer choice of the micro-batch"
+            f"the profile has times of one batch size ({batch_size}); times of smaller slices were assumed "
+            "proportional: profile several batch sizes to choose the micro-batch size more reliably"
         )
     return "\n".join(lines)
 
 
 def _name(candidate: Candidate, plan: Plan) -> str:
+    """Return a runner-up's notation, origin, micro-batches and schedule."""
     kind = notation(plan)
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
     return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {abbreviate_schedule(plan.schedule)}"
 
 
-def _difference(planned: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
-    """By how much the other is slower, and the part of the step where it loses most."""
-    ours, theirs = _parts(*planned), _parts(*other)
-    seconds, least = other[1].step_seconds, planned[1].step_seconds
+def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
+    """Return by how much the other plan is slower, and the part of the step where it loses most."""
+    parts, other_parts = _parts(*chosen), _parts(*other)
+    least, seconds = chosen[1].step_seconds, other[1].step_seconds
     if seconds - least <= least * 1e-6:
-        return f"{_ms(seconds)}, as fast"
-    part = max(theirs, key=lambda name: theirs[name] - ours[name])
-    more = f"{seconds / least - 1:.1%} " if least else ""  # a model whose layers take no time can have a step of none
-    return f"{_ms(seconds)}, {more}slower: {part} {_ms(theirs[part])} against {_ms(ours[part])}"
+        return f"{format_seconds_fixed(seconds)}, as fast"
+    part = max(other_parts, key=lambda name: other_parts[name] - parts[name])
+    more = f"{seconds / least - 1:.1%} " if least else ""  # the step of a model whose layers take no time can be 0 s
+    loss = f"{part} {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
+    return f"{format_seconds_fixed(seconds)}, {more}slower: {loss}"
 
 
 def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """The step's seconds shared out over what makes it long."""
+    """Return the seconds of the step, divided among computation, AllReduce and waiting."""
     compute = [plan.micro_batches * (c.forward_seconds + c.backward_seconds) for c in timeline.costs]
     exposed = max(c.exposed_seconds for c in timeline.costs)
     return {
@@ -97,8 +103,5 @@ def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
 
 
 def _short(name: str) -> str:
+    """Return the first 60 characters of a layer's name."""
     return name if len(name) <= 60 else name[:57] + "..."
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

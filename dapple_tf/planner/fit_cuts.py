@@ -1,11 +1,13 @@
-"""The best cuts for stages whose devices are given: the busiest stage as quick as it can be."""
+"""The best cuts for given devices of each stage: the busiest stage is as fast as possible."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import PlanningProblem
@@ -14,43 +16,37 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 
 
+class _CutCosts(NamedTuple):
+    """Costs of N blocks in S stages with given devices: seconds of the step, bytes of one micro-batch."""
+
+    compute: Floats  # [replica counts, N] seconds of forward and backward
+    row: Integers  # [S] row of each stage's replica count
+    replicas: Integers  # [S]
+    allreduce_seconds_per_byte: Floats  # [S]
+    transfer: Floats  # [S, 2] latency (seconds) and seconds per byte of the transfer into each stage
+    parameter_bytes: Floats  # [N]
+    boundary_bytes: Floats  # [N] that cross the cut before each block
+    stash_bytes: Floats  # [N]
+    working_bytes: Floats  # [N]
+    splittable: NDArray[np.bool_]  # [N] whether stages of unequal replica counts can meet before each block
+    micro_batches: int
+    fixed_bytes_per_parameter_byte: float
+    memory_bytes: float
+    recompute: bool
+
+
 def fit_cuts(
     problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int
 ) -> tuple[StagePlan, ...] | None:
-    """Stages on these ``devices``, cut so that the largest of M (F + B) + AllReduce, and of M transfers, is least.
+    """Return stages on these ``devices``, cut so that the largest of M (F + B) + AllReduce and M transfers is least.
 
-    None where no cut fits the memory (of one micro-batch in flight), or there are more stages than blocks.
+    M is the number of micro-batches. None if no cut fits the memory with one micro-batch in flight, or if there are
+    more stages than blocks of layers.
     """
-    chain, homes = problem.chain, problem.cluster.homes
+    chain = problem.chain
     if len(devices) > len(chain.parameter_bytes):
         return None
-    links = link_tables(problem.cluster)
-    servers = [[homes[d] for d in stage] for stage in devices]
-    replicas = np.array([len(stage) for stage in devices], np.int64)
-    distinct, row = np.unique(replicas, return_inverse=True)
-    seconds = [sum(chain.block_seconds(micro_batch_size / r)) for r in distinct]
-    if problem.recompute:
-        seconds = [
-            both + chain.block_seconds(micro_batch_size / r)[0] for r, both in zip(distinct, seconds, strict=True)
-        ]
-    sends = [(0.0, 0.0), *(transfer_cost(a, b, links) for a, b in itertools.pairwise(servers))]
-    scale = micro_batch_size / problem.profile.batch_size
-    starts = _fit(
-        np.array(seconds),
-        row,
-        replicas,
-        np.array([allreduce_cost(stage, links) for stage in servers]),
-        np.array(sends),
-        chain.parameter_bytes,
-        np.concatenate([[0.0], chain.crossing_bytes]) * scale,
-        chain.stash_bytes * scale,
-        chain.working_bytes * scale,
-        np.concatenate([[True], chain.splittable]),
-        problem.global_batch_size // micro_batch_size,
-        2.0 + problem.optimizer_slots,
-        usable_bytes(problem.cluster.device_memory),
-        bool(problem.recompute),
-    )
+    starts = _fit(_cut_costs(problem, devices, micro_batch_size))
     if len(starts) == 0:
         return None
     bounds = [chain.positions[start] for start in starts] + [len(problem.profile.layers)]
@@ -59,41 +55,57 @@ def fit_cuts(
     )
 
 
+def _cut_costs(problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int) -> _CutCosts:
+    chain, homes, links = problem.chain, problem.cluster.homes, link_tables(problem.cluster)
+    servers = [[homes[d] for d in stage] for stage in devices]
+    replicas = np.array([len(stage) for stage in devices], np.int64)
+    counts, row = np.unique(replicas, return_inverse=True)
+    compute = []
+    for r in counts:
+        forward, backward = chain.block_seconds(micro_batch_size / r)
+        compute.append(forward + backward + forward if problem.recompute else forward + backward)
+    scale = micro_batch_size / problem.profile.batch_size
+    return _CutCosts(
+        compute=np.array(compute),
+        row=row,
+        replicas=replicas,
+        allreduce_seconds_per_byte=np.array([allreduce_cost(stage, links) for stage in servers]),
+        transfer=np.array([(0.0, 0.0), *(transfer_cost(a, b, links) for a, b in itertools.pairwise(servers))]),
+        parameter_bytes=chain.parameter_bytes,
+        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes]) * scale,
+        stash_bytes=chain.stash_bytes * scale,
+        working_bytes=chain.working_bytes * scale,
+        splittable=np.concatenate([[True], chain.splittable]),
+        micro_batches=problem.global_batch_size // micro_batch_size,
+        fixed_bytes_per_parameter_byte=2.0 + problem.optimizer_slots,
+        memory_bytes=usable_bytes(problem.cluster.device_memory),
+        recompute=bool(problem.recompute),
+    )
+
+
 @compiled
-def _fit(
-    seconds: Floats,
-    row: Integers,
-    replicas: Integers,
-    ring: Floats,
-    sends: Floats,
-    parameters: Floats,
-    crossing: Floats,
-    stash: Floats,
-    working: Floats,
-    splittable: Integers,
-    micro_batches: int,
-    bytes_per_parameter_byte: float,
-    memory: float,
-    recompute: bool,
-) -> Integers:
-    """The first block of each stage; empty where nothing fits. By dynamic programming over (stages, blocks)."""
-    stages, n = len(row), len(parameters)
-    best = np.full(n + 1, np.inf)  # of the blocks before each place, in the stages so far
+def _fit(c: _CutCosts) -> Integers:
+    """Return the first block of each stage; empty if nothing fits. By dynamic programming over (stages, blocks)."""
+    stages, n = len(c.row), len(c.parameter_bytes)
+    best = np.full(n + 1, np.inf)  # best[i]: the busiest stage (seconds) with the first i blocks in the stages so far
     best[0] = 0.0
     choice = np.zeros((stages, n + 1), np.int64)
     for s in range(stages):
         following = np.full(n + 1, np.inf)
+        r = c.replicas[s]
         for start in range(s, n):
-            if best[start] == np.inf or (s and replicas[s] != replicas[s - 1] and not splittable[start]):
+            if best[start] == np.inf or (s and r != c.replicas[s - 1] and not c.splittable[start]):
                 continue
-            moved = micro_batches * (sends[s, 0] + sends[s, 1] * crossing[start]) if s else 0.0
-            busy, held, kept, work = 0.0, 0.0, 0.0, 0.0
+            entering = c.boundary_bytes[start]
+            moved = c.micro_batches * (c.transfer[s, 0] + c.transfer[s, 1] * entering) if s else 0.0
+            busy, fixed, stash, work = 0.0, 0.0, 0.0, 0.0
             for end in range(start + 1, n + 1 - (stages - 1 - s)):
-                busy += micro_batches * seconds[row[s], end - 1] + ring[s] * parameters[end - 1]
-                held += parameters[end - 1] * bytes_per_parameter_byte
-                kept += stash[end - 1] / replicas[s]
-                work = max(work, working[end - 1] / replicas[s])
-                if held + kept + work + (crossing[start] / replicas[s] if recompute else 0.0) > memory:
+                parameters = c.parameter_bytes[end - 1]
+                busy += c.micro_batches * c.compute[c.row[s], end - 1] + c.allreduce_seconds_per_byte[s] * parameters
+                fixed += parameters * c.fixed_bytes_per_parameter_byte
+                stash += c.stash_bytes[end - 1] / r
+                work = max(work, c.working_bytes[end - 1] / r)
+                if fixed + stash + work + (entering / r if c.recompute else 0.0) > c.memory_bytes:
                     break
                 largest = max(best[start], moved, busy)
                 if largest < following[end]:

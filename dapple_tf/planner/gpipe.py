@@ -10,19 +10,19 @@ from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 
 
 def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> PlannerResult | None:
-    """Even stages (torchgpipe's block partition), one device each; by default as many as devices and cuts allow.
+    """Return even stages (torchgpipe's block partition) of one device each; by default as many as possible.
 
-    All micro-batches go forward first, unless the problem names another schedule. None where it does not fit. Raises
-    PlanError for more stages than devices or blocks of layers.
+    All forwards come first, unless the problem names another schedule. None if it does not fit the memory. Raises
+    PlanError for more stages than devices, or than blocks of layers.
     """
-    most = min(problem.cluster.devices, len(problem.chain.parameter_bytes))
+    blocks = len(problem.chain.parameter_bytes)
+    most = min(problem.cluster.devices, blocks)
     count = most if stages is None else stages
     if not 1 <= count <= most:
         raise PlanError(
-            f"{count} stages are wanted, but {problem.profile.model!r} on {problem.cluster.devices} devices can have "
-            f"1 to {most}: the profile has {len(problem.profile.layers)} layers that make "
-            f"{len(problem.chain.parameter_bytes)} blocks with work between its cuts"
+            f"stages={count}: {problem.profile.model!r} on {problem.cluster.devices} devices can have 1 to {most} "
+            f"stages; its {len(problem.profile.layers)} layers form {blocks} blocks that can be a stage"
         )
-    named = replace(problem, schedule="gpipe") if problem.schedule == "auto" else problem
-    found = named.evaluate_all_sizes(even_pipeline(named, count), "straight")
+    scheduled = replace(problem, schedule="gpipe") if problem.schedule == "auto" else problem
+    found = scheduled.evaluate_all_sizes(even_pipeline(scheduled, count), "straight")
     return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

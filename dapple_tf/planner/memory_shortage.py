@@ -1,4 +1,4 @@
-"""Why no plan fits the devices' memory, and what would."""
+"""Error messages where no plan fits the devices' memory: which stage lacks how many bytes, and what would fit."""
 
 from __future__ import annotations
 
@@ -13,45 +13,51 @@ from profiler.units import format_bytes
 
 
 def describe_shortage(problem: PlanningProblem) -> str:
-    """The stage that lacks most where the layers are spread as evenly by memory as they can be, and the remedies."""
+    """Return which stage lacks most bytes when layers are balanced by memory, and what would make the model fit."""
     size = problem.micro_batch_sizes[0]
-    need, first, last = _tightest(problem, size, problem.cluster.devices)
+    need, first, last = _largest_stage(problem, size, problem.cluster.devices)
     layers = problem.profile.layers
     memory = problem.cluster.device_memory
     text = (
-        f"{problem.profile.model!r} does not fit {problem.cluster.devices} devices of {format_bytes(memory)}: even "
-        f"spread for memory, with one micro-batch of {size} samples in flight, the stage of layers {first} to {last} "
-        f"({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
+        f"{problem.profile.model!r} does not fit {problem.cluster.devices} devices of {format_bytes(memory)}: with "
+        f"stages balanced by memory and one micro-batch of {size} samples in flight, the stage of layers {first} to "
+        f"{last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
         f"{format_bytes(need - memory)}"
     )
-    if not problem.recompute:  # backward would make all of the stash again
-        text += ". Recompute would not help: it saves nothing of a micro-batch that is alone in flight"
+    if not problem.recompute:  # backward would compute the whole stash again
+        text += ". Re-computation would not help: it saves nothing of a single micro-batch in flight"
     remedies = _remedies(problem, size)
     if remedies:
         return f"{text}. It would fit with {', or with '.join(remedies)}"
-    return f"{text}. No number of such devices would do, nor smaller micro-batches: cut the model finer"
+    return (
+        f"{text}. Neither more devices nor smaller micro-batches would be enough: divide the model's largest layers "
+        "into smaller ones"
+    )
 
 
 def _remedies(problem: PlanningProblem, size: int) -> list[str]:
-    """What would do, each of itself, or else smaller micro-batches and more devices together."""
+    """Return what would be enough, each on its own; else smaller micro-batches and more devices together."""
     memory, devices = usable_bytes(problem.cluster.device_memory), problem.cluster.devices
     smaller = [divisor for divisor in list_micro_batch_sizes(problem.global_batch_size, None) if divisor < size][::-1]
     more = range(devices + 1, len(problem.chain.parameter_bytes) + 1)
-    less = next((b for b in smaller if _tightest(problem, b, devices)[0] <= memory), None)
-    count = next((n for n in more if _tightest(problem, size, n)[0] <= memory), None)
+    less = next((b for b in smaller if _largest_stage(problem, b, devices)[0] <= memory), None)
+    count = next((n for n in more if _largest_stage(problem, size, n)[0] <= memory), None)
     found = [] if less is None else [f"micro-batches of {less} samples"]
     if count is not None:
         found.append(f"{count} devices")
-    if problem.recompute and _tightest(replace(problem, recompute=False), size, devices)[0] <= memory:
-        found.append("no recompute")  # what enters a stage, kept beside all that is made again, was too much
+    if problem.recompute and _largest_stage(replace(problem, recompute=False), size, devices)[0] <= memory:
+        found.append("no recompute")  # the stashed input of a stage, beside all that is computed again, is too much
     if not found:
-        both = ((b, n) for b in smaller for n in more if _tightest(problem, b, n)[0] <= memory)
+        both = ((b, n) for b in smaller for n in more if _largest_stage(problem, b, n)[0] <= memory)
         found = [f"micro-batches of {b} samples and {n} devices" for b, n in itertools.islice(both, 1)]
     return found
 
 
-def _tightest(problem: PlanningProblem, size: int, devices: int) -> tuple[float, int, int]:
-    """The largest need (bytes) of a stage, and its first and last layer, over even stages of one device each."""
+def _largest_stage(problem: PlanningProblem, size: int, devices: int) -> tuple[float, int, int]:
+    """Return the bytes, first layer and last layer of the largest of stages balanced by memory, one device each.
+
+    ``size``: samples of the one micro-batch in flight.
+    """
     chain, scale = problem.chain, size / problem.profile.batch_size
     fixed = chain.parameter_bytes * (2 + problem.optimizer_slots)
     starts = even_starts(fixed + chain.stash_bytes * scale, min(devices, len(fixed)))

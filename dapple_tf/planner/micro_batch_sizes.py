@@ -1,4 +1,4 @@
-"""Which micro-batch sizes to search first: a good plan early spares the others much of their search."""
+"""Micro-batch sizes: which are possible, and in which order to search them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from collections.abc import Iterable
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
-_MOST_TRANSITIONS = 300_000_000  # over all sizes
+_MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _MOST_MICRO_BATCHES = 16384  # more take long to simulate, and hide no bubble that fewer do not
 
 
-def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -> tuple[int, ...]:
-    """The sizes, those first at which the ``candidates`` do best; only the first where all are too much work."""
-    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
-    for candidate in candidates:
-        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
-    count = max(2, _MOST_TRANSITIONS // sum(space.search_steps for space in problem.search_spaces))
-    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]
-
-
 def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:
-    """The sizes that divide the global batch into at most 16384 micro-batches, or the one wanted.
+    """Return the sizes (samples) that divide the global batch into at most 16384 micro-batches, or the ``wanted`` one.
 
-    Raises PlanError for sizes below 1, or one that does not divide the batch.
+    Raises PlanError if the global batch is empty, or if ``wanted`` does not divide it.
     """
     if global_batch_size < 1:
         raise PlanError(f"global_batch_size is {global_batch_size}; it must be at least 1")
@@ -39,3 +30,16 @@ def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[
             f"use {' or '.join(map(str, near))}"
         )
     return (wanted,)
+
+
+def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -> tuple[int, ...]:
+    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
+
+    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
+    first are returned, at least two.
+    """
+    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
+    for candidate in candidates:
+        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
+    count = max(2, _MOST_SEARCH_STEPS // sum(space.search_steps for space in problem.search_spaces))
+    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]

@@ -1,4 +1,4 @@
-"""What a planner is asked, and what it answers."""
+"""What a planner gets and returns: a planning problem, candidate plans, and the planner's result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from profiler.profile import Profile
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Plan ``profile`` on ``cluster`` for a global batch (samples), with any of these micro-batch sizes (ascending).
+    """Plan ``profile`` on ``cluster`` for a global batch (samples) with one of these micro-batch sizes (ascending).
 
-    ``schedule`` is a name, or "auto" for the best policy. ``optimizer_slots``: values the optimizer keeps of each
-    weight. ``recompute``: as in ``Plan``, but what is searched has all layers re-computed or none. ``overlap``:
-    AllReduce during the last backward.
+    ``schedule``: a name, or "auto" for the fastest policy. ``recompute``: as in ``Plan``, but the searches re-compute
+    all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs
+    during the last backward.
     """
 
     profile: Profile
@@ -40,16 +40,16 @@ class PlanningProblem:
 
     @cached_property
     def chain(self) -> Chain:
-        """The profile's blocks."""
+        """The profile as a chain of blocks."""
         return linearise(self.profile)
 
     @cached_property
     def search_spaces(self) -> tuple[SearchSpace, ...]:
-        """What is searched; one space where it is everything."""
+        """The spaces to search, at each micro-batch size; see ``find_search_spaces``."""
         return find_search_spaces(self.chain, self.cluster)
 
     def cost_tables(self, space: SearchSpace, micro_batch_size: int) -> CostTables:
-        """The search's tables for one micro-batch size."""
+        """Return the tables for a search of ``space`` with this micro-batch size."""
         return make_cost_tables(
             space,
             self.global_batch_size,
@@ -61,16 +61,16 @@ class PlanningProblem:
         )
 
     def stage_plans(self, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
-        """The stages of a plan that the search of ``space`` found."""
+        """Return the stages of a plan found in ``space``, with layers and devices."""
         positions = space.chain.positions
         bounds = [positions[start] for start in found.starts] + [len(self.profile.layers)]
         return tuple(
-            StagePlan(first, end - 1, device_indices(self.cluster, space.placements.items[place], space.order))
-            for first, end, place in zip(bounds, bounds[1:], found.placements, strict=False)
+            StagePlan(first, end - 1, device_indices(self.cluster, space.placements.items[placement], space.order))
+            for first, end, placement in zip(bounds, bounds[1:], found.placements, strict=False)
         )
 
     def make_plan(self, stages: Sequence[StagePlan], micro_batch_size: int, schedule: str, planner: str) -> Plan:
-        """A plan of these stages for this problem."""
+        """Return the plan with these stages, without a prediction; ``planner``: the name in its file."""
         return Plan(
             model=self.profile.model,
             planner=planner,
@@ -84,12 +84,14 @@ class PlanningProblem:
         )
 
     def evaluate(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
-        """These stages under the best schedule allowed, by the simulator; None where they do not fit."""
+        """Simulate these stages under the fastest schedule allowed.
+
+        None if they do not fit the memory, or if some replica would get no sample. ``origin``: see ``Candidate``.
+        """
         if max(stage.replicas for stage in stages) > micro_batch_size:
             return None
-        plan = self.make_plan(
-            stages, micro_batch_size, "dapple-a" if self.schedule == "auto" else self.schedule, origin
-        )
+        schedule = "dapple-a" if self.schedule == "auto" else self.schedule  # the costs are the same for all policies
+        plan = self.make_plan(stages, micro_batch_size, schedule, origin)
         costs = stage_cost_arrays(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
         found = fastest_schedule(costs, plan.micro_batches, usable_bytes(self.cluster.device_memory), self.schedule)
         if found.seconds == float("inf"):
@@ -97,14 +99,18 @@ class PlanningProblem:
         return Candidate(tuple(stages), micro_batch_size, found.schedule, found.seconds, origin)
 
     def evaluate_all_sizes(self, stages: Sequence[StagePlan], origin: str) -> list[Candidate]:
-        """``evaluate`` at every micro-batch size at which the stages fit."""
+        """Simulate these stages at every micro-batch size; return what fits."""
         found = [self.evaluate(stages, size, origin) for size in self.micro_batch_sizes]
         return [candidate for candidate in found if candidate is not None]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages under a schedule, and what the simulator says of them; ``origin``: where they came from."""
+    """Stages under a schedule, and the simulated ``seconds`` of a step.
+
+    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages" or "DAPPLE's
+    formulas".
+    """
 
     stages: tuple[StagePlan, ...]
     micro_batch_size: int
@@ -115,9 +121,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlannerResult:
-    """What a planner chose, and the best of each other origin, by seconds.
+    """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
 
-    ``proven``: no plan of the search space is faster. ``latency``: formula 2's seconds, where the planner went by it.
+    ``proven_optimal``: no plan of the search space is faster in the simulator. ``formula_seconds``: the latency by
+    formula 2, if the planner chose by it.
     """
 
     chosen: Candidate

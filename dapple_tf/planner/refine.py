@@ -1,4 +1,4 @@
-"""Better plans near a good one, by the simulator."""
+"""Local search in the simulator: small moves that make a good plan faster."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
 
-def refine(problem: PlanningProblem, candidate: Candidate, tries: int) -> Candidate:
-    """Move cuts, and devices between neighbouring stages, one at a time, as long as the simulated step shrinks.
+def refine(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:
+    """Return the candidate after moving cuts, and devices between neighbouring stages, while its step gets shorter.
 
-    At most ``tries`` plans are simulated.
+    Each move is one cut by one block, or one device. At most ``moves`` plans are simulated. The micro-batch size stays.
     """
     best = candidate
     improved = True
     while improved:
         improved = False
         for stages in _neighbours(problem, best):
-            if tries == 0:
+            if moves == 0:
                 return best
-            tries -= 1
+            moves -= 1
             found = problem.evaluate(stages, best.micro_batch_size, candidate.origin)
             if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                 best, improved = found, True
@@ -30,12 +30,12 @@ def refine(problem: PlanningProblem, candidate: Candidate, tries: int) -> Candid
 
 
 def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
-    """Plans one move away: a cut a block further, or a device on the other side of a boundary."""
+    """Yield the plans one move away: one cut a block further, or one device on the other side of a boundary."""
     stages, positions = candidate.stages, problem.chain.positions
-    place = {position: index for index, position in enumerate(positions)}
+    index_of = {position: index for index, position in enumerate(positions)}
     unsplittable = set(problem.profile.unsplittable)
     for index, (left, right) in enumerate(pairwise(stages)):
-        cut, joined, own = place[right.first_layer], left.devices + right.devices, left.replicas
+        cut, joined, own = index_of[right.first_layer], left.devices + right.devices, left.replicas
         firsts = [
             first for first in (positions[cut - 1], positions[cut + 1]) if left.first_layer < first <= right.last_layer
         ]
@@ -46,10 +46,10 @@ def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tupl
                 StagePlan(first, right.last_layer, joined[count:]),
             )
             changed = (*stages[:index], *moved, *stages[index + 2 :])
-            if _splits(changed, unsplittable):
+            if _can_split(changed, unsplittable):
                 yield changed
 
 
-def _splits(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
-    """Whether stages of unequal replicas meet only where what crosses can be split."""
+def _can_split(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
+    """Return whether stages of unequal replica counts meet only at cuts whose tensors can be split."""
     return not any(a.replicas != b.replicas and b.first_layer in unsplittable for a, b in pairwise(stages))

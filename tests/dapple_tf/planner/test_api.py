@@ -40,8 +40,8 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
         ({"micro_batch_size": 0}, "micro_batch_size=0 does not divide global_batch_size=8"),
         ({"batch": 0}, "global_batch_size is 0; it must be at least 1"),
         ({"optimizer_slots": -1}, "optimizer_slots is -1; it must be at least 0"),
-        ({"planner": "gpipe", "stages": 5}, "5 stages are wanted, but 'net' on 4 devices can have 1 to 4"),
-        ({"planner": "gpipe", "stages": 0}, "0 stages are wanted, but 'net' on 4 devices can have 1 to 4"),
+        ({"planner": "gpipe", "stages": 5}, "stages=5: 'net' on 4 devices can have 1 to 4 stages"),
+        ({"planner": "gpipe", "stages": 0}, "stages=0: 'net' on 4 devices can have 1 to 4 stages"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
@@ -51,7 +51,7 @@ def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
 
 def test_more_stages_than_blocks_of_layers() -> None:
     profile = make_profile((1, 1), (1, 1), (0, 0, 5), (1, 1), uncuttable=(1,))
-    with pytest.raises(PlanError, match=r"3 stages are wanted, .* the profile has 4 layers that make 2 blocks"):
+    with pytest.raises(PlanError, match=r"stages=3: .* its 4 layers form 2 blocks that can be a stage"):
         plan(profile, planner="gpipe", stages=3)
 
 
@@ -68,7 +68,7 @@ def test_zb_h1_is_planned_and_holds_fewer_where_memory_is_short() -> None:
     assert tight.schedule == "zb-h1:D=2"
     assert tight.predicted
     assert tight.predicted["peak_memory_bytes"] == [40 + 4 * 2] * 3
-    with pytest.raises(PlanError, match=r"nothing that planner .gpipe. may choose fits|does not fit"):
+    with pytest.raises(PlanError, match=r"planner .gpipe. has no plan that fits|does not fit"):
         plan(profile, make_cluster(3, memory=42), schedule="zb-h1", **options)
 
 
@@ -90,7 +90,9 @@ def test_a_schedule_that_does_not_exist() -> None:
 def test_what_one_planner_may_not_do_another_may() -> None:
     profile = make_profile(*[(1, 2, 1, 4, 100)] * 4)
     cluster = make_cluster(4, memory=420)  # one layer's 400 bytes a device
-    with pytest.raises(PlanError, match=r"planner 'dp' may choose fits the devices' memory, .* 'best' finds a plan"):
+    with pytest.raises(
+        PlanError, match=r"planner 'dp' has no plan that fits the devices' memory .*: use planner 'best'"
+    ):
         plan(profile, cluster, planner="dp")
     found = plan(profile, cluster)
     assert found.replicas == (1, 1, 1, 1)
@@ -100,7 +102,9 @@ def test_what_one_planner_may_not_do_another_may() -> None:
 def test_more_devices_than_samples() -> None:
     one = make_profile((1, 2, 8, 4, 10))
     for planner in ("dp", "dapple"):
-        with pytest.raises(PlanError, match=rf"'{planner}' may choose .* a sample for each replica: planner 'best'"):
+        with pytest.raises(
+            PlanError, match=rf"'{planner}' has no plan .* one sample for each replica: use planner 'best'"
+        ):
             plan(one, make_cluster(2), planner=planner, micro_batch_size=1)
     assert plan(one, make_cluster(2), micro_batch_size=1).replicas == (1,)
 
@@ -148,9 +152,9 @@ def test_the_shortage_is_named_in_bytes_and_layers() -> None:
         plan(cluster=make_cluster(4, memory=100), micro_batch_size=8)
     # A layer's 40 fixed bytes, 80 kept and a working set of 32 (input and output) of 8 samples.
     assert str(caught.value).startswith(
-        "'net' does not fit 4 devices of 100 B: even spread for memory, with one micro-batch of 8 samples in flight, "
-        "the stage of layers 3 to 3 (layer3 .. layer3) needs 152 B and lacks 52 B. Recompute would not help: it "
-        "saves nothing of a micro-batch that is alone in flight. It would fit with "
+        "'net' does not fit 4 devices of 100 B: with stages balanced by memory and one micro-batch of 8 samples in "
+        "flight, the stage of layers 3 to 3 (layer3 .. layer3) needs 152 B and lacks 52 B. Re-computation would not "
+        "help: it saves nothing of a single micro-batch in flight. It would fit with "
     )
 
 
@@ -188,7 +192,7 @@ def test_what_is_advised_is_true(
     found = text.partition("It would fit with ")[2]
     advice = found.split(", or with ") if found else []
     if not remedies:
-        assert text.endswith("No number of such devices would do, nor smaller micro-batches: cut the model finer")
+        assert text.endswith(": divide the model's largest layers into smaller ones")
     assert advice == remedies
     for one in advice:
         planned = follow(one, profile, cluster, options)

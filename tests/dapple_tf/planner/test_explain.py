@@ -77,7 +77,7 @@ def test_runners_up_lost_by_so_much_and_where() -> None:
 
 
 def test_small_slices_of_one_measured_batch_are_doubted() -> None:
-    doubt = "the profile has one batch size (4); smaller slices were taken as proportionally faster"
+    doubt = "the profile has times of one batch size (4); times of smaller slices were assumed proportional"
     assert doubt in say(PROFILE, make_cluster(2))
     assert doubt not in say(PROFILE, make_cluster(1), micro_batch_size=4)
     timed = make_profile(*[(1, 2, 4, 4, 10)] * 2, timings=(Timing(8, (2, 2), (4, 4)),))
