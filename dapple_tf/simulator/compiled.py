@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+
+# Where colorama is installed, numba would let it wrap sys.stdout, and print an escape sequence when the process ends:
+# behind the JSON object that is to be the last line.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 import numba
 import numpy as np
