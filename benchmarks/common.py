@@ -59,7 +59,7 @@ def run_on_cores(module: str, cores: Sequence[int], *arguments: str, timeout: fl
 
 
 def run_ranks(module: str, ranks: int, *arguments: str, timeout: float = 600, options: Sequence[str] = ()) -> Any:
-    """Run ``python -m module arguments`` as so many ranks under mpirun; return the JSON of rank 0's last line.
+    """Run ``python -m module arguments`` as ``ranks`` ranks under mpirun; return the JSON of rank 0's last line.
 
     ``options``: further ones of mpirun. Raises RuntimeError with the end of the errors where a rank fails.
     """

@@ -36,7 +36,7 @@ for _command in (train, plain, verify, profile, plan, simulate, timeline):
 def main() -> None:
     """Run the command line, and exit with its code.
 
-    An error of dapple_tf is one line on stderr, not a traceback. In a job the other ranks are told of it; an error that
+    An error of dapple_tf is one line on stderr, not a traceback. In a job the other ranks are notified; an error that
     every rank has is printed by one of them, and only rank 0 explains the usage.
     """
     try:
