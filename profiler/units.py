@@ -83,6 +83,14 @@ def format_bytes(count: float, digits: int = 3) -> str:
     return f"{count / size:.{digits}g} {unit}"
 
 
+def format_megabytes(count: float) -> str:
+    """Return bytes in millions, with two to three significant digits: ``0.02``, ``3.1``, ``412``."""
+    value = count / 1e6
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 def scale_time(seconds: float) -> tuple[float, str]:
     """Return the unit in which ``seconds`` reads well: units per second, and the unit's name (s, ms or µs)."""
     if seconds >= 1 or seconds == 0:

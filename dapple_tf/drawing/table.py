@@ -30,11 +30,3 @@ def format_table(
     )
     console.print(table)
     return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
-def format_megabytes(count: float) -> str:
-    """Return bytes in millions, with two to three significant digits: ``0.02``, ``3.1``, ``412``."""
-    value = count / 1e6
-    if value == 0:
-        return "0"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

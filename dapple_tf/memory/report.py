@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.drawing.table import format_megabytes, format_table
+from dapple_tf.drawing.table import format_table
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.schedule import Schedule, most_in_flight
+from profiler.units import format_megabytes
 
 DeviceMeasurement = tuple[int | None, MeasuredMemory]
 """A device of the plan and its measured memory; None where all devices of the process are measured together."""

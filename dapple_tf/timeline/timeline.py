@@ -33,6 +33,10 @@ class Utilisation(tuple[float, ...]):
         utilisation._by_device = by_device
         return utilisation
 
+    def __getnewargs__(self) -> tuple[tuple[float, ...], dict[str, float]]:
+        """Return what makes an equal object, for copies and pickles."""
+        return tuple(self), self._by_device
+
     def __call__(self, device: str) -> float:
         """Return the fraction of the step in which ``device`` runs an action."""
         return self._by_device[device]

@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.drawing.table import format_megabytes
 from dapple_tf.errors import StepError, UsageError
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
@@ -24,6 +23,7 @@ from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
+from profiler.units import format_megabytes
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.equality.small_models import data, weights
 from tests.paths import ROOT

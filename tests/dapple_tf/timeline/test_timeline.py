@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -175,3 +177,10 @@ def test_times_of_several_ranks_become_one_timeline() -> None:
     assert found.seconds == 6.5
     assert found.utilisation("rank:1") == pytest.approx(0.5 / 6.5)
     assert found.bubble == pytest.approx(1 - 1.5 / 13)
+
+
+def test_a_timeline_can_be_copied() -> None:
+    assert TWO.utilisation("/device:CPU:0") == 0.5  # computed before it is copied
+    copied = pickle.loads(pickle.dumps(TWO))
+    assert copied == TWO
+    assert copied.utilisation("/device:CPU:0") == 0.5
