@@ -1,4 +1,4 @@
-"""How long planning takes: the published profiles on 16 devices, and a curve over layers and devices."""
+"""Seconds of planning: the published profiles on 16 devices, and a curve over layers and devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HPGO = {"others": "0.2 to 6.9 s", "gnmt": "346 s or more"}
 
 
 def run() -> Iterator[Row]:
-    """Seconds of a warm planner: each shared profile and config, then synthetic layers on up to 128 servers."""
+    """Yield the seconds of a warm planner: each profile and config, then synthetic layers on up to 128 servers."""
     yield from _published()
     yield from _curve()
 
@@ -32,13 +32,13 @@ def _published() -> Iterator[Row]:
         return
     for model in (*MODELS, BERT_LARGE):
         wanted, hpgo = (2.0, HPGO["gnmt"]) if model is GNMT else (0.1, HPGO["others"])
-        told, worst = [], 0.0
+        texts, worst = [], 0.0
         for letter in "abc":
             seconds = measure(read_profile(model), config(letter), model.global_batch)
-            told.append(f"{letter.upper()} {seconds * 1e3:.0f} ms")
+            texts.append(f"{letter.upper()} {seconds * 1e3:.0f} ms")
             worst = max(worst, seconds)
         figure = f"{model.title}{', its DAG' if model is GNMT else ''}, 16 devices: median of {RUNS}"
-        yield Row(figure, f"at most {wanted} s (HPGO: {hpgo})", ", ".join(told), worst <= wanted)
+        yield Row(figure, f"at most {wanted} s (HPGO: {hpgo})", ", ".join(texts), worst <= wanted)
 
 
 def _curve() -> Iterator[Row]:
@@ -60,10 +60,10 @@ def _curve() -> Iterator[Row]:
 
 
 def measure(profile: Profile, cluster: Cluster, global_batch: int, runs: int = RUNS) -> float:
-    """Median seconds of ``dapple.plan`` after a first call, which compiles."""
+    """Return the median seconds of ``dapple.plan``, without a first call that compiles."""
     taken = []
     for _ in range(runs + 1):
-        fresh = replace(profile)  # nothing that an earlier call has worked out
+        fresh = replace(profile)  # without the cached properties of an earlier call
         begin = time.perf_counter()
         plan(fresh, cluster, global_batch_size=global_batch)
         taken.append(time.perf_counter() - begin)
@@ -71,7 +71,7 @@ def measure(profile: Profile, cluster: Cluster, global_batch: int, runs: int = R
 
 
 def synthetic(layers: int) -> Profile:
-    """Layers of a made-up transformer that are not all alike, for a batch of 1."""
+    """Return a made-up transformer with layers of unequal costs, profiled with a batch of 1."""
     return Profile(
         "synthetic",
         1,

@@ -91,7 +91,8 @@ def split_by_weight(seconds: Floats, bounds: Sequence[int], weights: Floats) -> 
 def choose_even_starts(weights: Floats, positions: Sequence[int], count: int) -> list[int]:
     """Return starts (ascending, without 0) that cut the layers into at most ``count`` runs of about equal weight.
 
-    Start k is the one of ``positions`` with the weight before it nearest to k / ``count`` of the whole.
+    Start k is the one of ``positions`` with the weight before it nearest to k / ``count`` of the whole. That takes
+    linear time; ``graph_passes.passes.partition.balance``, which minimises the largest run, takes quadratic time.
     """
     before = np.concatenate([[0.0], np.cumsum(weights)])
     if not len(positions):
