@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.errors import ClusterError
-from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity, scale_bytes, scale_time
+from profiler.units import (
+    BYTES,
+    BYTES_A_SECOND,
+    SECONDS,
+    format_bytes,
+    format_quantity,
+    format_seconds,
+    format_seconds_fixed,
+    parse_quantity,
+    scale_bytes,
+    scale_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +92,22 @@ def test_the_unit_for_a_time(seconds: float, wanted: tuple[float, str]) -> None:
 )
 def test_the_unit_for_bytes(most: float, wanted: tuple[float, str]) -> None:
     assert scale_bytes(most) == wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text", "fixed"),
+    [
+        (0.0, "0 s", "0.0 ms"),
+        (13.7, "13.7 s", "13.700 s"),
+        (0.01234567, "12.35 ms", "12.3 ms"),
+        (5e-6, "5 µs", "0.0 ms"),
+    ],
+)
+def test_seconds_are_written_with_their_unit(seconds: float, text: str, fixed: str) -> None:
+    assert format_seconds(seconds) == text
+    assert format_seconds_fixed(seconds) == fixed
+
+
+def test_bytes_are_written_with_their_unit_and_the_digits_asked_for() -> None:
+    assert [format_bytes(count) for count in (0, 52, 15.23e9)] == ["0 B", "52 B", "15.2 GB"]
+    assert format_bytes(15.234e9, 4) == "15.23 GB"

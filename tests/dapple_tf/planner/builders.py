@@ -1,4 +1,4 @@
-"""Profiles, clusters and tasks that the planners' tests start from."""
+"""Profiles, clusters and planning problems for the planners' tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AMPLE = 1e9
 
 
 class Case(NamedTuple):
-    """What ``make_problem`` takes."""
+    """Arguments of ``make_problem``; ``batch``: samples of the global batch."""
 
     profile: Profile
     cluster: Cluster
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 def make_profile(*layers: tuple[float, ...], **fields: Any) -> Profile:
-    """Layers of (forward, backward, activation, stash, parameters), as many as given, for a batch of 4."""
+    """Return a profile of a batch of 4 with layers of (forward, backward, activation, stash, parameters)."""
     costs = tuple(LayerCost(f"layer{i}", *layer, *[0.0] * (5 - len(layer))) for i, layer in enumerate(layers))
     return Profile(**{"model": "net", "batch_size": 4, "device": "test", "layers": costs, **fields})
 
@@ -36,7 +36,7 @@ def make_cluster(
     between: tuple[float, float] = (1.0, 0.0),
     links: dict[tuple[str, str], tuple[float, float]] | None = None,
 ) -> Cluster:
-    """Servers s0, s1 ... of so many devices; links are (bytes a second, seconds)."""
+    """Return servers s0, s1 ... with these numbers of devices; links are (bytes per second, seconds)."""
     return Cluster(
         tuple(Server(f"s{i}", count) for i, count in enumerate(servers)),
         memory,
@@ -47,13 +47,13 @@ def make_cluster(
 
 
 def figures(largest: float) -> st.SearchStrategy[float]:
-    """Whole numbers, so that plans tie, or not."""
+    """Draw whole numbers, with which plans often tie, or any numbers."""
     return st.one_of(st.integers(0, int(largest)).map(float), st.floats(0, largest, allow_subnormal=False))
 
 
 @st.composite
 def layers(draw: st.DrawFn, free: bool) -> tuple[float, ...]:
-    """Figures of one layer: ordinary, heavy, or (where ``free``) without any work."""
+    """Draw the costs of one layer: ordinary, heavy, or (if ``free``) without any work."""
     kind = draw(st.sampled_from(["some", "some", "some", "heavy", "free"]))
     if kind == "free" and free:
         return (0.0, 0.0, draw(figures(10)), 0.0, 0.0)
@@ -64,7 +64,7 @@ def layers(draw: st.DrawFn, free: bool) -> tuple[float, ...]:
 
 @st.composite
 def profiles(draw: st.DrawFn, largest: int, free: bool) -> Profile:
-    """Chains and a few DAGs, with positions that cannot be cut or split, measured at one batch size or two."""
+    """Draw chains and a few DAGs, with positions that cannot be cut or split, profiled at one batch size or two."""
     n = draw(st.integers(1, largest))
     found = [draw(layers(free)) for _ in range(n)]
     some = st.sets(st.integers(1, n - 1), max_size=2).map(sorted).map(tuple) if n > 1 else st.just(())
@@ -81,7 +81,7 @@ def profiles(draw: st.DrawFn, largest: int, free: bool) -> Profile:
 
 @st.composite
 def clusters(draw: st.DrawFn, tight: bool, topologies: Sequence[tuple[int, ...]] = TOPOLOGIES) -> Cluster:
-    """Slow links and fast ones, with latency, and some pair of servers with a link of its own."""
+    """Draw clusters with slow and fast links, latency, and sometimes a pair of servers with a link of its own."""
     topology = draw(st.sampled_from(topologies))
     latency = draw(st.sampled_from([0.0, 0.0, 1.0, 4.0]))
     memory = draw(st.one_of(st.just(AMPLE), figures(800).map(lambda some: some + 20))) if tight else AMPLE
@@ -101,7 +101,7 @@ def cases(
     tight: bool = True,
     batches: Sequence[int] = (1, 2, 3, 4, 6, 8, 12),
 ) -> Case:
-    """Tasks small enough to go through all plans."""
+    """Draw planning problems that are small enough to enumerate all plans."""
     free = free and draw(st.booleans())
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
     profile, cluster = draw(profiles(largest, free)), draw(clusters(tight))

@@ -1,7 +1,7 @@
-"""Every plan there is, one by one, and what each costs: the slow reference that the planners are held against.
+"""Every plan, one by one, and what each costs: the slow reference for the planners' tests.
 
 Plain Python from the design's cost model and the paper's formulas (DAPPLE, section IV). Of the project it uses only
-the engine, which tests of its own hold.
+the engine, which has tests of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Costs(NamedTuple):
     stash: list[float]
 
 
-# --- which plans there are
+# --- all plans
 
 
 def pick_devices(cluster: Cluster, used: frozenset[int], wanted: int, policy: str) -> Devices:
-    """The devices that Fresh First, Append First or Scatter First gives a stage (DAPPLE, section IV.B)."""
+    """Return the devices that Fresh First, Append First or Scatter First gives a stage (DAPPLE, section IV.B)."""
     servers: list[list[int]] = [[] for _ in cluster.servers]
     for device, home in enumerate(cluster.homes):
         servers[home].append(device)
@@ -57,7 +57,7 @@ def pick_devices(cluster: Cluster, used: frozenset[int], wanted: int, policy: st
 
 
 def list_device_chains(cluster: Cluster, stages: int) -> list[tuple[Devices, ...]]:
-    """The devices of so many stages, in all the ways that the policies reach."""
+    """Return the devices of each of ``stages`` stages, in all ways that the policies reach."""
 
     def grow(used: frozenset[int], count: int) -> Iterator[tuple[Devices, ...]]:
         if count == 0:
@@ -72,7 +72,7 @@ def list_device_chains(cluster: Cluster, stages: int) -> list[tuple[Devices, ...
 
 
 def list_plans(profile: Profile, cluster: Cluster) -> Iterator[Stages]:
-    """All contiguous cuts on all devices that the policies reach, of stages that have work to do."""
+    """Yield all contiguous cuts on all devices that the policies reach, if every stage has work to do."""
     layers = len(profile.layers)
     positions = profile.positions()
     work = [any((c.forward_seconds, c.backward_seconds, c.stash_bytes, c.parameter_bytes)) for c in profile.layers]
@@ -91,11 +91,11 @@ def list_plans(profile: Profile, cluster: Cluster) -> Iterator[Stages]:
                     )
 
 
-# --- what they cost
+# --- their costs
 
 
 def transfer_seconds(cluster: Cluster, senders: Devices, receivers: Devices, size: float) -> float:
-    """Moving ``size`` bytes of a micro-batch between two stages, by the design's words, every pair of replicas."""
+    """Return the seconds of moving ``size`` bytes of a micro-batch between two stages, replica by replica."""
     loads: dict[tuple[object, ...], tuple[float, float]] = {}  # seconds so far and latency of what may be slowest
     for (i, a), (j, b) in itertools.product(enumerate(senders), enumerate(receivers)):
         shared = min((i + 1) / len(senders), (j + 1) / len(receivers)) - max(i / len(senders), j / len(receivers))
@@ -118,7 +118,7 @@ def transfer_seconds(cluster: Cluster, senders: Devices, receivers: Devices, siz
 
 
 def ring_seconds(cluster: Cluster, devices: Devices) -> float:
-    """AllReduce of a byte: 2 (r - 1) / r over the slowest link of the ring."""
+    """Return the seconds of AllReduce per byte: 2 (r - 1) / r over the slowest link of the ring."""
     r = len(devices)
     if r == 1:
         return 0.0
@@ -127,7 +127,7 @@ def ring_seconds(cluster: Cluster, devices: Devices) -> float:
 
 
 class Pricer:
-    """What stages cost in micro-batches of ``size`` samples; each distinct stage and boundary is worked out once."""
+    """Costs of stages for micro-batches of ``size`` samples; each distinct stage and boundary is computed once."""
 
     def __init__(
         self, profile: Profile, cluster: Cluster, size: int, recompute: bool, overlap: bool, slots: int
@@ -138,7 +138,7 @@ class Pricer:
         self.send: Callable[[int, Devices, Devices], float] = cache(self._send)
 
     def costs(self, stages: Stages) -> Costs:
-        """The costs of a plan."""
+        """Return the costs of a plan."""
         rows = [self.stage(stage) for stage in stages]
         send = [self.send(b[0], a[2], b[2]) for a, b in itertools.pairwise(stages)]
         f, b, exposed, fixed, stash = (list(column) for column in zip(*rows, strict=True))
@@ -158,7 +158,7 @@ class Pricer:
         return transfer_seconds(self.cluster, senders, receivers, self._crossing(position))
 
     def _works(self, layer: int) -> bool:
-        """Whether a layer is more than a view, whose gradient is a view as well."""
+        """Return whether a layer is more than a view, whose gradient is a view as well."""
         cost, sizes = self.profile.layers[layer], (1, 2, self.profile.batch_size)
         seconds = [self.profile.forward_seconds(n)[layer] + self.profile.backward_seconds(n)[layer] for n in sizes]
         return bool(any(seconds) or cost.stash_bytes or cost.parameter_bytes)
@@ -192,7 +192,7 @@ class Pricer:
 
 
 def step_of(costs: Costs, micro_batches: int, memory: float) -> dict[str, float]:
-    """Seconds of a step under each policy that fits, by the schedule's name."""
+    """Return the seconds of a step under each policy that fits, by the schedule's name."""
     memory *= 1 + 1e-12
     stages = len(costs.forward)
     found = {}
@@ -228,7 +228,7 @@ def _order(k: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def fits(costs: Costs, memory: float, held: Sequence[int]) -> bool:
-    """Whether every stage holds so many micro-batches; sums round, so as good as holds counts."""
+    """Return whether every stage can hold this number of micro-batches, up to rounding."""
     memory *= 1 + 1e-12
     return all(fixed + k * stash <= memory for fixed, stash, k in zip(costs.fixed, costs.stash, held, strict=True))
 
@@ -237,7 +237,7 @@ def fits(costs: Costs, memory: float, held: Sequence[int]) -> bool:
 
 
 def latency(forward: Sequence[float], backward: Sequence[float], allreduce: Sequence[float], m: int) -> float:
-    """Formulas 1 to 3 as they are written, over stages and networks alike; s = Q counts among the stages up to Q."""
+    """Return formulas 1 to 3 as printed, over stages and networks alike; s = Q belongs to the case s < Q."""
     stages = len(forward)
     q = stages - 1
     for s in range(stages - 2, -1, -1):
@@ -254,7 +254,7 @@ def latency(forward: Sequence[float], backward: Sequence[float], allreduce: Sequ
 
 
 def formula_of(costs: Costs, micro_batches: int) -> float:
-    """The latency of a plan: its stages with the networks between them."""
+    """Return the latency of a plan: its stages with the networks between them."""
     forward, backward, allreduce = [], [], []
     for i in range(len(costs.forward)):
         forward.append(costs.forward[i])
@@ -271,7 +271,7 @@ def formula_of(costs: Costs, micro_batches: int) -> float:
 
 
 class Optimum(NamedTuple):
-    """The least seconds and a plan that has it; infinite where nothing fits."""
+    """The least seconds and a plan that has them; infinite if nothing fits."""
 
     seconds: float
     stages: Stages = ()
@@ -280,7 +280,7 @@ class Optimum(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """In rising order."""
+    """Return the divisors in rising order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -294,9 +294,9 @@ def find_optimum(
     overlap: bool = False,
     slots: int = 2,
 ) -> Optimum:
-    """The best of all plans: by simulation on any devices, or by formula on all of them.
+    """Return the best of all plans: by simulation on any devices, or by formula on all of them.
 
-    By formula, plans whose stages hold the warm-up of policy A come before all others.
+    By formula, plans whose stages can hold the warm-up of policy A come before all others.
     """
     best = warm = Optimum(math.inf)
     plans = list(list_plans(profile, cluster))

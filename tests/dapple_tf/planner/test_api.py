@@ -1,4 +1,4 @@
-"""``dapple.plan``: what it refuses and what it then advises, and the planners that need no search."""
+"""``dapple.plan``: invalid arguments, advice where nothing fits, and the planners that need no search."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
         ({"planner": "gpipe", "stages": 0}, "stages=0: 'net' on 4 devices can have 1 to 4 stages"),
     ],
 )
-def test_what_cannot_be_asked(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(**options)
 
 
-def test_more_stages_than_blocks_of_layers() -> None:
+def test_gpipe_refuses_more_stages_than_blocks_of_layers() -> None:
     profile = make_profile((1, 1), (1, 1), (0, 0, 5), (1, 1), uncuttable=(1,))
     with pytest.raises(PlanError, match=r"stages=3: .* its 4 layers form 2 blocks that can be a stage"):
         plan(profile, planner="gpipe", stages=3)
 
 
-def test_zb_h1_is_planned_and_holds_fewer_where_memory_is_short() -> None:
-    """Three stages, one a layer: 10 bytes of weights and 30 of the rest, 4 bytes a stash of one of four samples."""
+def test_zb_h1_is_planned_and_limited_by_memory() -> None:
+    """Three stages of one layer: 10 bytes of weights, 30 of gradients and slots, 4 bytes of stash for one sample."""
     profile = make_profile(*[(4, 8, 0, 16, 10)] * 3)
     options: dict[str, Any] = {"micro_batch_size": 1, "planner": "gpipe", "stages": 3}
     whole = plan(profile, make_cluster(3), schedule="zb-h1", **options)
@@ -72,14 +72,14 @@ def test_zb_h1_is_planned_and_holds_fewer_where_memory_is_short() -> None:
         plan(profile, make_cluster(3, memory=42), schedule="zb-h1", **options)
 
 
-def test_an_order_of_ones_own_is_planned_for_as_many_stages() -> None:
+def test_a_schedule_given_as_text_is_planned_for_its_number_of_stages() -> None:
     text = "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"
     profile = make_profile((1, 2), (1, 2), (1, 2))
     found = plan(profile, make_cluster(3), micro_batch_size=4, schedule=text)
     assert (len(found.stages), found.micro_batches, found.schedule) == (2, 2, text)
 
 
-def test_a_schedule_that_does_not_exist() -> None:
+def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no schedule is called 'dapple'"):
         plan(schedule="dapple")
 
@@ -87,7 +87,7 @@ def test_a_schedule_that_does_not_exist() -> None:
 # --- nothing fits
 
 
-def test_what_one_planner_may_not_do_another_may() -> None:
+def test_where_dp_does_not_fit_the_error_names_planner_best() -> None:
     profile = make_profile(*[(1, 2, 1, 4, 100)] * 4)
     cluster = make_cluster(4, memory=420)  # one layer's 400 bytes a device
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_what_one_planner_may_not_do_another_may() -> None:
     assert all(dapple.simulate(found, profile, cluster).fits)
 
 
-def test_more_devices_than_samples() -> None:
+def test_planners_that_use_all_devices_refuse_more_devices_than_samples() -> None:
     one = make_profile((1, 2, 8, 4, 10))
     for planner in ("dp", "dapple"):
         with pytest.raises(
@@ -118,27 +118,25 @@ def test_more_devices_than_samples() -> None:
     ],
 )
 @pytest.mark.parametrize("planner", ["best", "gpipe"])
-def test_explicit_warm_ups_that_no_plan_has_are_not_called_a_lack_of_memory(
-    planner: str, schedule: str, said: str
-) -> None:
+def test_impossible_warm_ups_are_not_reported_as_a_lack_of_memory(planner: str, schedule: str, said: str) -> None:
     with refused(ScheduleError, said):
         plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, planner=planner, schedule=schedule)
 
 
-def test_explicit_warm_ups_of_more_stages_than_devices() -> None:
+def test_warm_ups_for_more_stages_than_devices_are_refused() -> None:
     with refused(PlanError, "schedule 'K=3,2,1' is for 3 stages, but the cluster has 2 devices"):
         plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule="K=3,2,1")
     assert len(plan(cluster=make_cluster(3), batch=16, micro_batch_size=4, schedule="K=3,2,1").stages) == 3
 
 
-def test_a_schedule_that_holds_too_much() -> None:
+def test_a_schedule_that_stashes_too_much_is_refused_with_advice() -> None:
     cluster = make_cluster(4, memory=80)
     with pytest.raises(PlanError, match=r"under schedule 'gpipe': use schedule 'auto'$"):
         plan(cluster=cluster, batch=16, micro_batch_size=1, schedule="gpipe")
     assert plan(cluster=cluster, batch=16, micro_batch_size=1).schedule.startswith("dapple")
 
 
-def test_a_schedule_that_holds_too_much_without_recompute() -> None:
+def test_a_schedule_that_fits_with_recompute_is_refused_with_that_advice() -> None:
     profile, cluster = make_profile(*[(1, 2, 1, 40, 0)] * 2), make_cluster(1, memory=90)
     with pytest.raises(PlanError, match=r"under schedule 'gpipe': use schedule 'auto' or recompute$"):
         plan(profile, cluster, micro_batch_size=4, schedule="gpipe")
@@ -147,7 +145,7 @@ def test_a_schedule_that_holds_too_much_without_recompute() -> None:
     assert plan(profile, cluster, micro_batch_size=4).schedule == "dapple-a"
 
 
-def test_the_shortage_is_named_in_bytes_and_layers() -> None:
+def test_an_error_of_memory_names_bytes_and_layers() -> None:
     with pytest.raises(PlanError) as caught:
         plan(cluster=make_cluster(4, memory=100), micro_batch_size=8)
     # A layer's 40 fixed bytes, 80 kept and a working set of 32 (input and output) of 8 samples.
@@ -159,7 +157,7 @@ def test_the_shortage_is_named_in_bytes_and_layers() -> None:
 
 
 def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, Any]) -> Plan:
-    """The plan after doing what ``advice`` says."""
+    """Return the plan after following ``advice``."""
     options = dict(options)
     if found := re.search(r"micro-batches of (\d+) samples", advice):
         options["micro_batch_size"] = int(found[1])
@@ -182,7 +180,7 @@ def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, A
         (PROFILE, 2, 10, {}, []),
     ],
 )
-def test_what_is_advised_is_true(
+def test_following_the_advice_gives_a_plan_that_fits(
     profile: Profile, devices: int, memory: float, options: dict[str, Any], remedies: list[str]
 ) -> None:
     cluster = make_cluster(devices, memory=memory)
@@ -203,7 +201,7 @@ def test_what_is_advised_is_true(
 # --- planners without a search
 
 
-def test_dp_by_hand_with_and_without_overlap() -> None:
+def test_dp_equals_a_calculation_by_hand_with_and_without_overlap() -> None:
     profile = make_profile((1, 2, 0, 0, 8), (1, 2, 0, 0, 8), batch_size=4)
     cluster = make_cluster(2, inside=(2, 0))
     options = {"cluster": cluster, "batch": 4, "micro_batch_size": 4, "planner": "dp"}
@@ -218,7 +216,7 @@ def test_dp_by_hand_with_and_without_overlap() -> None:
     assert (plain.overlap, overlapped.overlap) == (False, True)
 
 
-def test_gpipe_is_straight_and_even_and_holds_all() -> None:
+def test_gpipe_is_an_even_straight_pipeline_with_all_forwards_first() -> None:
     profile = make_profile((1, 2), (1, 2), (2, 4), (4, 8))
     found = plan(profile, make_cluster(3), planner="gpipe", micro_batch_size=2)
     assert [(s.first_layer, s.last_layer, s.devices) for s in found.stages] == [
@@ -236,7 +234,7 @@ def test_gpipe_is_straight_and_even_and_holds_all() -> None:
 
 
 @given(cases(4))
-def test_a_plan_of_any_planner_is_what_its_prediction_says(case: Case) -> None:
+def test_the_prediction_of_every_planner_equals_the_simulation_of_its_plan(case: Case) -> None:
     profile, cluster, batch, options = case
     for planner in ("best", "dapple", "dp", "gpipe"):
         try:
@@ -252,11 +250,11 @@ def test_a_plan_of_any_planner_is_what_its_prediction_says(case: Case) -> None:
         assert max(found.replicas) <= found.micro_batch_size
 
 
-def test_a_model_without_any_cost_is_planned() -> None:
+def test_a_model_whose_layers_cost_nothing_is_planned() -> None:
     found = plan(make_profile((0, 0), (0, 0)))
     assert found.predicted is not None
     assert found.predicted["step_seconds"] == 0
 
 
-def test_micro_batch_sizes_are_the_divisors() -> None:
+def test_micro_batch_sizes_are_the_divisors_of_the_global_batch() -> None:
     assert make_problem(PROFILE, make_cluster(1), global_batch_size=12).micro_batch_sizes == (1, 2, 3, 4, 6, 12)

@@ -1,4 +1,4 @@
-"""What planner "best" keeps to beyond the space that it searches."""
+"""Guarantees of planner "best" beyond the space that it searches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_more_devices_never_make_a_plan_slower(case: Case) -> None:
 
 
 @given(cases(5), st.integers(1, 2), st.integers(3, 4))
-def test_a_small_server_may_come_first(case: Case, small: int, large: int) -> None:
+def test_the_order_of_servers_of_unequal_size_does_not_matter(case: Case, small: int, large: int) -> None:
     first = replace(make_cluster(small, large), device_memory=case.cluster.device_memory)
     last = replace(make_cluster(large, small), device_memory=case.cluster.device_memory)
     assert seconds(case, first) <= seconds(case, last) * (1 + 1e-9)
 
 
-def test_part_of_a_cluster_is_its_first_servers() -> None:
+def test_half_of_a_cluster_is_its_first_servers() -> None:
     found = halve_cluster(config("a", 20))
     assert found is not None
     assert [(server.name, server.devices) for server in found.servers] == [("server0", 8), ("server1", 2)]
@@ -47,7 +47,7 @@ def test_part_of_a_cluster_is_its_first_servers() -> None:
 
 
 @pytest.mark.parametrize("devices", [40, 64])
-def test_a_large_cluster_is_planned_no_worse_than_its_even_pipelines(devices: int) -> None:
+def test_a_plan_for_a_large_cluster_is_no_slower_than_even_pipelines(devices: int) -> None:
     profile = make_profile(*[(1.0 + i % 3, 2.0, 1e6, 1e6, 1e7) for i in range(24)])
     problem = make_problem(profile, config("b", devices), global_batch_size=64)
     decision = plan_best(problem)

@@ -1,4 +1,4 @@
-"""The planners against every plan there is: contiguous cuts x replica counts x the three policies of placement.
+"""The planners against an enumeration of all plans: contiguous cuts x replica counts x placement policies.
 
 Layers without seconds, weights or stash ("free") do not make stages of their own, and of the cuts that only they
 lie between the planners try the one that the least bytes cross (profiler.linearise). Formula 2 gains from a cut that
@@ -54,7 +54,7 @@ def check_dapple(case: Case) -> None:
 
 
 def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
-    """What is chosen or came close can run, fits, and takes as long as was said."""
+    """Check that the chosen plan and the runners-up can run, fit, and take as long as was predicted."""
     for candidate in (decision.chosen, *decision.runners_up):
         plan, timeline = predict_plan(problem, candidate, "test")
         check_plan(plan, problem.profile, problem.cluster)
@@ -64,17 +64,17 @@ def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
 
 
 @given(cases(8))
-def test_best_is_the_optimum_of_all_plans(case: Case) -> None:
+def test_planner_best_finds_the_optimum_of_all_plans(case: Case) -> None:
     check_best(case)
 
 
 @given(cases(8, free=False))
-def test_dapple_is_the_optimum_of_the_formulas(case: Case) -> None:
+def test_planner_dapple_finds_the_optimum_of_the_formulas(case: Case) -> None:
     check_dapple(case)
 
 
 @given(cases(free=False, tight=False), st.data())
-def test_memory_that_a_plan_needs_to_the_byte_will_do(case: Case, data: st.DataObject) -> None:
+def test_exactly_the_memory_that_a_plan_needs_is_enough(case: Case, data: st.DataObject) -> None:
     timeline = predict_plan(make(case), plan_of(case), "best")[1]
     needs = [need for need in timeline.peak_memory_bytes if need > 0]
     memory = data.draw(st.sampled_from(needs)) if needs else 1.0
@@ -82,7 +82,7 @@ def test_memory_that_a_plan_needs_to_the_byte_will_do(case: Case, data: st.DataO
 
 
 def plan_of(case: Case) -> Candidate:
-    """What the best planner chooses."""
+    """Return what planner "best" chooses."""
     decision = plan_best(make(case))
     assert decision is not None
     return decision.chosen
@@ -91,12 +91,12 @@ def plan_of(case: Case) -> Candidate:
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(8))
-def test_best_is_the_optimum_in_many_cases(case: Case) -> None:
+def test_planner_best_finds_the_optimum_in_many_cases(case: Case) -> None:
     check_best(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(8, free=False))
-def test_dapple_is_the_optimum_in_many_cases(case: Case) -> None:
+def test_planner_dapple_finds_the_optimum_in_many_cases(case: Case) -> None:
     check_dapple(case)

@@ -1,4 +1,4 @@
-"""A decision in words."""
+"""The text that describes plans and a planner's result."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def say(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> s
         (make_plan((0, 22, tuple(range(8))), (23, 47, tuple(range(8, 16)))), "8:8", "23:25"),
     ],
 )
-def test_plans_are_written_as_in_the_paper(plan: Plan, written: str, layers: str) -> None:
+def test_plans_are_written_in_the_papers_notation(plan: Plan, written: str, layers: str) -> None:
     assert (notation(plan), split_positions(plan)) == (written, layers)
 
 
-def test_a_plan_in_a_few_lines() -> None:
+def test_a_plan_is_described_in_a_few_lines() -> None:
     problem = make_problem(
         PROFILE, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True, overlap=True
     )
@@ -52,7 +52,7 @@ def test_a_plan_in_a_few_lines() -> None:
     assert stage == "stage 0: layer0 .. layer2"
 
 
-def test_long_names_are_cut() -> None:
+def test_long_layer_names_are_shortened() -> None:
     profile = make_profile((1, 1))
     profile = Profile("net", 4, "test", (type(profile.layers[0])("n" * 80, 1, 1, 0, 0, 0),))
     problem = make_problem(profile, make_cluster(1), global_batch_size=4)
@@ -65,7 +65,7 @@ def _described(problem: Any, profile: Profile) -> tuple[Any, ...]:
     return plan, profile, timeline
 
 
-def test_runners_up_lost_by_so_much_and_where() -> None:
+def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:
     lines = say(PROFILE, make_cluster(2)).splitlines()
     # Straight is 13.7 s: eight times 1.5 s, 0.5 s + 0.1 s there, 1 s + 0.1 s back. DP halves 24 s, reduces for 3 s.
     assert lines[0] == (
@@ -76,7 +76,7 @@ def test_runners_up_lost_by_so_much_and_where() -> None:
     assert "no plan of the search space is faster in the simulator" in lines
 
 
-def test_small_slices_of_one_measured_batch_are_doubted() -> None:
+def test_times_of_one_batch_size_only_are_pointed_out() -> None:
     doubt = "the profile has times of one batch size (4); times of smaller slices were assumed proportional"
     assert doubt in say(PROFILE, make_cluster(2))
     assert doubt not in say(PROFILE, make_cluster(1), micro_batch_size=4)
@@ -84,19 +84,19 @@ def test_small_slices_of_one_measured_batch_are_doubted() -> None:
     assert doubt not in say(timed, make_cluster(2))
 
 
-def test_a_tie_is_said_to_be_one() -> None:
+def test_equally_fast_runners_up_are_called_as_fast() -> None:
     text = say(make_profile((0, 0), (0, 0)), make_cluster(2))
     assert "runner-up DP" in text, "of equals the one with the fewest devices is chosen"
     assert "0.0 ms, as fast" in text
 
 
-def test_a_step_that_takes_no_time_is_beaten_by_no_percentage() -> None:
+def test_no_percentage_is_given_over_a_step_of_zero_seconds() -> None:
     text = say(make_profile((0, 0, 0, 0, 10)), make_cluster(2), batch=4)
     # DP reduces 2 (2 - 1)/2 x 10 bytes at 10 a second; one device has nothing to do.
     assert "dapple-a: 1.000 s, slower: AllReduce after the last backward takes 1.000 s against 0.0 ms" in text
 
 
-def test_no_part_of_a_step_is_below_nothing() -> None:
+def test_no_part_of_a_step_is_negative() -> None:
     # Six times 0.1 s and 0.1 s come to less when added one by one than when multiplied.
     text = say(make_profile((0.4, 0.4), (0.4, 0.4)), make_cluster(2), batch=12, micro_batch_size=2)
     assert "waiting for other stages and transfers takes 400.0 ms against 0.0 ms" in text

@@ -1,4 +1,4 @@
-"""Formulas 1 to 3 by hand, and against the paper's words in plain Python."""
+"""Formulas 1 to 3 by hand, and against the printed formulas in plain Python."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def pivot(both: list[float], micro_batches: int) -> int:
     return pivot_stage(half, half, micro_batches)
 
 
-def test_one_stage_runs_all_and_reduces() -> None:
+def test_one_stage_runs_all_micro_batches_and_then_allreduce() -> None:
     assert seconds([2], [3], [4], 5) == 5 * (2 + 3) + 4
 
 
-def test_the_last_stage_is_pivot_where_no_other_is_longer() -> None:
+def test_the_last_stage_is_pivot_if_no_other_is_longer() -> None:
     forward, backward = [1, 1, 2], [2, 1, 4]
     assert pivot_stage(np.array(forward, float), np.array(backward, float), 4) == 2
     # Tw = 1 + 1 + 2, Ts = 3 x (2 + 4), Te = 2 + 1 + 4: the last backward goes back to the first stage.
@@ -50,23 +50,23 @@ def test_a_middle_stage_is_pivot() -> None:
     assert seconds(forward, backward, [0, 0, 0, 0, 12], 2) == 5 + 8 + (12 - 5)
 
 
-def test_a_network_may_be_pivot() -> None:
+def test_a_network_can_be_pivot() -> None:
     assert pivot([2, 10, 2], 3) == 1
     assert seconds([1, 5, 1], [1, 5, 1], [0, 0, 0], 3) == (1 + 5) + 20 + (5 + 1)
 
 
-def test_with_one_micro_batch_the_pipeline_is_walked_there_and_back() -> None:
+def test_with_one_micro_batch_the_latency_is_all_forwards_and_backwards() -> None:
     assert seconds([5, 0.5, 1], [5, 0.5, 1], [3, 0, 2], 1) == 6.5 + max(3 + 6.5, 2 + 1)
 
 
-def test_a_longer_stage_does_not_take_over_from_a_pivot_and_what_lies_between() -> None:
+def test_a_stage_takes_over_only_if_longer_than_the_pivot_and_all_between() -> None:
     assert pivot([6, 4, 5], 2) == 2
     assert pivot([6, 0, 5], 2) == 0
     assert pivot([9, 4, 5], 2) == 2, "of equals the later stays"
     assert pivot([9.5, 4, 5], 2) == 0
 
 
-def test_of_stages_equal_but_for_rounding_the_last_is_pivot() -> None:
+def test_of_stages_that_are_equal_up_to_rounding_the_last_is_pivot() -> None:
     assert 0.1 + 0.2 > 0.3
     assert pivot_stage(np.array([0.1 + 0.2, 0, 0.3]), np.zeros(3), 2) == 2
 

@@ -1,4 +1,4 @@
-"""The three policies (DAPPLE, Fig. 5) by hand, and all that chains of them reach against a recursion of its own."""
+"""The three policies (DAPPLE, Fig. 5) by hand, and the placements that they reach against a plain recursion."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ Used = tuple[int, ...]
         ((2, 2), (2, 0), 2, (2, 2), (2, 2), (2, 2)),
     ],
 )
-def test_policies(sizes: Used, used: Used, wanted: int, fresh: Used, append: Used, scatter: Used) -> None:
+def test_the_three_policies_by_hand(
+    sizes: Used, used: Used, wanted: int, fresh: Used, append: Used, scatter: Used
+) -> None:
     assert fresh_first(used, sizes, wanted) == fresh
     assert append_first(used, sizes, wanted) == append
     assert scatter_first(used, sizes, wanted) == scatter
 
 
 def count(sizes: Used, devices: frozenset[int] | set[int]) -> Used:
-    """How many of these devices are on each server."""
+    """Return how many of these devices are on each server."""
     homes = make_cluster(*sizes).homes
     return tuple(sum(homes[device] == server for device in devices) for server in range(len(sizes)))
 
 
 def walk(sizes: Used, counts: set[int]) -> dict[Used, set[Used]]:
-    """Which states of use may come next after each, by the slow placement of tests.dapple_tf.planner.exhaustive."""
+    """Return the states of use that can follow each, by the slow placement of tests.dapple_tf.planner.exhaustive."""
     cluster, found = make_cluster(*sizes), dict[Used, set[Used]]()
 
     def visit(used: frozenset[int]) -> None:
@@ -77,7 +79,7 @@ def walk(sizes: Used, counts: set[int]) -> dict[Used, set[Used]]:
     st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) <= 9),
     st.sets(st.integers(1, 6), min_size=1),
 )
-def test_all_that_the_policies_reach_is_found(sizes: list[int], counts: set[int]) -> None:
+def test_every_placement_that_the_policies_reach_is_found(sizes: list[int], counts: set[int]) -> None:
     expected = walk(tuple(sizes), counts)
     placements = find_placements(sizes, sorted(counts))
     assert placements.complete
@@ -92,7 +94,7 @@ def test_all_that_the_policies_reach_is_found(sizes: list[int], counts: set[int]
         assert item.replicas == sum(item.after) - sum(item.before)
 
 
-def test_where_there_are_too_many_what_follows_takes_all_that_is_left() -> None:
+def test_beyond_the_limit_of_placements_a_stage_takes_all_devices_left() -> None:
     whole = find_placements((2, 2, 2), range(1, 7))
     some = find_placements((2, 2, 2), range(1, 7), most=len(whole.successors[-1]) + 1)
     assert not some.complete
@@ -103,14 +105,14 @@ def test_where_there_are_too_many_what_follows_takes_all_that_is_left() -> None:
     assert {item.devices_left for item in ends} == {0}, "every chain can be completed"
 
 
-def test_the_last_of_so_many_stages_takes_all_that_is_left() -> None:
+def test_the_last_of_a_given_number_of_stages_takes_all_devices_left() -> None:
     found = find_placements((2, 2), range(1, 5), stages=2)
     assert found.complete
     assert {item.before for item in found.items if item.devices_left} == {(0, 0)}
     assert {(item.before, item.after) for item in found.items if sum(item.before) == 1} == {((1, 0), (2, 2))}
 
 
-def test_fewer_policies_reach_less() -> None:
+def test_append_first_alone_places_stages_in_order() -> None:
     found = find_placements((2, 2), [2], policies=[append_first])
     assert [(item.before, item.after) for item in found.items] == [
         ((0, 0), (2, 0)),
@@ -119,7 +121,7 @@ def test_fewer_policies_reach_less() -> None:
     ]
 
 
-def test_devices_are_numbered_server_by_server() -> None:
+def test_device_indices_follow_the_order_of_servers() -> None:
     placement = Placement(before=(1, 0, 2), after=(3, 2, 2), devices_left=3)
     assert placement.replicas == 4
     assert placement.servers() == (0, 0, 1, 1)

@@ -1,4 +1,4 @@
-"""Planner "best" on the published profiles: never slower than anything else that could be thought of."""
+"""Planner "best" on the published profiles: never slower than other planners and simple plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(name: str) -> Profile:
 
 @cache
 def best_of(name: str, letter: str) -> tuple[PlanningProblem, float]:
-    """The problem and the simulated seconds of the best plan, which fits."""
+    """Return the problem and the simulated seconds of the best plan, which fits."""
     profile, cluster = read(name), config(letter, DEVICES)
     plan = dapple.plan(profile, cluster, global_batch_size=BATCH)
     timeline = dapple.simulate(plan, profile, cluster)
@@ -57,7 +57,7 @@ def test_never_slower_than_dp_straight_or_the_other_planners(name: str, letter: 
 
 @everywhere
 @on_each
-def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
+def test_never_slower_than_any_plan_of_two_stages(name: str, letter: str) -> None:
     """Every cut and every split of the devices in order, at a sample of micro-batch sizes."""
     problem, seconds = best_of(name, letter)
     profile, last = problem.profile, len(problem.profile.layers) - 1
@@ -79,7 +79,7 @@ def test_never_slower_than_any_two_stages(name: str, letter: str) -> None:
 
 @everywhere
 @on_each
-def test_no_micro_batch_size_given_is_faster_than_the_best_of_all(name: str, letter: str) -> None:
+def test_no_given_micro_batch_size_is_faster_than_the_chosen_one(name: str, letter: str) -> None:
     problem, seconds = best_of(name, letter)
     for size in (4, 16, 64):
         fixed = make_problem(problem.profile, problem.cluster, global_batch_size=BATCH, micro_batch_size=size)

@@ -1,4 +1,4 @@
-"""The search: what it promises of its bound, of its tables, and of what it leaves out."""
+"""The search: its lower bound, its tables, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = {"width": 2000, "results": 10**6}
 
 
 def whole_space(problem: PlanningProblem) -> SearchSpace:
-    """All that there is to search, which is one space on so few devices."""
+    """Return the search space, which is one complete space on so few devices."""
     (space,) = problem.search_spaces
     return space
 
@@ -39,7 +39,7 @@ by_formula = cases(free=False, tight=False, batches=(12, 24, 36))
 def draw_tables(
     case: Case, data: st.DataObject, least: int = 1, schedules: Sequence[str] = ("auto",)
 ) -> tuple[PlanningProblem, int, CostTables]:
-    """A problem, a size of micro-batches, and the tables for it."""
+    """Return a problem, a micro-batch size, and the tables for it."""
     profile, cluster, batch, options = case
     schedule = data.draw(st.sampled_from(schedules))
     problem = make_problem(profile, cluster, global_batch_size=batch, schedule=schedule, **options)
@@ -50,7 +50,7 @@ def draw_tables(
 def draw_plan(
     problem: PlanningProblem, size: int, plans: tuple[FoundPlan, ...], data: st.DataObject
 ) -> tuple[FoundPlan, Plan]:
-    """One of the plans found, under some schedule, or the problem's."""
+    """Draw one of the plans found, under some schedule or the problem's."""
     found = data.draw(st.sampled_from(plans))
     some = ["gpipe", "dapple-a", "dapple-b", "dapple-b:D=2"]
     schedule = data.draw(st.sampled_from(some)) if problem.schedule == "auto" else problem.schedule
@@ -67,18 +67,18 @@ def test_the_bound_never_exceeds_the_simulated_step(case: Case, data: st.DataObj
 
 
 @given(cases(), st.data())
-def test_the_tables_agree_with_the_simulator(case: Case, data: st.DataObject) -> None:
+def test_stage_costs_from_the_tables_equal_those_of_the_simulator(case: Case, data: st.DataObject) -> None:
     problem, size, tables = draw_tables(case, data, schedules=SCHEDULES)
     plans = search_by_bound(tables, **ALL).plans
     assume(plans)
     found, plan = draw_plan(problem, size, plans, data)
-    rows = stage_costs_from_tables(tables, np.array(found.starts), np.array(found.placements), len(found.starts))
-    costs = stage_costs(plan, problem.profile, problem.cluster)
-    np.testing.assert_allclose(rows, stage_cost_arrays(costs), rtol=1e-12, atol=1e-12)
+    costs = stage_costs_from_tables(tables, np.array(found.starts), np.array(found.placements), len(found.starts))
+    wanted = stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster))
+    np.testing.assert_allclose(costs, wanted, rtol=1e-12, atol=1e-12)
 
 
 def fits_one(problem: PlanningProblem, stages: tuple[tuple[int, int, tuple[int, ...]], ...], size: int) -> bool:
-    """Whether each stage holds one micro-batch, says the simulator."""
+    """Return whether each stage can hold one micro-batch, by the simulator."""
     plan = problem.make_plan([StagePlan(*stage) for stage in stages], size, "dapple-a:D=1", "test")
     return all(simulate(plan, problem.profile, problem.cluster).fits)
 
@@ -104,12 +104,12 @@ def test_every_plan_that_fits_is_found_once(case: Case, data: st.DataObject) -> 
 
 
 def has_work(problem: PlanningProblem, first: int, last: int) -> bool:
-    """Whether any of these layers takes time or memory, or none of the model does."""
+    """Return whether any of these layers takes time or memory, or no layer of the model does."""
     costs = [(c.forward_seconds, c.backward_seconds, c.stash_bytes, c.parameter_bytes) for c in problem.profile.layers]
     return any(map(any, costs[first : last + 1])) or not any(map(any, costs))
 
 
-def test_a_layer_without_work_that_could_be_a_stage() -> None:
+def test_a_layer_without_work_can_be_a_stage_where_the_cut_before_it_cannot_be_split() -> None:
     profile = make_profile((1, 0, 0), (0, 0, 1), (1, 0, 0), batch_size=1, unsplittable=(1,))
     problem = make_problem(profile, make_cluster(6), global_batch_size=1)
     found = search_by_bound(problem.cost_tables(whole_space(problem), 1), **ALL).plans
@@ -117,7 +117,7 @@ def test_a_layer_without_work_that_could_be_a_stage() -> None:
 
 
 @given(cases(), st.data(), st.sampled_from([1, 3, 20]), st.sampled_from([1, 4, 50]), st.booleans())
-def test_below_what_it_says_nothing_is_left_out(
+def test_no_plan_below_exhaustive_below_is_left_out(
     case: Case, data: st.DataObject, width: int, results: int, ceiled: bool
 ) -> None:
     tables = draw_tables(case, data)[2]
@@ -132,7 +132,7 @@ def test_below_what_it_says_nothing_is_left_out(
 
 
 @given(cases(), st.data())
-def test_so_many_stages_at_most(case: Case, data: st.DataObject) -> None:
+def test_max_stages_limits_the_number_of_stages(case: Case, data: st.DataObject) -> None:
     tables = draw_tables(case, data)[2]
     whole = search_by_bound(tables, **ALL).plans
     for most in (1, 2, 3):
@@ -141,18 +141,25 @@ def test_so_many_stages_at_most(case: Case, data: st.DataObject) -> None:
 
 
 @given(by_formula, st.data())
-def test_a_score_by_formula_is_the_plan_s_latency(case: Case, data: st.DataObject) -> None:
+def test_the_score_of_a_search_by_formula_is_the_latency_of_the_plan(case: Case, data: st.DataObject) -> None:
     problem, size, tables = draw_tables(case, data, 6)
     plans = search_by_formula(tables, width=2000, results=50).plans
     found, plan = draw_plan(problem, size, plans, data)
-    rows = [row.tolist() for row in stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster))]
-    costs = ReferenceCosts(rows[0], rows[1], rows[3], rows[2][:-1], rows[4], rows[5])
+    arrays = stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster))
+    costs = ReferenceCosts(
+        forward=arrays.forward_seconds.tolist(),
+        backward=arrays.backward_seconds.tolist(),
+        exposed=arrays.exposed_seconds.tolist(),
+        send=arrays.send_seconds[:-1].tolist(),
+        fixed=arrays.fixed_bytes.tolist(),
+        stash=arrays.stash_bytes.tolist(),
+    )
     assert sum(plan.replicas) == problem.cluster.devices
     assert found.score == pytest.approx(formula_of(costs, plan.micro_batches), rel=1e-9, abs=1e-9)
 
 
 @given(by_formula, st.data())
-def test_no_plan_by_formula_is_lost_to_a_ceiling(case: Case, data: st.DataObject) -> None:
+def test_a_ceiling_loses_no_plan_of_a_search_by_formula(case: Case, data: st.DataObject) -> None:
     tables = draw_tables(case, data, 6)[2]
     whole = search_by_formula(tables, **ALL).plans
     ceiling = data.draw(st.sampled_from(whole)).score
