@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _is_known(error: Exception) -> bool:
-    """Return whether the message says enough without a traceback."""
+    """Return whether the error is printed as one line: an error of this project, an OSError or a ValueError."""
     ours = type(error).__module__.startswith(("dapple_tf", "graph_passes", "profiler"))
     return ours or isinstance(error, OSError | ValueError)
 

@@ -15,8 +15,8 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arrays
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.costs import stage_costs
-from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,

@@ -1,4 +1,4 @@
-"""What the TensorFlow handlers of call-level ops have in common: their signature and what they have access to."""
+"""Interfaces of the TensorFlow handlers of call-level ops: their signature, ``Context``, and helper functions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankCommunication(Protocol):
         """Return a token that is computed once all of the node's ranks have reached the barrier."""
 
     def guard_step(self, token: Any) -> Any:
-        """Let hangs be detected in the step whose communication has ended once ``token`` is computed; return it."""
+        """Enable hang detection for the step until ``token``, computed after its last exchange; return ``token``."""
 
 
 @dataclass(frozen=True)

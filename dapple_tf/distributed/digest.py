@@ -1,4 +1,4 @@
-"""Digests of the graphs that ranks run: equal for equal code, whatever functions each process has traced before."""
+"""Hash the ranks' graphs so that processes can compare them, without the numbers that TensorFlow adds to names."""
 
 from __future__ import annotations
 

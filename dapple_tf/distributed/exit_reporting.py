@@ -88,7 +88,7 @@ def _report_uncaught_exceptions(job: Job) -> None:
 
 
 def _detach(watchdog: Watchdog) -> None:
-    """Leave this process without the watchdog: signals do what they did before."""
+    """Restore this process's signal handlers and close the watchdog's connections."""
     watchdog.signals.uninstall()
     watchdog.close()
 

@@ -1,7 +1,7 @@
 """Decide whether another rank has failed, and when this process must end for it.
 
-Pure logic: it is told what is received, and the time. A rank has failed if its connection closes before it has left, if
-it is silent for too long, if it reports an error, or if it has left while this rank waits for it.
+No I/O and no clock: callers pass the received messages and the time. A rank has failed if its connection closes before
+it has left, if it is silent for too long, if it reports an error, or if it has left while this rank waits for it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FailureDetector:
         self._peers[rank].last_heard = now
 
     def note_pause(self, seconds: float) -> None:
-        """Note that this process itself was stopped for so long: the others were not silent meanwhile."""
+        """Exclude ``seconds`` for which this process itself was suspended from the silence of the other ranks."""
         for peer in self._peers.values():
             peer.last_heard += seconds
 
@@ -80,7 +80,7 @@ class FailureDetector:
         peer.status, peer.left_after = status, status.collective_calls
 
     def note_report(self, report: FailureReport, now: float) -> None:
-        """Note that another rank, or this one by the judgement of another, has failed."""
+        """Note a received failure report: about another rank, or about this rank, which others declared failed."""
         if report.rank == self._rank:  # it was cut off, or stopped, until now
             self.fail(self._rank, f"was declared failed by the other ranks: it {report.what}", report.status, now)
             return
@@ -101,7 +101,7 @@ class FailureDetector:
         self.fail(rank, what, peer.status, now)
 
     def note_own_error(self) -> None:
-        """Note that this rank has raised an error and told the others: it ends for that and no other reason."""
+        """Note that this rank has raised an error and reported it: later failures no longer end this process."""
         self.error_reported = True
         self.failure = None
 
@@ -131,8 +131,8 @@ class FailureDetector:
     ) -> None:
         """Note that ``rank`` has failed, for which this process must end after ``wait_seconds``.
 
-        Of two failures the one with the earlier deadline counts. None replaces calls that differ, for these cause what
-        else fails.
+        Of two failures the one with the earlier deadline is kept. No failure replaces a call mismatch (see
+        ``note_different_calls``), which is the cause of the failures that follow it.
         """
         failure = Failure(rank, what, now + wait_seconds, exit_code, status)
         known = self.failure

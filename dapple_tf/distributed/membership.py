@@ -15,7 +15,7 @@ from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import DeviceError, JobError
 from profiler.detect import job_size
 
-# Horovod looks for work that all ranks have ready once in so many milliseconds (1 by default).
+# HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"
 
 T = TypeVar("T")

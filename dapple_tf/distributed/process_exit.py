@@ -32,7 +32,7 @@ class ProcessExit:
         self._exit_process(exit_code)
 
     def end_after(self, seconds: float, exit_code: int) -> None:
-        """End the process, and say why, if it has not ended by itself after so long."""
+        """End the process, printing why, if it has not ended by itself within ``seconds``."""
         timer = threading.Timer(seconds, self._force, (seconds, exit_code))
         timer.daemon = True
         timer.start()

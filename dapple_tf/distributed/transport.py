@@ -49,7 +49,7 @@ class Transport:
                 link.send(to_json(message))
 
     def wait(self, seconds: float) -> tuple[list[Arrival], bool]:
-        """Wait for so long at most; return what has arrived, and whether there is data on ``wakeup``."""
+        """Wait at most ``seconds`` for data; return the arrivals, and whether there is data on ``wakeup``."""
         links = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
         return [self._receive(link) for link in links if link is not None], None in links
 

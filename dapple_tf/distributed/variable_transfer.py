@@ -60,7 +60,7 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
 def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator[Any]:
     """Yield the trained value (NumPy) of one variable after the other on rank 0; on other ranks None for each.
 
-    No rank holds more values at a time than fit in a message, or one. Every rank must iterate to the end, over the same
+    A rank holds at most one message, or one larger value, at a time. Every rank must iterate to the end, over the same
     variables.
     """
     if job is None:

@@ -29,8 +29,8 @@ from dapple_tf.distributed.transport import Arrival, Transport
 # Exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
 
-# Seconds to wait for the cause before a rank ends for a consequence of it: a rank that is terminated (by a launcher,
-# which gives it a second before it is killed) may still hear why; where one rank raises, another may raise the same.
+# Seconds to wait for another rank's report, which may hold the root cause, before this rank ends. It is short, since
+# launchers kill a process one second after SIGTERM. All ranks may also raise the same error at nearly the same time.
 _CAUSE_SECONDS = 0.4
 # Where a step has failed because the other ranks are gone: they are about to report why.
 _LOST_RANKS_SECONDS = 3.0
@@ -92,7 +92,7 @@ class Watchdog:
         self._run_in_thread(lambda: self._report_own_error(what, exit_code))
 
     def report_lost_ranks(self, what: str) -> None:
-        """End this process, whose exchanges with the others have failed, for that reason or the cause of it."""
+        """End this process since other ranks are gone: for the failure that they report, or else for ``what``."""
         self._run_in_thread(lambda: self._fail_self(what, _LOST_RANKS_SECONDS))
         self._thread.join(_OWN_EXIT_SECONDS)
 

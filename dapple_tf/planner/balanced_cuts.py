@@ -14,9 +14,9 @@ def even_starts(costs: Floats, stages: int) -> Integers:
     torchgpipe balances with the same partition (DAPPLE, section IV.D). Needs at least as many blocks as stages. Exact,
     by dynamic programming in stages x blocks^2 steps. Of equal maxima, the last stages are kept as small as possible.
 
-    This is the compiled twin of ``graph_passes.passes.partition.balance`` with every cut allowed and no crossing costs:
+    A Numba version of ``graph_passes.passes.partition.balance`` for every cut allowed and no crossing costs:
     the planner cuts chains of hundreds of blocks into tens of numbers of stages, which takes seconds in plain Python.
-    ``test_balanced_cuts.py`` holds their largest stages equal. Ties are decided otherwise there.
+    ``test_balanced_cuts.py`` asserts that their largest stages are equal; their tie-breaking differs.
     """
     n = len(costs)
     sums = np.zeros(n + 1)

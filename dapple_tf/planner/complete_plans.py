@@ -35,7 +35,7 @@ def offer_plan(heap: list[CompletePlan], plan: CompletePlan, results: int, ceili
 
 @compiled
 def unwind(heap: list[CompletePlan], labels: Labels) -> tuple[Floats, Integers, Integers, Integers]:
-    """Return the scores and stage counts of the plans, and the first block and placement of each stage.
+    """Backtrack from each plan through its parent labels; return scores, stage counts, first blocks and placements.
 
     The last two are arrays [plans, longest], 0 after a plan's last stage.
     """

@@ -1,4 +1,4 @@
-"""The search by formulas 1 to 3 of DAPPLE: partial plans compete by formula 5, with all the rest as the last stage.
+"""The search by formulas 1 to 3 of DAPPLE; partial plans are ranked by formula 5 (all remaining layers as one stage).
 
 A partial plan cannot know its pivot stage Q, but it bounds the latency L of formulas 1 and 2 for every Q that it may
 get: with Q = s, L is at least (sum of F + B of stages 0 to s) + (M - 1)(F_s + B_s). Formula 3 goes from the last stage

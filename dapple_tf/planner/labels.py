@@ -29,7 +29,7 @@ class Labels(NamedTuple):
     first_block: Integers  # where the last stage begins
     stages: Integers
     bound: Floats  # at most the score of every complete plan that begins with this label
-    rank: Floats  # labels of a state compete by this; the least stay
+    rank: Floats  # sort key: a state keeps its ``width`` labels of least rank
     first_forward_end: Floats  # from the beginning of the step to the end of the last stage's first forward, at least
     drain: Floats  # from the beginning of the last stage's last backward to the end of the step, at least
     round_trip: Floats  # F + B of all stages and networks so far

@@ -14,7 +14,8 @@ def pivot_stage(forward: Floats, backward: Floats, micro_batches: int) -> int:
     """Return Q, the stage with the fewest bubbles, by formula 3: from the last stage to the first.
 
     A stage takes over from Q if its steady phase, (M - 1)(F + B), is longer than that of Q and the F + B between them.
-    It must be longer by more than rounding: of equal stages the last is Q, in whatever order layers were added up.
+    The comparison has a tolerance for rounding errors, so of stages with equal F + B the last one is Q: their sums over
+    layers may differ in the last digits.
     """
     last = len(forward) - 1
     pivot, steady, between = last, (micro_batches - 1) * (forward[last] + backward[last]), 0.0

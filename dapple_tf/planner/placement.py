@@ -93,7 +93,7 @@ def find_placements(
 ) -> Placements:
     """Return placements on servers of these ``sizes``: stages of any of ``counts`` replicas, or of all devices left.
 
-    Breadth first. A stage takes all devices left if it is number ``stages``, or once there are ``most`` placements.
+    Breadth first. Stage number ``stages`` takes all devices left, as does any stage once ``most`` placements exist.
     """
     size = tuple(sizes)
     start, total = (0,) * len(size), sum(size)

@@ -1,4 +1,4 @@
-"""What a planner gets and returns: a planning problem, candidate plans, and the planner's result."""
+"""Input and output types of planners: ``PlanningProblem``, ``Candidate`` and ``PlannerResult``."""
 
 from __future__ import annotations
 

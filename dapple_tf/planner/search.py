@@ -30,7 +30,7 @@ class FoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Plans found, by rising score: every plan with a score below both ``exhaustive_below`` and the ceiling, or more.
+    """Plans found, by rising score; complete for scores below both ``exhaustive_below`` and the ceiling.
 
     ``scores``: seconds. ``stages``: number of stages of each plan. ``starts`` and ``placements`` [plans, stages]: first
     block and placement of each stage, 0 after a plan's last stage.

@@ -105,6 +105,6 @@ def can_follow(t: CostTables, transition: int, start: int) -> bool:
 def least_later(t: CostTables, end: int, p: int) -> float:
     """Return the seconds of a micro-batch in the busiest stage after this one, at least; 0 if none follows.
 
-    The blocks left need so many device-seconds, shared by the devices left.
+    A lower bound: the device-seconds of the remaining blocks, divided by the number of remaining devices.
     """
     return float(t.least_remaining[end] / max(t.devices_left[p], 1))

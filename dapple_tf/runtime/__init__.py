@@ -1,1 +1,1 @@
-"""What holds the state of a pipeline and runs it."""
+"""The training step at run time: compile it, run it, and record its times and memory."""

@@ -46,7 +46,7 @@ def decode(action: int, stage: int, micro_batches: int) -> Action:
 def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
     """Return the order of ``graph_passes.schedules.policies.early_backward`` (DAPPLE, section III.B), without checks.
 
-    The compiled twin of that function; a test in test_engine.py holds the two equal.
+    A Numba version of that function; test_engine.py asserts that both return the same order.
     K_i forwards (``warm_up``, each between 1 and M), then alternately one backward and one forward, then the remaining
     backwards.
     """

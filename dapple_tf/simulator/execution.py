@@ -86,6 +86,7 @@ def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
     )
     if done < order.size:
         raise ScheduleError(
-            f"the schedule deadlocks after {done} of {order.size} actions: schedules.schedule.check says where"
+            f"the schedule deadlocks after {done} of {order.size} actions: "
+            "call graph_passes.schedules.schedule.check(schedule) to see where"
         )
     return Execution(order, tuple(costs), *times)

@@ -1,4 +1,4 @@
-"""What a timeline needs to know of a step that was simulated and not recorded."""
+"""The interface of a simulated step that a timeline reads (implemented by ``simulator.simulated_step``)."""
 
 from __future__ import annotations
 

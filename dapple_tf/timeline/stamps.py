@@ -1,4 +1,4 @@
-"""From the time stamps of an instrumented graph to a timeline."""
+"""Convert the time stamps of an instrumented graph into a timeline."""
 
 from __future__ import annotations
 

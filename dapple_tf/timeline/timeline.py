@@ -182,7 +182,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Part, ...]:
-        """What made the step as long as it is; see ``find_critical_path``."""
+        """The parts of the critical path from the start to the end of the step; see ``find_critical_path``."""
         return find_critical_path(self.step)
 
     @property

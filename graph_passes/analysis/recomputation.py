@@ -1,4 +1,4 @@
-"""What backward recomputes of a stage, and what forward must stash for that.
+"""Find the nodes that backward recomputes in each stage, and the values that forward must stash for them.
 
 A *run* is a row of consecutive layers of one stage that are recomputed together; its nodes are the stage's own. Where
 backward takes a value of a run, the nodes of the run that lead to it run again. They start from the inputs of the run

@@ -211,7 +211,7 @@ def attributes(attrs: Mapping[str, Attr]) -> tuple[tuple[str, Attr], ...]:
 
 
 Role = Literal["arg", "boundary", "gradient", "seed", "stash", "carry", "variable", "loss", "aux"]
-"""What an input or output of a stage function is; inputs are in this order.
+"""The role of an input or output of a stage function; inputs are sorted in this order.
 
 ``arg``: a tensor of the batch; ``boundary``: a tensor from the stage before, or to the next; ``gradient``: the gradient
 of a boundary tensor; ``seed``: the gradient of the loss, which is the micro-batch's share of the samples; ``stash``: a

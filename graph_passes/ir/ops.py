@@ -298,7 +298,7 @@ _TABLE = (
     ),
     Op(
         OpName.COMMIT,
-        "Store what forward wrote (batch norm, counters) at its owner, averaged over the replicas if floating.",
+        "Store what forward wrote (batch norm, counters) at its owner, averaged over replicas if floating-point.",
         Operands("the values, where replicas are ranks; else none: the copies are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _REPLICAS),
@@ -319,7 +319,7 @@ _TABLE = (
     ),
     Op(
         OpName.AVERAGE_STATE,
-        "Average over the ranks of a stage what their forwards wrote; what is not floating is that of replica 0.",
+        "Average over the ranks of a stage what their forwards wrote; other dtypes take the value of replica 0.",
         Operands("the values of every replica; on a rank, of its own replica"),
         Operands("the averages"),
         (*_PLACED, _REPLICAS, _RANKS),

@@ -1,4 +1,4 @@
-"""What must hold of every graph: unique names, edges that exist, calls that fit their functions, ops of the table."""
+"""Check the invariants of every graph: unique names, existing edges, calls that fit their functions, known ops."""
 
 from __future__ import annotations
 

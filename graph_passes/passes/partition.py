@@ -88,8 +88,8 @@ def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence
     ``costs``: of each layer, in any unit; ``positions``: the layers before which the model can be cut; ``crossing[i]``:
     the cost of sending the tensors that cross at ``positions[i]``, added to the stage that sends them. Of equal maxima
     the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts.
-    The planner's compiled twin without crossing costs is ``dapple_tf.planner.balanced_cuts.even_starts``; a test in
-    test_balanced_cuts.py holds their largest stages equal.
+    ``dapple_tf.planner.balanced_cuts.even_starts`` is a Numba version without crossing costs; test_balanced_cuts.py
+    asserts that the largest stages of both are equal.
     """
     if stages - 1 > len(positions):
         raise PartitionError(

@@ -1,4 +1,4 @@
-"""What must hold of a finished pipelined graph, proved before it runs."""
+"""Check the invariants of a finished pipelined graph before it runs."""
 
 from __future__ import annotations
 
