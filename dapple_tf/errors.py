@@ -19,6 +19,7 @@ __all__ = [
     "JobError",
     "LossError",
     "ModelError",
+    "NotSimulatedError",
     "PartitionError",
     "PlanError",
     "ProfileError",
@@ -64,6 +65,10 @@ class CheckpointError(RuntimeError):
 
 class UsageError(RuntimeError):
     """A call at the wrong time, or with an output path that cannot be written."""
+
+
+class NotSimulatedError(UsageError, AttributeError):
+    """An attribute that only the timeline of a simulated step has, of a recorded one."""
 
 
 class JobError(RuntimeError):

@@ -35,11 +35,12 @@ def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str
     ``devices``: names of those whose memory is measured. In a job every rank must call it. Raises StepError if the step
     fails; the variables are put back then too.
     """
-    program = compiled.program
-    with program.rehearsal(compiled.planned.model.variables.values()):
+    program, variables = compiled.program, compiled.planned.model.variables.values()
+    # Each run starts from the same variables as the real step: it fails only where the real step fails too.
+    with program.rehearsal(variables):
         program.run(batch)
-        with MemoryMeter(devices) as meter:
-            program.run(batch)
+    with program.rehearsal(variables), MemoryMeter(devices) as meter:
+        program.run(batch)
     return meter.measured
 
 

@@ -44,7 +44,7 @@ class PipelinedStep:
     it must be.
 
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
-    StepError naming them, and changes nothing.
+    StepError naming them, and changes nothing. Recorded steps are not checked.
     """
 
     def __init__(

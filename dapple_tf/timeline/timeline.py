@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import NotSimulatedError
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
@@ -194,7 +194,7 @@ class Timeline:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was simulated. Raises UsageError for a recorded step, as do the properties below."""
+        """The plan that was simulated. Raises NotSimulatedError for a recorded step, as do those below."""
         return self._simulated("plan").plan
 
     @property
@@ -223,7 +223,7 @@ class Timeline:
 
     def _simulated(self, name: str) -> Simulation:
         if self.simulation is None:
-            raise UsageError(
+            raise NotSimulatedError(
                 f"only the timeline of a simulated step has {name!r}; this step was recorded: see step.plan and "
                 "step.report"
             )

@@ -93,6 +93,21 @@ def test_building_what_records_rehearses_it() -> None:
     assert step.report.measured is not None
 
 
+def test_a_rehearsal_never_trains_on_updated_weights() -> None:
+    model, _ = chain(2)
+    limit = float(tf.reduce_max(tf.abs(model.weights[0]))) + 1e-3
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        tf.debugging.assert_less(tf.reduce_max(tf.abs(model.weights[0])), limit, message="a second step was run")
+        return tf.reduce_mean(tf.square(model(x)))
+
+    step = step_of(loss, optimizer=keras.optimizers.SGD(100.0))
+    step.record(X)  # the step itself starts below the limit and ends above it
+    assert step.timeline.note == ""
+    with pytest.raises(StepError, match="a second step was run"):
+        step(X)
+
+
 def test_a_step_that_prints_is_not_rehearsed() -> None:
     model, _ = chain(2)
     seen: list[float] = []

@@ -75,6 +75,7 @@ def test_figures_of_the_cost_model_are_refused_for_a_recorded_step(name: str) ->
         getattr(TWO, name)
     with pytest.raises(UsageError, match="only the timeline of a simulated step has 'memory'"):
         TWO.memory(0)
+    assert not hasattr(TWO, name)  # as of an attribute that a class does not have
 
 
 def test_a_device_that_is_always_busy_has_no_bubble() -> None:
