@@ -1,7 +1,7 @@
-"""Several real processes under mpirun or horovodrun: started, watched, ended, and their output told apart.
+"""Run several real processes with mpirun or horovodrun, end them, and separate their outputs.
 
-A hang is reported, not waited for: the error names the ranks that still ran, and what Horovod says of the tensors that
-wait and the ranks that they wait for.
+A launch that hangs ends after a timeout: the error names the ranks that still run and, from Horovod's report, the
+tensors that wait and the ranks that they wait for.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ needs_horovod = pytest.mark.skipif(
     reason="Horovod and Open MPI are not installed: make horovod",
 )
 
-# In the environment of every process that one launch starts, on whatever host, and of no other.
+# A variable in the environment of every process that one launch starts, on any host, and of no other process.
 _MARK = "DAPPLE_TEST_LAUNCH"
 _RANKS = (b"OMPI_COMM_WORLD_RANK=", b"HOROVOD_RANK=")
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks: ``command`` gives its words from a folder of its own, and the number of ranks.
+    """A program that starts ranks; ``command`` returns its arguments, given a folder and the number of ranks.
 
-    Each rank's output must go to files under ``folder/out``, as ``rank.N/stdout`` and ``stderr``.
+    Each rank's output must go to the files ``rank.N/stdout`` and ``rank.N/stderr`` under ``folder/out``.
     """
 
     name: str
     command: Callable[[Path, int], Sequence[str]]
 
 
-# Everything stays on this machine: `lo` needs no network, and TCP none of the rights that shared memory may lack in a
-# container. A rank that waits gives its core to the others, of which there are more than cores.
+# Only this machine takes part: `lo` needs no network, and TCP no rights, which shared memory may lack in a container. A
+# rank that waits yields its core to the others: there are more ranks than cores.
 def _mpirun(folder: Path, ranks: int) -> Sequence[str]:
     return (
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
@@ -59,7 +59,7 @@ def _mpirun(folder: Path, ranks: int) -> Sequence[str]:
 
 
 def _horovodrun(folder: Path, ranks: int) -> Sequence[str]:
-    """Horovod's own launcher, of the environment that runs the tests; it needs no MPI."""
+    """Return the arguments of Horovod's own launcher, from the environment of the tests; it needs no MPI."""
     program = str(Path(sys.executable).with_name("horovodrun"))
     return (sys.executable, program, "--gloo", "-np", str(ranks), "--output-filename", f"{folder}/out")
 
@@ -70,16 +70,17 @@ HOROVODRUN = Launcher("horovodrun", _horovodrun)
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank wrote."""
+    """The output of one rank."""
 
     stdout: str
     stderr: str
 
 
 class RanksError(AssertionError):
-    """A rank failed, or hung; ``ranks`` is what each had written by then, ``exit_code`` None after a hang.
+    """A rank has failed or hung.
 
-    ``left``: processes that still ran when the launcher had ended.
+    ``ranks``: the output of each so far. ``exit_code``: of the launcher; None after a hang. ``left``: ids of processes
+    that still ran when the launcher had ended.
     """
 
     def __init__(
@@ -89,6 +90,11 @@ class RanksError(AssertionError):
         self.ranks = ranks
         self.exit_code = exit_code
         self.left = left
+
+
+def environment_without_launchers() -> dict[str, str]:
+    """Return this process's environment without the variables by which a launcher describes a job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
 
 
 def run_ranks(
@@ -102,22 +108,19 @@ def run_ranks(
     during: Callable[[Path], None] | None = None,
     linger_seconds: float = 0,
 ) -> tuple[Rank, ...]:
-    """Run ``python arguments`` as so many ranks, from the project's root; what each wrote, in the order of the ranks.
+    """Run ``python arguments`` as so many ranks in the project's root; return their outputs, by rank.
 
-    Whatever still runs at the end, of the processes that were started here and no others, is killed. Horovod reports
-    tensors that wait for longer than ``stall_seconds``. ``during`` is called first, with the folder
-    under which their output grows; the time counts from its end. What the launcher has left on other hosts may take
-    ``linger_seconds`` to end.
+    At the end the processes that were started here and still run are killed, and no others. Horovod reports tensors
+    that wait for longer than ``stall_seconds``. ``during`` is called once the launcher has started, with the folder of
+    the output files; the timeout counts from its end. Processes on other hosts may take ``linger_seconds`` longer than
+    the launcher to end.
 
     Raises:
         RanksError: A rank ended with another code than 0, or some still ran after ``timeout_seconds``.
     """
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOROVOD_"))
-    }
     settings = {
         "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",  # what a killed rank had to say is not lost
+        "PYTHONUNBUFFERED": "1",  # the output of a killed rank is not lost
         "TF_CPP_MIN_LOG_LEVEL": "3",
         # Open MPI gives a rank a pseudo-terminal, on which Numba would end the output with an escape sequence.
         "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
@@ -130,11 +133,11 @@ def run_ranks(
             process = subprocess.Popen(
                 [*launcher.command(folder, ranks), sys.executable, *arguments],
                 cwd=ROOT,
-                env=inherited | settings | dict(environment or {}),
+                env=environment_without_launchers() | settings | dict(environment or {}),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # the files have it, rank by rank
+                stdout=subprocess.DEVNULL,  # in the files, by rank
                 stderr=log,
-                start_new_session=True,  # no terminal's signals
+                start_new_session=True,  # not to receive the terminal's signals
             )
             running: dict[int, int | None] = {}
             left: tuple[int, ...] = ()
@@ -151,28 +154,28 @@ def run_ranks(
                 left = _end_all(settings[_MARK])
                 process.wait()
             log.seek(0)
-            told_by_launcher = log.read()
+            launcher_output = log.read()
         written = tuple(_read_rank(Path(scratch), rank) for rank in range(ranks))
     if running:
         raise RanksError(_describe_hang(running, written, timeout_seconds), written, None)
     if process.returncode:
-        told = "".join(_tail(rank, output) for rank, output in enumerate(written)) or told_by_launcher
+        text = "".join(_tail(rank, output) for rank, output in enumerate(written)) or launcher_output
         raise RanksError(
-            f"{launcher.name} ended with code {process.returncode}{told}", written, process.returncode, left
+            f"{launcher.name} ended with code {process.returncode}{text}", written, process.returncode, left
         )
     return written
 
 
 def _describe_hang(running: Mapping[int, int | None], written: Sequence[Rank], timeout_seconds: float) -> str:
     still = ", ".join(str(rank) for rank in sorted({rank for rank in running.values() if rank is not None}))
-    # Horovod's stall report has a line "1: [tensor, tensor]" for each rank that is waited for; the last report counts.
+    # Horovod's stall report has a line "1: [tensor, tensor]" for each rank that others wait for; the last one counts.
     report = "".join(rank.stderr for rank in written).rpartition("Missing ranks:")[2]
     missing = re.findall(r"^(\d+)!?: \[(.*)\]", report, re.MULTILINE)
     stuck = "; ".join(f"rank {rank} has not submitted {tensors}" for rank, tensors in missing)
-    told = "".join(_tail(rank, output) for rank, output in enumerate(written))
+    text = "".join(_tail(rank, output) for rank, output in enumerate(written))
     return (
         f"after {timeout_seconds:g} s rank(s) {still} still ran: "
-        f"{stuck or 'Horovod reports no tensor that waits, so a rank hangs elsewhere'}{told}"
+        f"{stuck or 'Horovod reports no tensor that waits, so a rank hangs elsewhere'}{text}"
     )
 
 
@@ -182,18 +185,18 @@ def _tail(rank: int, output: Rank, lines: int = 20) -> str:
 
 
 def _read_rank(scratch: Path, rank: int) -> Rank:
-    """What the launcher has collected: rank.N/stdout, N padded with zeros to the width of the highest."""
+    """Read the output files of a rank: rank.N/stdout, with N padded with zeros to the width of the highest rank."""
 
     def read(stream: str) -> str:
         found = [path for path in scratch.glob(f"out/**/rank.*/{stream}") if int(path.parent.suffix[1:]) == rank]
         text = found[0].read_text(encoding="utf-8", errors="replace") if found else ""
-        return re.sub(rf"^\[{rank}\]<{stream}>:", "", text, flags=re.MULTILINE)  # horovodrun begins every line so
+        return re.sub(rf"^\[{rank}\]<{stream}>:", "", text, flags=re.MULTILINE)  # horovodrun's prefix of every line
 
     return Rank(read("stdout"), read("stderr"))
 
 
 def _end_all(mark: str) -> tuple[int, ...]:
-    """Kill all processes of a launch, with those that they start meanwhile; which there were at first."""
+    """Kill all processes of a launch, also those that they start meanwhile; return those that ran at first."""
     left = tuple(_find_marked(mark))
     found = left
     while found:
@@ -205,9 +208,9 @@ def _end_all(mark: str) -> tuple[int, ...]:
 
 
 def _find_marked(mark: str) -> dict[int, int | None]:
-    """The live processes of a launch, each with its rank (None: the launcher, or a helper of its own).
+    """Return the live processes of a launch, each with its rank (None: the launcher, or a helper process of it).
 
-    Launchers put what they start into sessions of their own; the environment is handed down everywhere.
+    They are found by their environment, which children inherit; launchers start new sessions and process groups.
     """
     wanted = f"{_MARK}={mark}".encode()
     found = {}
@@ -216,7 +219,7 @@ def _find_marked(mark: str) -> dict[int, int | None]:
             continue
         try:
             values = (entry / "environ").read_bytes().split(b"\0")  # empty when it has ended
-        except OSError:  # it has ended meanwhile, or is another's
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
         if wanted in values:
             rank = next((re.fullmatch(rb"\w+_RANK=(\d+)", v) for v in values if v.startswith(_RANKS)), None)

@@ -1,4 +1,4 @@
-"""The helper that runs several ranks: a hang must end, and say who hangs where."""
+"""The helper that runs several ranks ends launches that hang, and says which rank hangs where."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ both_launchers = pytest.mark.parametrize(
 
 
 @both_launchers
-def test_every_rank_has_its_own_output(launcher: Launcher) -> None:
+def test_each_rank_has_its_own_output(launcher: Launcher) -> None:
     program = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
     ranks = run_ranks(["-c", program], 3, launcher=launcher)
     assert [(rank.stdout, rank.stderr) for rank in ranks] == [(f"out {n}\n", f"err {n}\n") for n in range(3)]
 
 
-def test_a_failing_rank_is_quoted() -> None:
+def test_the_output_of_a_failing_rank_is_in_the_error() -> None:
     with pytest.raises(RanksError, match=r"(?s)code 3.*--- rank 1:\nno luck") as caught:
         run_ranks(["-c", RANK + "rank == 1 and (print('no luck'), sys.exit(3))"], 2)
     assert caught.value.exit_code == 3
@@ -35,8 +35,8 @@ def test_a_failing_rank_is_quoted() -> None:
 
 
 @both_launchers
-def test_a_hang_outside_of_horovod_ends_with_all_that_was_started(launcher: Launcher, tmp_path: Path) -> None:
-    """Rank 1 has a child of its own, in a session of its own; horovodrun starts each rank in one, too."""
+def test_a_hang_outside_of_horovod_ends_all_processes_of_the_launch(launcher: Launcher, tmp_path: Path) -> None:
+    """Rank 1 has a child process in another session; horovodrun starts each rank in a session of its own."""
     program = (
         RANK + "import subprocess, time; from pathlib import Path\n"
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True) if rank else None\n"
@@ -59,8 +59,8 @@ def test_a_hang_outside_of_horovod_ends_with_all_that_was_started(launcher: Laun
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.slow  # it has to wait until the time is up
-def test_a_stalled_tensor_and_the_rank_that_lacks_it_are_named() -> None:
+@pytest.mark.slow  # it waits for the timeout
+def test_a_tensor_that_waits_and_the_rank_that_has_not_submitted_it_are_named() -> None:
     program = (
         "import time; import horovod.tensorflow as hvd; import tensorflow as tf; hvd.init()\n"
         "reduce = tf.function(lambda: hvd.allreduce(tf.zeros([1]), name='lonely', ignore_name_scope=True))\n"
@@ -71,7 +71,7 @@ def test_a_stalled_tensor_and_the_rank_that_lacks_it_are_named() -> None:
     assert caught.value.exit_code is None
 
 
-def test_the_callers_own_launcher_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_an_outer_launcher_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "77")
     program = "import os; print(os.environ['OMPI_COMM_WORLD_SIZE'], os.environ['ANSWER'])"
     assert [rank.stdout for rank in run_ranks(["-c", program], 2, environment={"ANSWER": "42"})] == ["2 42\n"] * 2

@@ -1,34 +1,154 @@
-"""Launches of ``compare_ranks``, each of several cases, for a process takes seconds to start."""
+"""Jobs of several ranks, each launched once in a test session: many tests examine the results of one launch."""
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.dapple_tf.distributed.programs.cases import CASES
-from tests.processes import MPIRUN, Launcher, run_ranks
+from tests.processes import HOROVODRUN, MPIRUN, Launcher, Rank, RanksError, run_ranks
 
 
-@functools.cache
-def launch(names: tuple[str, ...], launcher: Launcher = MPIRUN) -> dict[str, list[dict[str, Any]]]:
-    """By case, what each rank found."""
-    arguments = ["-m", "tests.dapple_tf.distributed.programs.compare_ranks", *names]
-    ranks = run_ranks(arguments, CASES[names[0]].ranks, timeout_seconds=250, launcher=launcher)
-    lines = [[json.loads(line) for line in rank.stdout.splitlines() if line.startswith("{")] for rank in ranks]
-    return {name: [found[i] for found in lines] for i, name in enumerate(names)}
+@dataclass(frozen=True)
+class JobLaunch:
+    """A launch of ``ranks`` processes that run ``programs`` (of the folder of that name) one after the other.
+
+    ``programs``: names and arguments; in an argument ``{folder}`` is the folder of the launch.
+    """
+
+    ranks: int
+    programs: Sequence[tuple[str, Sequence[Any]]]
+    launcher: Launcher = MPIRUN
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cases(self) -> Sequence[str]:
+        """The names of its training cases."""
+        return next((names for program, names in self.programs if program == "training_cases"), ())
 
 
-def check_equal(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Assert that what the ranks found in a case is what one device computes."""
-    case = CASES[name]
-    assert len(ranks) == case.ranks
-    compared: set[str] = set()
-    for rank, outcome in enumerate(ranks):
-        assert outcome["case"] == name
-        errors = {what: e for what, e in outcome["errors"].items() if not any(word in what for word in case.apart)}
-        worst = max(errors, key=lambda what: errors[what])
-        assert errors[worst] <= case.tolerance, f"{worst} on rank {rank} differs by {errors[worst]:.1e}"
-        compared |= {what.removeprefix("value of ") for what in outcome["errors"]}
-    assert set(ranks[0]["wanted"]) <= compared  # every variable has a rank that trains it
-    assert len({str(outcome["losses"]) for outcome in ranks}) == 1
+# The cases that `make test` runs, by the number of ranks: together they have every kind of value that crosses between
+# ranks, every kind of sum over ranks, and every effect of replicas. `make test-all` runs all cases.
+QUICK_CASES: Mapping[int, Sequence[str]] = {
+    2: (
+        *("1:1 float64", "DP 2 float64", "a last batch of one", "aux", "two unknown axes", "a GRU"),
+        *("DP 2, overlap, M = 4", "dropout, recompute"),
+    ),
+    3: (
+        *("1:1:1 float64", "a short last batch", "tied, user replicated", "integers and booleans, split"),
+        *("dropout, replicated", "regularized, 2:1", "2:1, overlap, zb-h1"),
+    ),
+    4: ("skips over two stages", "batch norm, replicated"),
+}
+LONG_CASES = ("gpt, 50 steps",)  # each in a launch of its own
+
+
+_CASES_PER_LAUNCH = 12
+
+
+def _slow_cases() -> dict[str, tuple[str, ...]]:
+    """Return the cases that `make test` leaves out, by the name of their launch."""
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in LONG_CASES}
+    for ranks in QUICK_CASES:
+        names = [name for name, case in CASES.items() if case.ranks == ranks and not is_quick(name)]
+        names = [name for name in names if name not in LONG_CASES]
+        for i in range(0, len(names), _CASES_PER_LAUNCH):
+            found[f"slow cases on {ranks} ranks, from {i}"] = tuple(names[i : i + _CASES_PER_LAUNCH])
+    return found
+
+
+def is_quick(name: str) -> bool:
+    """Return whether `make test` runs a training case."""
+    return any(name in names for names in QUICK_CASES.values())
+
+
+LAUNCHES: Mapping[str, JobLaunch] = {
+    "two ranks": JobLaunch(
+        2,
+        [
+            ("memory_report", []),
+            ("overlapped_allreduce", ["{folder}/horovod.json"]),
+            ("automatic_plan", [0]),
+            ("mismatched_ranks", []),
+            ("training_cases", QUICK_CASES[2]),
+        ],
+        environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
+    ),
+    # Profiling takes longer than the time after which a silent rank is given up.
+    "slow planning": JobLaunch(2, [("automatic_plan", [1.5])], environment={"DAPPLE_TIMEOUT_SECONDS": "2"}),
+    # TensorFlow's oneDNN kernels come with an allocator that keeps freed memory for the next tensors: without them the
+    # resident set follows what is held.
+    "held variables": JobLaunch(
+        2,
+        [("held_variables", ["{folder}"])],
+        environment={
+            "TF_ENABLE_ONEDNN_OPTS": "0",
+            "MALLOC_MMAP_THRESHOLD_": "1000000",
+            "MALLOC_TRIM_THRESHOLD_": "1000000",
+        },
+    ),
+    "three ranks": JobLaunch(
+        3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])], launcher=HOROVODRUN
+    ),
+    "three ranks by mpirun": JobLaunch(3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]),
+    "four ranks": JobLaunch(4, [("training_cases", QUICK_CASES[4])]),
+    **{
+        launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()
+    },
+}
+
+
+class Launches:
+    """Runs each of ``LAUNCHES`` at its first use, and keeps its results or its error; ``folder`` is for its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._results: dict[str, list[list[Any]] | RanksError] = {}
+
+    def results(self, launch: str, program: str) -> list[Any]:
+        """Return the results of a program of a launch, by rank."""
+        if launch not in self._results:
+            self.folder(launch).mkdir()
+            try:
+                self._results[launch] = self._run(launch)
+            except RanksError as error:
+                self._results[launch] = error
+        found = self._results[launch]
+        if isinstance(found, RanksError):
+            raise found
+        names = [name for name, _ in LAUNCHES[launch].programs]
+        return found[names.index(program)]
+
+    def case_results(self, name: str, launch: str = "") -> list[Any]:
+        """Return the results of a training case by rank, from ``launch`` or the first launch that has the case."""
+        launch = launch or next(key for key, made in LAUNCHES.items() if name in made.cases)
+        return [result[name] for result in self.results(launch, "training_cases")]
+
+    def folder(self, launch: str) -> Path:
+        """Return the folder for the files of a launch."""
+        return self._folder / launch.replace(" ", "-")
+
+    def _run(self, name: str) -> list[list[Any]]:
+        launch = LAUNCHES[name]
+        folder = str(self.folder(name))
+        programs = [
+            (program, [a.replace("{folder}", folder) if isinstance(a, str) else a for a in arguments])
+            for program, arguments in launch.programs
+        ]
+        ranks = run_ranks(
+            ["-m", "tests.dapple_tf.distributed.programs.several", json.dumps(programs)],
+            launch.ranks,
+            timeout_seconds=280,
+            launcher=launch.launcher,
+            environment=launch.environment,
+        )
+        return [[_result(rank, number) for rank in ranks] for number in range(len(programs))]
+
+
+def _result(rank: Rank, number: int) -> Any:
+    """Return what a rank printed as the result of its program of this number."""
+    lines = [json.loads(line) for line in rank.stdout.splitlines() if line.startswith('{"program": ')]
+    return next(line["result"] for line in lines if line["program"] == number)

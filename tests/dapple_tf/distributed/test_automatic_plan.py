@@ -1,8 +1,7 @@
-"""``stages="auto"`` in a job: rank 0 profiles and plans for all ranks, and none is left out."""
+"""``stages="auto"`` in a job: rank 0 profiles and plans for all ranks, and the plan uses every rank."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -19,33 +18,33 @@ from dapple_tf.timeline.recording import BY_PROFILE
 from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from tests.dapple_tf.builders import step_of
-from tests.dapple_tf.distributed.programs import auto_ranks, checkpoint_model
+from tests.dapple_tf.distributed.launches import Launches
+from tests.dapple_tf.distributed.programs import automatic_plan
+from tests.dapple_tf.distributed.train_command import MODEL, losses_of_one_process
 from tests.equality.small_models import chain, data, sgd, values, weights
 from tests.processes import needs_horovod, run_ranks
 
 
 @pytest.fixture
-def busy_machines_are_no_failure() -> Iterator[None]:
-    """The tiny models here measure badly, which is not what these tests are about."""
+def ignore_inaccurate_profiles() -> Iterator[None]:
+    """Ignore the warning that the times of tiny models vary: these tests examine plans."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the layers of", DappleWarning)
         yield
 
 
 @needs_horovod
-def test_all_ranks_carry_out_rank_0s_plan_and_equal_one_device() -> None:
-    """Profiling takes longer than the ranks may be silent, which waiting for it is not."""
-    ranks = run_ranks(
-        ["-m", "tests.dapple_tf.distributed.programs.auto_ranks"], 2, environment={"DAPPLE_TIMEOUT_SECONDS": "2"}
-    )
-    first, second = (json.loads(rank.stdout) for rank in ranks)
+@pytest.mark.parametrize("launch", ["two ranks", pytest.param("slow planning", marks=pytest.mark.slow)])
+def test_all_ranks_run_the_plan_of_rank_0_and_equal_one_device(launches: Launches, launch: str) -> None:
+    """Also if profiling takes longer than the timeout after which a silent rank has failed: waiting is not silence."""
+    first, second = launches.results(launch, "automatic_plan")
     assert first == second
     assert first["planner"] == "best"
     assert sorted(device for stage in first["plan"] for device in stage) == [0, 1]
-    assert first["predicted"] == [BY_PROFILE, first["planned"]], "the step that rank 0 simulated is beside the measured"
-    matrices = weights(auto_ranks.LAYERS)
+    assert first["predicted"] == [BY_PROFILE, first["planned"]], "the step that rank 0 simulated is recorded too"
+    matrices = weights(automatic_plan.LAYERS)
     step = step_of(chain(matrices), optimizer=sgd(), stages=1, micro_batches=1)
-    losses = [float(step(*data(auto_ranks.SAMPLES))) for _ in range(auto_ranks.STEPS)]
+    losses = [float(step(*data(automatic_plan.SAMPLES))) for _ in range(automatic_plan.STEPS)]
     np.testing.assert_allclose(first["losses"], losses, rtol=1e-12)
     np.testing.assert_allclose(first["values"], values(matrices), rtol=1e-12)
 
@@ -53,28 +52,17 @@ def test_all_ranks_carry_out_rank_0s_plan_and_equal_one_device() -> None:
 @needs_horovod
 @pytest.mark.slow
 def test_the_command_line_plans_for_all_ranks() -> None:
-    words = [
-        "-m",
-        "dapple_tf",
-        "train",
-        "tests/dapple_tf/distributed/programs/checkpoint_model.py:chain",
-        "--micro-batches",
-        "2",
-        "--json",
-    ]
-    automatic = run_ranks([*words, "--steps", "3", "--stages", "auto"], 2)
-    found = json.loads(automatic[0].stdout.splitlines()[-1])
+    options = ["--micro-batches", "2", "--json", "--steps", "3", "--stages", "auto"]
+    first, second = run_ranks(["-m", "dapple_tf", "train", MODEL, *options], 2)
+    found = json.loads(first.stdout.splitlines()[-1])
     assert found["plan"]["planner"] == "best"
     assert sorted(device for stage in found["plan"]["stages"] for device in stage["devices"]) == [0, 1]
-    workload = checkpoint_model.chain()
-    step = step_of(workload.loss_fn, optimizer=workload.optimizer, stages=1, micro_batches=1)
-    losses = [float(step(*batch)) for batch in itertools.islice(workload.dataset, 3)]
-    np.testing.assert_allclose(found["losses"], losses, rtol=1e-12)
-    assert automatic[1].stdout == ""
+    np.testing.assert_allclose(found["losses"], losses_of_one_process(3), rtol=1e-12)
+    assert second.stdout == ""
 
 
 def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bool = True, samples: int = 16) -> Plan:
-    """As rank 0 of so many would plan."""
+    """Return the plan that rank 0 of so many ranks makes."""
     batch = data(samples)
     request = Request(micro_batches=2)
     inputs = PlanningInputs(
@@ -90,7 +78,7 @@ def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bo
     return choose_stages(inputs).plan
 
 
-@pytest.mark.usefixtures("busy_machines_are_no_failure")
+@pytest.mark.usefixtures("ignore_inaccurate_profiles")
 def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
     """Over a link that takes seconds one device is fastest."""
     link = Link(bandwidth=1e6, latency=1.0)
@@ -100,8 +88,8 @@ def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
     assert sorted(device for stage in found.stages for device in stage.devices) == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("busy_machines_are_no_failure")
-def test_ranks_that_nothing_can_use_are_an_error() -> None:
+@pytest.mark.usefixtures("ignore_inaccurate_profiles")
+def test_more_ranks_than_a_plan_can_use_are_an_error() -> None:
     with pytest.raises(
         PlanError, match=r"no plan that fits uses all 8 ranks of the job: the model's result depends on"
     ):
@@ -117,7 +105,7 @@ def test_a_cluster_of_another_size_than_the_job_is_refused() -> None:
         plan(config("a", 2), ranks=3)
 
 
-def test_servers_joined_by_nobody_knows_what_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_with_unknown_links_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SIZE", "4"), ("LOCAL_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     with pytest.raises(

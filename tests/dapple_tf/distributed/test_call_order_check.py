@@ -1,4 +1,4 @@
-"""Ranks that are given other batches, or make other calls, in mid-run: all end soon, and say which rank did what."""
+"""Ranks that are called with different batches, or make different calls, end soon, and say which rank did what."""
 
 from __future__ import annotations
 
@@ -8,67 +8,103 @@ from pathlib import Path
 
 import pytest
 
+from dapple_tf.distributed.call_order_check import CallOrderCheck, RankCall
+from tests.dapple_tf.distributed.failing_jobs import assert_ended
 from tests.processes import RanksError, needs_horovod, run_ranks
 
-pytestmark = needs_horovod
+# --- the check itself
+
+
+def call(what: str, number: int = 1) -> RankCall:
+    return RankCall(number, what, " of float32[4]")
+
+
+def test_equal_calls_do_not_differ_in_whichever_order_they_arrive() -> None:
+    check = CallOrderCheck(2)
+    arrivals = [(1, call("a", 1)), (1, call("b", 2)), (0, call("a", 1)), (0, call("b", 2))]
+    assert [check.add(*arrival) for arrival in arrivals] == [""] * 4
+
+
+def test_details_are_not_compared() -> None:
+    check = CallOrderCheck(2)
+    check.add(0, RankCall(1, "a", " of float32[4]"))
+    assert check.add(1, RankCall(1, "a", " of float64[4]")) == ""
+
+
+def test_the_first_rank_that_differs_is_found_before_all_have_called() -> None:
+    check = CallOrderCheck(4)
+    check.add(2, call("run step 3"))
+    assert check.add(0, call("save")) == (
+        "rank 0 is about to save of float32[4], rank 2 is about to run step 3 of float32[4]"
+    )
+
+
+def test_ranks_that_make_the_same_call_are_named_together() -> None:
+    check = CallOrderCheck(4)
+    for rank in (0, 3):
+        check.add(rank, call("run step 3"))
+    text = check.add(1, call("save"))
+    assert text.startswith("ranks [0, 3] are about to run step 3 of float32[4], rank 1 is about to save")
+
+
+# --- jobs
 
 EQUAL = "run step 11 with 16 samples (program 1) of float64[4], float64[4]"
 OTHER = "run step 11 with 8 samples (program 1) of float64[4], float64[4]"
 
 
-def run_until(how: str, stages: int, replicas: int, *folder: str) -> RanksError:
-    """How the job ended: within seconds, and not by the watch's timeout."""
+def run_until_they_differ(name: str, stages: int, replicas: int, *folder: str) -> RanksError:
+    """Return how the job ended: within seconds, and not by the watchdog's timeout."""
+    program = "tests.dapple_tf.distributed.programs.different_calls"
     with pytest.raises(RanksError) as caught:
-        run_ranks(
-            ["-m", "tests.dapple_tf.distributed.programs.differ", how, str(stages), str(replicas), *folder],
-            stages * replicas,
-        )
+        run_ranks(["-m", program, name, str(stages), str(replicas), *folder], stages * replicas)
     end = time.time()
-    assert caught.value.exit_code is not None, "it hung"
-    assert not caught.value.left
-    happened = re.match(r"[\d.]+$", caught.value.ranks[0].stdout, re.MULTILINE)
-    assert happened is not None
-    assert end - float(happened[0]) < 15
+    assert_ended(caught.value)
+    printed = re.match(r"[\d.]+$", caught.value.ranks[0].stdout, re.MULTILINE)
+    assert printed is not None
+    assert end - float(printed[0]) < 15
     return caught.value
 
 
+@needs_horovod
 @pytest.mark.parametrize(
-    ("how", "stages", "what"),
+    ("name", "stages", "what"),
     [
-        # Replicas would sum gradients that do not belong together, and not notice.
-        pytest.param("samples", 1, OTHER, marks=pytest.mark.slow),
-        # One would trace while the other steps, and so on: each waits for what the other does not send.
-        ("dtype", 2, "trace the model for 16 samples of float32[4], float32[4]"),
+        # One rank would trace while the other runs a step: each waits for data that the other does not send.
+        ("other dtype", 2, "trace the model for 16 samples of float32[4], float32[4]"),
+        # Replicas would sum gradients of different batches, and not notice.
+        pytest.param("fewer samples", 1, OTHER, marks=pytest.mark.slow),
         pytest.param(
-            "step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]", marks=pytest.mark.slow
+            "other step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]", marks=pytest.mark.slow
         ),
         pytest.param("gather", 2, "gather the variables", marks=pytest.mark.slow),
         pytest.param(
-            "checks",
+            "check numerics",
             1,
             "build another program (check) for 16 samples of float64[4], float64[4]",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_all_ranks_end_and_say_which_began_what(how: str, stages: int, what: str) -> None:
-    error = run_until(how, stages, 2 // stages)
+def test_all_ranks_end_and_say_which_rank_made_which_call(name: str, stages: int, what: str) -> None:
+    error = run_until_they_differ(name, stages, 2 // stages)
     assert error.exit_code == 1
-    for me, rank in enumerate(error.ranks):
-        told = f"because the ranks make different calls: rank 0 is about to {EQUAL}, rank 1 is about to {what}. Every"
-        assert told in rank.stderr
-        assert f"dapple: rank {me} " in rank.stderr
+    for number, rank in enumerate(error.ranks):
+        text = f"because the ranks make different calls: rank 0 is about to {EQUAL}, rank 1 is about to {what}. Every"
+        assert text in rank.stderr
+        assert f"dapple: rank {number} " in rank.stderr
         assert rank.stderr.count("stops ") == 1
 
 
+@needs_horovod
 @pytest.mark.slow
-def test_nothing_is_saved_of_what_was_trained_on_batches_that_differ(tmp_path: Path) -> None:
-    """Though the ranks save before they notice."""
-    error = run_until("save", 1, 2, str(tmp_path))
+def test_variables_trained_on_different_batches_are_not_saved(tmp_path: Path) -> None:
+    """Even if the ranks save before the watchdog has found the difference."""
+    error = run_until_they_differ("fewer samples, then save", 1, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     for rank in error.ranks:
-        told = f"because the ranks make different calls: rank 0 is about to {OTHER}, rank 1 is about to {EQUAL}."
-        assert told in rank.stderr
+        text = f"because the ranks make different calls: rank 0 is about to {OTHER}, rank 1 is about to {EQUAL}."
+        assert text in rank.stderr
     first, last = error.ranks
     assert "JobError: the ranks differ in their batches or calls until now: rank 0 has " in first.stderr
     assert "Traceback" not in last.stderr

@@ -1,26 +1,24 @@
-"""Horovod's own launcher, without MPI: the same scripts give the same results, and fail as cleanly."""
+"""Horovod's own launcher, without MPI: the same scripts give the same results as with mpirun.
+
+The quick cases on three ranks run with horovodrun in `make test`; `make test-all` runs them with mpirun too.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.dapple_tf.distributed.launches import check_equal, launch
-from tests.dapple_tf.distributed.test_faults import run_until, stops
-from tests.processes import HOROVODRUN, needs_horovod
+from tests.dapple_tf.distributed.launches import LAUNCHES, QUICK_CASES, Launches
+from tests.dapple_tf.distributed.test_ranks_equal_one_device import assert_case
+from tests.processes import HOROVODRUN, MPIRUN, needs_horovod
 
 pytestmark = needs_horovod
 
-THREE_RANKS = ("1:1:1 float64", "2:1 float64")
-
-
-@pytest.mark.parametrize("name", THREE_RANKS)
-def test_ranks_of_horovodrun_equal_one_device(name: str) -> None:
-    check_equal(name, launch(THREE_RANKS, HOROVODRUN)[name])
+BY_MPIRUN = "three ranks by mpirun"
 
 
 @pytest.mark.slow
-def test_a_rank_of_horovodrun_that_is_killed_ends_the_others() -> None:
-    error, seconds = run_until("SIGKILL", 1, launcher=HOROVODRUN)
-    stops(error.ranks[0], 0, 1, r"was killed or has crashed \(its connection closed\)")
-    assert error.exit_code == 1
-    assert seconds < 15
+@pytest.mark.parametrize("name", QUICK_CASES[3])
+def test_cases_that_pass_with_horovodrun_pass_with_mpirun(launches: Launches, name: str) -> None:
+    assert LAUNCHES["three ranks"].launcher is HOROVODRUN
+    assert LAUNCHES[BY_MPIRUN].launcher is MPIRUN
+    assert_case(name, launches.case_results(name, BY_MPIRUN))

@@ -1,4 +1,4 @@
-"""What the ranks of a job train, each to be compared with one device: layouts, and everything that may cross."""
+"""Training cases to compare with one device: layouts, and every kind of value that may cross between stages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ Batches = Sequence[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """``in_turn``: see ``one_device``; ``apart``: words in names of values that one device has otherwise."""
+    """A problem, its batches, and the options of ``dapple.pipeline``.
+
+    ``tolerance``: of relative errors. ``in_turn``: see ``one_device``. ``not_equal``: words in the names of values that
+    differ from one device's; with ``equals_one_device = False`` all do.
+    """
 
     make_problem: Callable[[], Problem]
     batches: Callable[[], Batches]
     options: Mapping[str, Any]
     tolerance: float = TOLERANCE["float64"]
     in_turn: int = 1
-    apart: tuple[str, ...] = ()
-    equal: bool = True
+    not_equal: tuple[str, ...] = ()
+    equals_one_device: bool = True
 
     @property
     def ranks(self) -> int:
@@ -40,7 +44,7 @@ class Case:
 
 
 def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any]:
-    """Options of ``dapple.pipeline``; a chain is cut so that every stage has a matrix of its own."""
+    """Return options of ``dapple.pipeline``; a chain is cut so that every stage has a matrix of its own."""
     return {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": micro_batches, **more}
 
 
@@ -52,7 +56,7 @@ def overlapped(
     schedule: str = "dapple-a",
     recompute: bool | tuple[int, ...] = False,
 ) -> dict[str, Any]:
-    """A plan of stages that end with these layers, whose AllReduce runs during the last backward."""
+    """Return the option of a plan whose stages end with these layers, and overlap AllReduce with the last backward."""
     starts = (0, *(end + 1 for end in ends))
     devices = itertools.count()
     stages = tuple(
@@ -65,7 +69,7 @@ def overlapped(
 
 
 def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: int = WIDTH) -> Callable[[], Batches]:
-    """Inputs x and targets y of these many samples."""
+    """Return a function that makes a batch of inputs x and targets y of each size."""
 
     def make() -> Batches:
         random = np.random.default_rng(1)
@@ -78,7 +82,7 @@ def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: 
 
 
 def adam() -> Any:
-    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)  # which bites
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.5)  # small enough to clip
 
 
 def momentum() -> Any:
@@ -86,15 +90,14 @@ def momentum() -> Any:
     return keras.optimizers.SGD(schedule, momentum=0.9)
 
 
-# --- chains of dense layers, of which some are tied, skip, or send something odd
+# --- chains of dense layers, with tied weights, skip connections and auxiliary outputs
 
 
 @dataclass(frozen=True)
 class Chain:
     """``layers`` matrices; ``tied`` gives a layer the matrix of another, ``skips`` adds what entered another to it.
 
-    ``odd`` maps what layer 1 gives to what layer 3 goes on with: it is made in layer 1, and taken apart in layer 3.
-    ``regularized``: the loss has a term of every matrix.
+    ``aux``: the loss function returns auxiliary outputs too. ``regularized``: the loss has a term for every matrix.
     """
 
     layers: int = 4
@@ -137,7 +140,7 @@ class Chain:
 
 
 def gradient_that_is_a_constant() -> Problem:
-    """The only gradient of its dtype is zeros whatever comes: TensorFlow can tell while it optimises the graph."""
+    """The only gradient of its dtype is always zero: TensorFlow can compute it while it optimizes the graph."""
     random = np.random.default_rng(0)
     w = tf.Variable(random.normal(size=(WIDTH, WIDTH)), name="w")
     idle = tf.Variable(random.normal(size=(WIDTH, WIDTH)), dtype=tf.float32, name="idle")
@@ -154,7 +157,7 @@ def gradient_that_is_a_constant() -> Problem:
 
 
 def integers_and_booleans() -> Problem:
-    """Indices and a mask, made in the first layer, choose in the last."""
+    """Indices and a mask cross: computed in the first layer, they select values in the last."""
     random = np.random.default_rng(0)
     w, table = (tf.Variable(random.normal(size=(WIDTH, WIDTH)), name=name) for name in ("w", "table"))
 
@@ -171,7 +174,7 @@ def integers_and_booleans() -> Problem:
 
 
 def as_type(dtype: str) -> Callable[[], Problem]:
-    """The activation crosses as ``dtype``, and its gradient comes back as that."""
+    """The activation crosses as ``dtype``, and its gradient returns in the same dtype."""
 
     def make() -> Problem:
         random = np.random.default_rng(0)
@@ -190,7 +193,7 @@ def as_type(dtype: str) -> Callable[[], Problem]:
 
 
 def of_type(dtype: str) -> Callable[[], Problem]:
-    """Weights and their gradients have that dtype, in both halves; the loss is float64."""
+    """Weights and their gradients have ``dtype``, in both halves; the loss is float64."""
 
     def make() -> Problem:
         random = np.random.default_rng(0)
@@ -213,7 +216,7 @@ def of_type(dtype: str) -> Callable[[], Problem]:
 
 
 def cut_to_the_longest() -> Problem:
-    """Sequences as long as the longest of their micro-batch cross: both axes are unknown, and differ."""
+    """Sequences cut to the longest of their micro-batch cross: both axes are unknown, and differ."""
     random = np.random.default_rng(0)
     w, v = (tf.Variable(random.normal(size=(1, 1)), name=name) for name in ("w", "v"))
 
@@ -235,7 +238,7 @@ def with_lengths() -> Batches:
 
 
 def nothing_in_a_row() -> Problem:
-    """A tensor without columns crosses beside another: how many rows it has, its bytes do not say."""
+    """A tensor without columns crosses beside another: its bytes do not tell its number of rows."""
     w = tf.Variable(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), name="w")
 
     def loss_fn(x: Any, y: Any) -> Any:
@@ -267,7 +270,7 @@ def normalized() -> Problem:
 
 
 def dropped() -> Problem:
-    """Dropout in both halves; its seeds are state."""
+    """Dropout in both halves; its seeds are state variables."""
     keras.utils.set_random_seed(5)
     layers = keras.layers
     drops = [layers.Dropout(0.5, seed=i, dtype="float64", name=f"drop_{i}") for i in range(2)]
@@ -280,7 +283,7 @@ def dropped() -> Problem:
 
 
 def recurrent() -> Problem:
-    """A GRU, which is a loop: TensorFlow names its parts by what the process has traced before."""
+    """A GRU, which is a loop: the names of its parts depend on what the process has traced before."""
     keras.utils.set_random_seed(3)
     layers = keras.layers
     made = [
@@ -290,7 +293,7 @@ def recurrent() -> Problem:
         layers.Dense(WIDTH, dtype="float64", name="dense_1"),
     ]
     problem = _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
-    # Without the state of the GRU's dropout, which it does not have.
+    # Without the seed of the GRU's dropout, which is off.
     return Problem(problem.loss_fn, {name: v for name, v in problem.variables.items() if v.trainable}, adam)
 
 
@@ -320,10 +323,9 @@ def gpt_batches(steps: int) -> Callable[[], Batches]:
 
 
 FLOAT32 = TOLERANCE["float32"]
-# Of weights, from their machine epsilon: each micro-batch's gradient is rounded, then their sum.
+# Tolerances of weights, from their machine epsilon: each micro-batch's gradient is rounded, then their sum.
 WEIGHTS = {"bfloat16": 2**-6, "float16": 2**-9, "complex64": FLOAT32, "complex128": TOLERANCE["float64"]}
 EVEN = (8, 8, 8)
-DROPOUT_SEEDS = ("seed of",)
 LAYOUTS = [(1, 1), (2,), (2, 1), (1, 2), (1, 1, 1), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1), (4,)]
 
 
@@ -403,11 +405,11 @@ CASES: dict[str, Case] = {
     "nothing in a row": Case(nothing_in_a_row, batches(), layout(1, 1, stages=["second"])),
     "batch norm": Case(normalized, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
     "batch norm, replicated": Case(
-        normalized, batches(EVEN), layout(2, 2, stages=["dense_1"]), in_turn=4, apart=("moving",)
+        normalized, batches(EVEN), layout(2, 2, stages=["dense_1"]), in_turn=4, not_equal=("moving",)
     ),
     "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
     "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"]), in_turn=2),
-    "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equal=False),
+    "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equals_one_device=False),
     "dropout, recompute": Case(
         dropped, batches(EVEN), layout(1, 1, stages=["dense_1"], recompute=["dense_0", "drop_0", "drop_1"]), in_turn=2
     ),

@@ -1,9 +1,10 @@
-"""A MODEL for ``dapple train`` under mpirun: float64, tied weights, Adam; ranks of it can be killed as if by chance."""
+"""A MODEL for ``dapple train`` under mpirun: float64, tied weights, Adam; one of its ranks can be made to fail."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from dapple_tf.distributed import membership
 
 
 def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str = "SIGKILL") -> dapple.Workload:
-    """Five dense layers on batches whose order changes every round.
+    """Return five dense layers, and batches in another order in every epoch.
 
     The rank ``kill_rank`` gets the signal ``how`` (or raises) before batch ``at_batch``, or is killed while it writes a
     file into the folder ``in_save``.
@@ -30,9 +31,9 @@ def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str =
     data = tf.data.Dataset.from_tensor_slices((random.normal(size=(20, 64)), random.normal(size=(20, 64))))
     data = data.shuffle(20, seed=3).batch(8)  # two batches of 8, then one of 4
     job = membership.current()
-    dies = job is not None and job.rank == kill_rank
-    if dies and in_save:
-        threading.Thread(target=_die_in_save, args=(Path(in_save),), daemon=True).start()
+    fails = job is not None and job.rank == kill_rank
+    if fails and in_save:
+        threading.Thread(target=_kill_in_save, args=(Path(in_save),), daemon=True).start()
 
     def loss(x: Any, y: Any) -> Any:
         for i, weight in enumerate([*weights, weights[0]]):
@@ -41,33 +42,34 @@ def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str =
         return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
 
     return dapple.Workload(
-        loss, keras.optimizers.Adam(0.01, global_clipnorm=1.0), _Stream(data, how if dies else "", at_batch)
+        loss, keras.optimizers.Adam(0.01, global_clipnorm=1.0), _FailingStream(data, how if fails else "", at_batch)
     )
 
 
-class _Stream:
-    """Goes on through rounds of ``data``; ``what``, if anything, happens to the process before a batch."""
+class _FailingStream:
+    """Endless epochs of ``data``; the process fails in the way ``how`` (unless it is empty) before a batch."""
 
-    def __init__(self, data: Any, what: str, at_batch: int) -> None:
-        self._data, self._what, self._at_batch = data, what, at_batch
+    def __init__(self, data: Any, how: str, at_batch: int) -> None:
+        self._data, self._how, self._at_batch = data, how, at_batch
 
     def __iter__(self) -> Iterator[Any]:
         number = 0
         while True:
             for batch in self._data:
                 number += 1
-                if self._what and number == self._at_batch:
-                    _fail(self._what)
+                if self._how and number == self._at_batch:
+                    _fail(self._how)
                 yield batch
 
 
-def _fail(what: str) -> None:
-    if what == "raise":
+def _fail(how: str) -> None:
+    print(f"failing at {time.time()}", file=sys.stderr, flush=True)
+    if how == "raise":
         raise KeyError("no such sample")
-    os.kill(os.getpid(), getattr(signal, what))
+    os.kill(os.getpid(), getattr(signal, how))
 
 
-def _die_in_save(folder: Path) -> None:
+def _kill_in_save(folder: Path) -> None:
     while not any(folder.glob("*.part")):
         time.sleep(0.0002)
     os.kill(os.getpid(), signal.SIGKILL)

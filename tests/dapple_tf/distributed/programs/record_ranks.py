@@ -17,7 +17,7 @@ dapple.init()
 
 from dapple_tf.distributed.clocks import Clocks  # noqa: E402
 from dapple_tf.distributed.membership import current  # noqa: E402
-from tests.dapple_tf.distributed.programs.gather_model import X, make_model  # noqa: E402
+from tests.dapple_tf.distributed.programs.tied_model import X, make_model  # noqa: E402
 
 
 def main() -> None:

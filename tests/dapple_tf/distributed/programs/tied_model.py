@@ -1,4 +1,4 @@
-"""A small model with all that ranks may keep to themselves: weights, tied weights, slots, state, and odd dtypes."""
+"""A small model with every kind of variable that a rank may hold alone: weights, tied weights, slots, integer state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ X = tf.constant(np.random.default_rng(0).normal(size=(8, 4)))
 
 
 def make_model() -> tuple[Any, Any, Mapping[str, tf.Variable]]:
-    """A loss of a batch, its optimizer, and the model's variables by name."""
+    """Return a loss function, its optimizer, and the model's variables by name.
+
+    Layers 0 and 3 share the weights w0. Each counts its calls, one per micro-batch, in a variable of its own.
+    """
     random = np.random.default_rng(1)
     made = {f"w{i}": tf.Variable(random.normal(size=(4, 4)) / 2, name=f"w{i}") for i in range(3)}
-    for i in (0, 3):  # each is counted up by one micro-batch after the other
+    for i in (0, 3):
         made[f"calls{i}"] = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"calls{i}")
 
     def loss(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A Keras model on which two steps, of other plans and optimizers, train in turn; and one of large weights."""
+"""A Keras model that two steps of different plans and optimizers train, and a model with large weights."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ LARGE_BYTES = 4 * LARGE**2
 
 
 def make_dense() -> keras.Model:
-    """Four dense layers, drawn anew by every process."""
+    """Return a model of four dense layers, with initial values that each process draws itself."""
     dense = [keras.layers.Dense(4, "tanh", dtype="float64", name=f"dense_{i}") for i in range(4)]
     return keras.Sequential([keras.Input((4,), dtype="float64"), *dense])
 
 
 def loss_of(model: keras.Model) -> Callable[[Any], Any]:
-    """The mean over the batch."""
+    """Return a loss function of the model."""
     return lambda x: tf.reduce_mean(tf.reduce_sum(tf.square(model(x, training=True) - 0.5), 1))
 
 
 def optimizers() -> tuple[Any, Any]:
-    """One for each of the two steps."""
+    """Return an optimizer for each of the two steps."""
     return keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def make_large() -> tuple[Callable[[Any], Any], Any]:
-    """The loss of six large matrices, all their memory written to, and its optimizer with two slots for each."""
+    """Return a loss function of six large matrices, all of whose memory is written, and an optimizer with two slots."""
     random = np.random.default_rng(1)
     rows = random.normal(size=(LARGE, 1)).astype(np.float32) / LARGE
     weights = [tf.Variable(np.repeat(rows, LARGE, 1), name=f"w{i}") for i in range(6)]

@@ -1,4 +1,4 @@
-"""A host of a job is cut off from the network: the ranks on both sides end, say why, and leave a good checkpoint."""
+"""If a host is cut off from the network, the ranks on both sides end, say why, and leave a good checkpoint."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.emulated_hosts import Hosts, emulated_hosts, find_hindrance
+from benchmarks.emulated_hosts import Hosts, emulated_hosts, find_missing_requirement
 from dapple_tf.checkpoint.file import open_checkpoint
-from tests.dapple_tf.distributed.test_checkpoint import arguments, steps_in, train_alone
-from tests.dapple_tf.distributed.test_faults import stops
+from tests.dapple_tf.distributed.failing_jobs import assert_stopped
+from tests.dapple_tf.distributed.test_job_checkpoints import train_in_one_process
+from tests.dapple_tf.distributed.train_command import saved_steps, saving_in, train_arguments
 from tests.processes import Launcher, RanksError, needs_horovod, run_ranks
 
-_HINDRANCE = find_hindrance()
-pytestmark = [needs_horovod, pytest.mark.skipif(_HINDRANCE is not None, reason=str(_HINDRANCE)), pytest.mark.slow]
+_MISSING = find_missing_requirement()
+pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)), pytest.mark.slow]
 
 SECONDS = 10
-# By its silence, or by the system, which gives the connection up first where it has been told to do so early.
+# Noticed by its silence, or by the system, which closes the connection first if it is set to do so early.
 CUT_OFF = (
-    r"(has not been heard of for \d+\.\d s|cannot be reached \(.*\)): its host is cut off(, or the process hangs)?"
+    r"(has sent nothing for \d+\.\d s|cannot be reached \(.*\)): its host is cut off from the network"
+    r"(, or the process hangs)?"
 )
 
 
 def launcher_on(hosts: Hosts) -> Launcher:
-    """A rank on each host by mpirun, whose output comes to files of this machine."""
+    """Return a launcher of one rank on each host by mpirun, whose output arrives in files of this machine."""
 
     def command(folder: Path, ranks: int) -> Sequence[str]:
         assert ranks == len(hosts.addresses)
@@ -45,7 +47,7 @@ def test_a_host_that_is_cut_off_ends_the_ranks_on_both_sides(tmp_path: Path) -> 
     taken: list[float] = []
 
     def cut_off_after_a_checkpoint(output: Path) -> None:
-        wait_until(lambda: bool(steps_in(tmp_path)), 100)
+        wait_until(lambda: bool(saved_steps(tmp_path)), 100)
         hosts.cut_off(1)
         begin = time.monotonic()
         wait_until(lambda: all("All processes end" in file.read_text() for file in output.rglob("stderr")), 60)
@@ -53,7 +55,7 @@ def test_a_host_that_is_cut_off_ends_the_ranks_on_both_sides(tmp_path: Path) -> 
 
     with emulated_hosts(2, "1gbit", retransmissions=4) as hosts, pytest.raises(RanksError) as caught:
         run_ranks(
-            arguments(tmp_path, 100_000, "1,1"),
+            train_arguments("1,1", 100_000, *saving_in(tmp_path)),
             2,
             environment={"DAPPLE_TIMEOUT_SECONDS": str(SECONDS)},
             launcher=launcher_on(hosts),
@@ -61,9 +63,9 @@ def test_a_host_that_is_cut_off_ends_the_ranks_on_both_sides(tmp_path: Path) -> 
             linger_seconds=30,
         )
     for me in (0, 1):
-        stops(caught.value.ranks[me], me, 1 - me, CUT_OFF)
+        assert_stopped(caught.value.ranks[me], me, 1 - me, CUT_OFF)
     assert not caught.value.left
     assert taken[0] < SECONDS + 5
-    last = steps_in(tmp_path)[-1]
+    last = saved_steps(tmp_path)[-1]
     assert dict(open_checkpoint(tmp_path / f"checkpoint-{last}.safetensors").read())
-    assert len(train_alone(tmp_path, last + 2, "1,1")) == 2
+    assert len(train_in_one_process("1,1", last + 2, *saving_in(tmp_path))) == 2

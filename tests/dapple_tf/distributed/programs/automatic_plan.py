@@ -1,8 +1,7 @@
-"""What every rank of a job prints that leaves its plan to rank 0: the plan, losses, and values of its own variables."""
+"""Train with a plan that rank 0 makes from a profile: the plan, losses, and the values of all variables."""
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -14,13 +13,16 @@ from tests.equality.small_models import chain, data, sgd, values, weights
 LAYERS, SAMPLES, STEPS = 4, 16, 3
 
 
-def main() -> None:
-    dapple.init()
+def run(trace_seconds: float) -> dict[str, Any]:
+    """Train and record a few steps of a model that takes ``trace_seconds`` longer to trace.
+
+    Rank 0 traces once more to profile, while the other ranks wait for its plan.
+    """
     matrices = weights(LAYERS)
     loss_fn = chain(matrices)
 
     def slow_to_trace(x: Any, y: Any) -> Any:
-        time.sleep(1.5)  # rank 0 traces once more to profile, while the others wait for its plan
+        time.sleep(trace_seconds)
         return loss_fn(x, y)
 
     step = dapple.pipeline(slow_to_trace, optimizer=sgd(), micro_batches=4)
@@ -28,17 +30,11 @@ def main() -> None:
     predicted = step.recording.predicted
     assert predicted is not None
     step.gather()
-    plan = [list(stage.devices) for stage in step.plan.stages]
-    found = {
-        "plan": plan,
+    return {
+        "plan": [list(stage.devices) for stage in step.plan.stages],
         "planner": step.plan.planner,
         "losses": losses,
-        "predicted": [predicted.source, predicted.timeline.seconds],
+        "predicted": [predicted.source, predicted.timeline.step_seconds],
         "planned": step.plan.predicted["step_seconds"] if step.plan.predicted else None,
         "values": np.stack(values(matrices)).tolist(),
     }
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
-"""Run as two ranks by test_memory: record steps, and say what the report has of each."""
+"""Record steps of a model with large activations, and return the report of the memory of all ranks."""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,17 +10,11 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 
-dapple.init()
-
-from dapple_tf.distributed.membership import current  # noqa: E402
-
 ROWS, WIDTH, MICRO_BATCHES = 1024, 256, 10
 
 
-def main() -> None:
-    """Print this rank's report as one JSON object."""
-    job = current()
-    assert job is not None
+def run() -> dict[str, Any]:
+    """Return this rank's report, as text and as JSON."""
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(8)]
     model = keras.Sequential([keras.Input((WIDTH,)), *stack])
     batch = tf.constant(np.ones((MICRO_BATCHES * ROWS, WIDTH), np.float32))
@@ -33,9 +27,4 @@ def main() -> None:
     )
     for _ in range(3):
         step.record(batch)
-    print(json.dumps({"text": str(step.report), **step.report.to_json()}))
-    job.gather(None)  # all have finished
-
-
-if __name__ == "__main__":
-    main()
+    return {"text": str(step.report), **step.report.to_json()}

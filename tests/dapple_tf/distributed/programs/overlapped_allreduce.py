@@ -1,25 +1,30 @@
-"""Train as a rank whose AllReduce overlaps the last backward; print, as JSON, what was reduced during it."""
+"""Train with AllReduce overlapped with the last backward; observe what is reduced during it."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from typing import Any
 
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
 import dapple_tf as dapple
-
-dapple.init()
-
-import horovod.tensorflow as hvd  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-from dapple_tf.distributed.membership import current  # noqa: E402
-from tests.dapple_tf.distributed.programs.cases import WIDE, gradient_that_is_a_constant, momentum, overlapped  # noqa: E402
-from tests.dapple_tf.distributed.programs.cases import batches as make_batches  # noqa: E402
+from dapple_tf.distributed.membership import current
+from tests.dapple_tf.distributed.programs.cases import WIDE, gradient_that_is_a_constant, momentum, overlapped
+from tests.dapple_tf.distributed.programs.cases import batches as make_batches
 
 LAYERS, MICRO_BATCHES, PATIENCE_SECONDS = 5, 2, 20.0
+
+
+def run(record: str) -> list[str]:
+    """Return the exchange completed during the last backward; Horovod records a second run in the file ``record``."""
+    reduced = wait_in_backward()
+    hvd.start_timeline(record)
+    train(gradient_that_is_a_constant().loss_fn, make_batches()(), 1)
+    hvd.stop_timeline()
+    return reduced
 
 
 def wait_in_backward() -> list[str]:
@@ -33,7 +38,7 @@ def wait_in_backward() -> list[str]:
     matrices = [tf.Variable(random.normal(size=(WIDE, WIDE)) / WIDE**0.5, name=f"w{i}") for i in range(LAYERS)]
     calls, seen, done = [0], list[str](), set[str]()
 
-    def look() -> None:
+    def observe() -> None:
         """Note the completed exchanges: the progress has only the last, and the next may follow soon."""
         while not seen:
             done.add(job.progress.status().exchange)
@@ -64,13 +69,13 @@ def wait_in_backward() -> list[str]:
                 h = tf.custom_gradient(wait_for_reduction)(h) if i == 0 else h
         return tf.reduce_mean(tf.square(h - y))
 
-    watching = threading.Thread(target=look, daemon=True)
-    watching.start()
-    run(loss_fn, make_batches((4,), width=WIDE)(), MICRO_BATCHES)
+    observing = threading.Thread(target=observe, daemon=True)
+    observing.start()
+    train(loss_fn, make_batches((4,), width=WIDE)(), MICRO_BATCHES)
     return seen
 
 
-def run(loss_fn: Any, batches: Any, micro_batches: int) -> None:
+def train(loss_fn: Any, batches: Any, micro_batches: int) -> None:
     """Train on the batches with data parallelism, AllReduce overlapped."""
     size = int(batches[0][0].shape[0])
     whole = dapple.pipeline(loss_fn, optimizer=momentum(), stages=1, replicas=[2], micro_batches=micro_batches)
@@ -79,10 +84,3 @@ def run(loss_fn: Any, batches: Any, micro_batches: int) -> None:
     step = dapple.pipeline(loss_fn, optimizer=momentum(), **plan)
     for batch in batches:
         step(*batch)
-
-
-if __name__ == "__main__":
-    found = wait_in_backward()
-    run(gradient_that_is_a_constant().loss_fn, make_batches()(), 1)
-    print(json.dumps({"seen": found}), flush=True)
-    hvd.allreduce(tf.zeros([1]), name="end")  # a rank that leaves early ends Horovod on all ranks

@@ -1,0 +1,58 @@
+"""Train until one rank fails: ``python -m tests.dapple_tf.distributed.programs.failing_rank FAILURE RANK STAGES``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.distributed.membership import current
+from tests.equality.small_models import chain, data, sgd, weights
+
+
+def main(failure: str, failing_rank: int, stages: int) -> None:
+    """Train; after five steps ``failure`` happens to ``failing_rank``."""
+    dapple.init()
+    job = current()
+    assert job is not None, "start it with mpirun or horovodrun"
+    loss_fn = chain(weights(4))
+
+    def checked(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.debugging.check_numerics(loss_fn(x, y), "bad loss")
+
+    step = dapple.pipeline(
+        checked if failure == "bad data" else loss_fn, optimizer=sgd(), stages=stages, micro_batches=4
+    )
+    step.check_numerics = failure == "not finite"
+    bad = failure in ("bad data", "not finite")
+    x, y = data(16)
+    for number in range(1, 100_000):
+        step(x * np.nan if bad and number == 6 else x, y)
+        if number == 5 and job.rank == failing_rank:
+            fail(failure)
+        if number == 5 and failure == "none":
+            break
+    print("done")
+
+
+def fail(failure: str) -> None:
+    """Print the time, and fail: by a signal in half a second, when a step runs, or now."""
+    print(time.time(), flush=True)
+    if failure.startswith("SIG"):
+        threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, failure))).start()
+    elif failure == "Ctrl-C":  # at the terminal: mpirun gets it
+        threading.Timer(0.5, os.kill, (os.getppid(), signal.SIGINT)).start()
+    elif failure == "raise":
+        raise KeyError("no such sample")
+    elif failure == "exit":
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

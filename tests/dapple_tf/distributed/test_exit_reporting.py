@@ -1,0 +1,118 @@
+"""What a rank reports to the others, and prints, when it ends: with a recording watchdog in place of the real one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dapple_tf.distributed import exit_reporting, membership
+from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure, start_exit_reporting
+from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.shared_errors import share_error
+from dapple_tf.errors import PlanError, StepError
+
+
+@dataclass
+class RecordingWatchdog:
+    """A watchdog that keeps what is reported to it."""
+
+    reports: list[tuple[Any, ...]] = field(default_factory=list)
+    installed: int = 0
+
+    @property
+    def signals(self) -> RecordingWatchdog:
+        return self
+
+    def install(self) -> None:
+        self.installed += 1
+
+    def report_error(self, what: str, exit_code: int = 1) -> None:
+        self.reports.append(("error", what, exit_code))
+
+    def report_lost_ranks(self, what: str) -> None:
+        self.reports.append(("lost ranks", what))
+
+
+@pytest.fixture
+def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingWatchdog]:
+    """The watchdog of this process, as rank 1 of two."""
+    made = RecordingWatchdog()
+    monkeypatch.setattr(membership, "_job", Job(2, 1, 1, 2))
+    monkeypatch.setattr(exit_reporting, "start_watchdog", lambda job: made)
+    monkeypatch.setattr("os.register_at_fork", lambda **_: None)
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    hook = sys.excepthook
+    job = membership.current()
+    assert job is not None
+    start_exit_reporting(job)
+    yield made
+    sys.excepthook = hook
+
+
+def raise_uncaught(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+def test_starting_twice_starts_one_watchdog(watchdog: RecordingWatchdog) -> None:
+    job, hook = membership.current(), sys.excepthook
+    assert job is not None
+    assert job.watchdog is watchdog
+    start_exit_reporting(job)
+    assert sys.excepthook is hook
+    assert watchdog.installed == 1
+
+
+def test_an_uncaught_error_is_printed_and_reported(
+    watchdog: RecordingWatchdog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_uncaught(KeyError("no such sample"))
+    assert watchdog.reports == [("error", "raised KeyError: 'no such sample'", 1)]
+    assert "KeyError: 'no such sample'" in capsys.readouterr().err
+
+
+def test_an_error_that_another_rank_prints_is_one_line_here(
+    watchdog: RecordingWatchdog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_uncaught(share_error(PlanError("too few ranks"), 0))
+    assert capsys.readouterr().err == "dapple: rank 1 ends: rank 0 prints the error (PlanError)\n"
+    assert watchdog.reports == [("error", "raised PlanError: too few ranks", 1)]
+
+
+def test_an_error_that_this_rank_prints_for_all_is_printed_in_full(watchdog: RecordingWatchdog) -> None:
+    assert prints_error_in_full(share_error(PlanError("too few ranks"), 1))
+    assert prints_error_in_full(PlanError("too few ranks"))
+
+
+def test_ctrl_c_is_reported_without_a_traceback(
+    watchdog: RecordingWatchdog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_uncaught(KeyboardInterrupt())
+    assert capsys.readouterr().err == "dapple: interrupted\n"
+    assert watchdog.reports == [("error", "was interrupted (Ctrl-C)", 130)]
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("Horovod has been shut down", True),
+        ("MPI_Allreduce failed", True),
+        ("gloo: connection closed", True),
+        ("the loss is not finite", False),
+    ],
+)
+def test_a_step_that_has_lost_the_other_ranks_waits_for_their_reports(
+    watchdog: RecordingWatchdog, text: str, lost: bool
+) -> None:
+    report_failure(StepError(text))
+    what = f"raised StepError: {text}"
+    assert watchdog.reports == [("lost ranks", what) if lost else ("error", what, 1)]
+
+
+def test_outside_of_a_job_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_job", None)
+    report_failure(KeyError("no such sample"))
+    assert prints_error_in_full(share_error(PlanError("too few ranks"), 0))
