@@ -1,8 +1,8 @@
-"""The reference: a plain training step on one device, sharing no code with dapple_tf, and the comparison with it.
+"""The reference: a plain training step on one device, which shares no code with dapple_tf, and the comparison with it.
 
-Gradients of embeddings are made dense before the optimizer takes them. TensorFlow gives them as IndexedSlices,
-in which a row may stand several times, and Keras 3 then squares each of these parts by itself: its Adam divides
-by something that is not the gradient's square (``test_optimizers`` shows it).
+Gradients of embeddings are dense before the optimizer takes them. TensorFlow gives them as IndexedSlices, in which a
+row may occur several times, and Keras 3 then squares each of its parts separately: its Adam divides by something that
+is not the gradient's square (``test_optimizers`` shows it).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from hypothesis import settings
 
 import dapple_tf as dapple
+from dapple_tf.compiler import StagedModel, StepVariant
 from dapple_tf.errors import DappleWarning
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
@@ -39,7 +41,7 @@ class Problem:
 
 @dataclass
 class Outcome:
-    """What some training steps gave: ``gradients`` of the first one, ``values`` of all variables after the last."""
+    """Results of some training steps: ``gradients`` of the first one, ``values`` of all variables after the last."""
 
     losses: list[Any] = field(default_factory=list)
     aux: list[Any] = field(default_factory=list)
@@ -49,10 +51,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative errors by the name of what was compared, and the step that was tested."""
+    """Relative errors by the name of the compared tensor, and the step that was tested."""
 
     errors: Mapping[str, float]
     step: Any
+
+    @property
+    def model(self) -> StagedModel:
+        """The staged model of the step that was tested."""
+        return self.step._compiled_last().planned.model  # step.model would compile another program
 
     @property
     def worst(self) -> tuple[float, str]:
@@ -66,8 +73,11 @@ class Comparison:
 def compare(problem: Problem, batches: Sequence[Any], *, in_turn: int = 1, **options: Any) -> Comparison:
     """Train on ``batches`` on one device, then from the same values through a pipeline of these ``options``.
 
-    ``in_turn``: the one device runs that many micro-batches one after the other (for losses that draw random
-    numbers or keep state). Everything is put back before the pipeline starts.
+    ``in_turn``: the one device runs that many micro-batches one after the other (for losses that draw random numbers or
+    keep state). All variables are restored before the pipeline starts.
+
+    The pipeline returns gradients in the first step. Later steps are plain ones, except under the profile ``ci``
+    (``make test``): there all steps are of the program that returns gradients, since building another takes time.
     """
     tensors = {name: as_tf(variable) for name, variable in problem.variables.items()}
     before = {name: variable.numpy() for name, variable in tensors.items()}
@@ -132,7 +142,7 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int =
         aux = results[0][1] if in_turn == 1 else None
         return loss, aux, gradients
 
-    compiled = tf.function(step)
+    compiled = tf.function(step, autograph=False)  # converting Keras's optimizers takes longer than tracing them
     for i, batch in enumerate(batches):
         with tf.device("CPU:0"):
             loss, aux, gradients = compiled(*batch)
@@ -192,14 +202,25 @@ def _train_on_pipeline(
     _check_warnings(problem, graded, caught)
     outcome.losses.append(loss)
     outcome.aux.append(None)
-    outcome.gradients = {_name_of(problem, step, batches[0], n): g for n, g in gradients.items()}
+    outcome.gradients = {_name_of(problem, step, n): g for n, g in gradients.items()}
     for batch in batches[1:]:
-        result = step(*batch)
-        loss, aux = result if isinstance(result, tuple) else (result, None)
-        outcome.losses.append(loss.numpy())
-        outcome.aux.append(None if aux is None else tf.nest.map_structure(lambda t: t.numpy(), aux))
+        loss, aux = _train(step, batch)
+        outcome.losses.append(loss)
+        outcome.aux.append(aux)
     outcome.values = _values(problem, optimizer)
     return outcome, step
+
+
+def _train(step: Any, batch: Any) -> tuple[Any, Any]:
+    """Run a further step, and return its loss and aux as NumPy values."""
+    if settings.get_current_profile_name() == "ci":
+        compiled, outputs = step._run(batch, StepVariant.WITH_GRADIENTS)
+        model = compiled.planned.model
+        result = model.pack(outputs[: 1 + len(model.aux_types)])
+    else:
+        result = step(*batch)
+    loss, aux = result if isinstance(result, tuple) else (result, None)
+    return loss.numpy(), None if aux is None else tf.nest.map_structure(lambda t: t.numpy(), aux)
 
 
 def _check_warnings(problem: Problem, graded: set[str], caught: Sequence[warnings.WarningMessage]) -> None:
@@ -213,9 +234,9 @@ def _check_warnings(problem: Problem, graded: set[str], caught: Sequence[warning
         assert not any(f" {name}," in text or f" {name}:" in text for text in said), said
 
 
-def _name_of(problem: Problem, step: Any, batch: Any, name: str) -> str:
-    """The problem's name for the variable that the pipeline calls ``name``."""
-    variable = step.model(batch).model_variables[name]
+def _name_of(problem: Problem, step: Any, name: str) -> str:
+    """Return the problem's name of the variable that the pipeline calls ``name``."""
+    variable = step._compiled_last().planned.model.model_variables[name]  # step.model would compile a plain step
     return next(n for n, v in problem.variables.items() if as_tf(v) is variable)
 
 

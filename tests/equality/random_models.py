@@ -1,4 +1,4 @@
-"""Random small models as data: a list of operations on a growing pool of tensors, run by ``build``."""
+"""Random small models as data: a list of operations on a growing pool of tensors, which ``build`` makes a loss of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Model:
-    """``seed`` makes the weights; ``regularized``: the loss holds a term of the weights alone."""
+    """``seed``: of the weights; ``regularized``: the loss has a term of the weights alone."""
 
     ops: tuple[Op, ...]
     seed: int
@@ -38,28 +38,28 @@ class Model:
     regularized: bool
 
     def layer(self, index: int) -> str:
-        """The name of operation ``index``, by which a stage may start at it."""
+        """Return the name of operation ``index``, with which a stage may start."""
         return f"keras{index}" if self.ops[index].kind == "keras_dense" else f"op{index}"
 
 
 class Weights:
-    """Makes named variables; ``shared`` ones are the same for every operation (tied weights)."""
+    """Creates variables by name; operations that use the same name share a variable (tied weights)."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.made: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
 
-    def make(self, name: str, *shape: int, trainable: bool = True) -> tf.Variable:
-        if name not in self.made:
+    def get(self, name: str, *shape: int, trainable: bool = True) -> tf.Variable:
+        if name not in self.by_name:
             value = self.random.normal(size=shape) * 0.5
-            self.made[name] = tf.Variable(value, name=name, trainable=trainable)
-        return self.made[name]
+            self.by_name[name] = tf.Variable(value, name=name, trainable=trainable)
+        return self.by_name[name]
 
     def keras_dense(self, name: str) -> keras.layers.Layer:
         layer = keras.layers.Dense(WIDTH, "tanh", dtype="float64", name=name)
         layer.build((None, WIDTH))
         layer.set_weights([self.random.normal(size=weight.shape) * 0.5 for weight in layer.weights])
-        self.made |= {variable.path: variable for variable in layer.variables}
+        self.by_name |= {variable.path: variable for variable in layer.variables}
         return layer
 
 
@@ -67,7 +67,7 @@ class Weights:
 
 
 def _dense(w: Weights, name: str) -> Callable[..., Any]:
-    kernel, bias = w.make(f"{name}_kernel", WIDTH, WIDTH), w.make(f"{name}_bias", WIDTH)
+    kernel, bias = w.get(f"{name}_kernel", WIDTH, WIDTH), w.get(f"{name}_bias", WIDTH)
     return lambda a: tf.tanh(a @ kernel + bias)
 
 
@@ -76,12 +76,12 @@ def _keras_dense(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _tied(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make("tied", WIDTH, WIDTH)
+    kernel = w.get("tied", WIDTH, WIDTH)
     return lambda a: tf.tanh(a @ kernel)
 
 
 def _tied_transposed(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make("tied", WIDTH, WIDTH)
+    kernel = w.get("tied", WIDTH, WIDTH)
     return lambda a: tf.tanh(tf.matmul(a, kernel, transpose_b=True))
 
 
@@ -98,7 +98,7 @@ def _multiply(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _concat_dense(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", 2 * WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", 2 * WIDTH, WIDTH)
     return lambda a, b: tf.tanh(tf.concat([a, b], 1) @ kernel)
 
 
@@ -111,7 +111,7 @@ def _halves(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _normalize(w: Weights, name: str) -> Callable[..., Any]:
-    scale = w.make(f"{name}_scale", WIDTH)
+    scale = w.get(f"{name}_scale", WIDTH)
 
     def run(a: Any) -> Any:
         mean, variance = tf.nn.moments(a, [1], keepdims=True)
@@ -121,17 +121,17 @@ def _normalize(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _embedding(w: Weights, name: str) -> Callable[..., Any]:
-    table = w.make(f"{name}_table", ROWS, WIDTH)
+    table = w.get(f"{name}_table", ROWS, WIDTH)
     return lambda ids: tf.nn.embedding_lookup(table, ids)
 
 
 def _tied_embedding(w: Weights, name: str) -> Callable[..., Any]:
-    table = w.make("tied_table", ROWS, WIDTH)
+    table = w.get("tied_table", ROWS, WIDTH)
     return lambda ids: tf.gather(table, ids)
 
 
 def _tied_head(w: Weights, name: str) -> Callable[..., Any]:
-    table = w.make("tied_table", ROWS, WIDTH)
+    table = w.get("tied_table", ROWS, WIDTH)
     return lambda a: tf.nn.softmax(tf.matmul(a, table, transpose_b=True)) @ table
 
 
@@ -160,12 +160,12 @@ def _to_steps(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _steps_dense(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
     return lambda s: tf.tanh(tf.einsum("tbi,ij->tbj", s, kernel))
 
 
 def _scan(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
     return lambda s: tf.scan(lambda state, now: tf.tanh(state @ kernel + now), s)
 
 
@@ -174,7 +174,7 @@ def _from_steps(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _while(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
 
     def run(a: Any) -> Any:
         return tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, tf.tanh(v @ kernel)), [0, a])[1]
@@ -183,7 +183,7 @@ def _while(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _cond(w: Weights, name: str) -> Callable[..., Any]:
-    kernel, switch = w.make(f"{name}_kernel", WIDTH, WIDTH), w.make(f"{name}_switch", trainable=False)
+    kernel, switch = w.get(f"{name}_kernel", WIDTH, WIDTH), w.get(f"{name}_switch", trainable=False)
     return lambda a: tf.cond(switch > 0.0, lambda: tf.tanh(a @ kernel), lambda: a @ (0.5 * kernel))
 
 
@@ -191,23 +191,26 @@ def _custom_gradient(w: Weights, name: str) -> Callable[..., Any]:
     @tf.custom_gradient
     def run(a: Any) -> Any:
         result = tf.tanh(a)
-        return result, lambda upstream: 0.5 * upstream * (1 - result * result)  # not tanh's: it must be this one
+        return (
+            result,
+            lambda upstream: 0.5 * upstream * (1 - result * result),
+        )  # half of tanh's
 
     return run
 
 
 def _recomputed(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
     return tf.recompute_grad(lambda a: tf.tanh(tf.tanh(a @ kernel) @ kernel))
 
 
 def _nested(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
     return tf.function(lambda a: tf.tanh(a @ kernel))
 
 
 def _nested_pair(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH)
     return tf.function(lambda a, p: (tf.where(p, a @ kernel, a), tf.logical_not(p)))
 
 
@@ -216,7 +219,7 @@ def _stop_gradient(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _reshape(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", 2, 2)
+    kernel = w.get(f"{name}_kernel", 2, 2)
 
     def run(a: Any) -> Any:
         pairs = tf.reshape(a, [tf.shape(a)[0], 2, 2]) @ kernel  # the batch's size is itself a tensor
@@ -226,11 +229,11 @@ def _reshape(w: Weights, name: str) -> Callable[..., Any]:
 
 
 def _frozen(w: Weights, name: str) -> Callable[..., Any]:
-    kernel = w.make(f"{name}_kernel", WIDTH, WIDTH, trainable=False)
+    kernel = w.get(f"{name}_kernel", WIDTH, WIDTH, trainable=False)
     return lambda a: tf.tanh(a @ kernel)
 
 
-# kind -> how to make it, what it takes, what it gives
+# kind -> function that builds it, kinds of its inputs, kinds of its outputs
 KINDS: dict[str, tuple[Callable[[Weights, str], Callable[..., Any]], tuple[str, ...], tuple[str, ...]]] = {
     "dense": (_dense, (FLOAT,), (FLOAT,)),
     "keras_dense": (_keras_dense, (FLOAT,), (FLOAT,)),
@@ -268,7 +271,7 @@ KINDS: dict[str, tuple[Callable[[Weights, str], Callable[..., Any]], tuple[str, 
 
 @st.composite
 def models(draw: st.DrawFn, kinds: Sequence[str]) -> Model:
-    """A model with an operation of each of ``kinds`` and up to two others, in any order."""
+    """Draw a model with an operation of each of ``kinds`` and up to two others, in any order."""
     others = draw(st.lists(st.sampled_from(list(KINDS)), max_size=2))
     pool, ops = list(ARGUMENTS), []
     queue = ["dense", *draw(st.permutations([*kinds, *others]))]
@@ -276,23 +279,23 @@ def models(draw: st.DrawFn, kinds: Sequence[str]) -> Model:
         name = queue.pop(0)
         _, takes, gives = KINDS[name]
         if not set(takes) <= set(pool):
-            queue[:0] = ["to_steps", name]  # the only kind of tensor that is not there from the start
+            queue[:0] = ["to_steps", name]  # the only kind of tensor that is not an argument
             continue
         inputs = []
         for wanted in takes:
             candidates = [i for i, found in enumerate(pool) if found == wanted]
-            inputs.append(candidates[-1 - draw(st.integers(0, len(candidates) - 1))])  # small draws: a chain
+            inputs.append(candidates[-1 - draw(st.integers(0, len(candidates) - 1))])  # small draws give a chain
         ops.append(Op(name, tuple(inputs)))
         pool += gives
     return Model(tuple(ops), draw(st.integers(0, 99)), draw(st.booleans()), draw(st.booleans()))
 
 
 def build(model: Model, make_optimizer: Callable[[], Any]) -> Problem:
-    """The model as a loss. Its head takes every tensor that nothing else takes, so nothing is dead."""
+    """Return the model as a loss. Its head takes every tensor that no operation takes, so no operation is dead."""
     weights = Weights(model.seed)
     runs = [KINDS[op.kind][0](weights, model.layer(i)) for i, op in enumerate(model.ops)]
-    head = weights.make("head", WIDTH, WIDTH)
-    tied = weights.made.get("tied", head)
+    head = weights.get("head", WIDTH, WIDTH)
+    tied = weights.by_name.get("tied", head)
 
     def loss_fn(x: Any, y: Any, ids: Any, flags: Any) -> Any:
         pool, taken = [x, y, ids, flags], {1}
@@ -311,11 +314,11 @@ def build(model: Model, make_optimizer: Callable[[], Any]) -> Problem:
         right = tf.reduce_sum(tf.cast(prediction > y, tf.int32))
         return loss, {"prediction": prediction, "mean": tf.reduce_mean(prediction), "right": right}
 
-    return Problem(loss_fn, weights.made, make_optimizer)
+    return Problem(loss_fn, weights.by_name, make_optimizer)
 
 
 def _as_float(tensor: Any) -> Any:
-    """Any tensor of the pool as floats [batch, WIDTH]."""
+    """Return a tensor of any kind as floats [batch, WIDTH]."""
     if tensor.dtype == tf.float64:
         return tf.reduce_sum(tensor, 0) if tensor.shape.rank == 3 else tensor
     value = tf.cast(tensor, tf.float64) / ROWS
@@ -323,7 +326,7 @@ def _as_float(tensor: Any) -> Any:
 
 
 def batch(seed: int, size: int) -> Sequence[Any]:
-    """Arguments for any model."""
+    """Return arguments for any model."""
     random = np.random.default_rng(seed)
     return (
         tf.constant(random.normal(size=(size, WIDTH))),

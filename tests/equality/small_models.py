@@ -1,4 +1,4 @@
-"""A chain of dense layers of plain variables: enough of a model for everything but arithmetic."""
+"""A chain of dense layers of plain variables, for tests that need a small model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WIDTH = 4
 
 
 def weights(layers: int) -> list[tf.Variable]:
-    """``layers`` matrices, called w0, w1 ..."""
+    """Return ``layers`` matrices, called w0, w1 ..."""
     random = np.random.default_rng(0)
     return [tf.Variable(random.normal(size=(WIDTH, WIDTH)) * 0.5, name=f"w{i}") for i in range(layers)]
 
 
 def chain(matrices: Sequence[tf.Variable]) -> Callable[..., Any]:
-    """A loss of x and y; layer i is called ``layer<i>``."""
+    """Return a loss of x and y; layer i is called ``layer<i>``."""
 
     def loss_fn(x: Any, y: Any) -> Any:
         for i, matrix in enumerate(matrices):
@@ -31,16 +31,16 @@ def chain(matrices: Sequence[tf.Variable]) -> Callable[..., Any]:
 
 
 def data(size: int, seed: int = 1) -> tuple[Any, Any]:
-    """Inputs x and targets y."""
+    """Return inputs x and targets y."""
     random = np.random.default_rng(seed)
     return tf.constant(random.normal(size=(size, WIDTH))), tf.constant(random.normal(size=(size, WIDTH)))
 
 
 def values(variables: Sequence[tf.Variable]) -> list[Any]:
-    """A copy of every variable's value."""
+    """Return a copy of every variable's value."""
     return [np.array(variable.numpy()) for variable in variables]
 
 
 def sgd() -> Any:
-    """A fresh optimizer."""
+    """Return a new optimizer."""
     return keras.optimizers.SGD(0.1)

@@ -1,4 +1,4 @@
-"""Steps that check their loss and gradients: what is not finite is named, and nothing changes."""
+"""Steps that check their loss and gradients: values that are not finite are named, and no variable changes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ from dapple_tf.errors import StepError
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 
-@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_data_is_named_and_changes_nothing(replicas: list[int], bad: float) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "bad"),
+    [
+        ([2, 1], np.nan),
+        pytest.param([2, 1], np.inf, marks=pytest.mark.slow),
+        pytest.param([1, 1], np.nan, marks=pytest.mark.slow),
+        pytest.param([1, 1], np.inf, marks=pytest.mark.slow),
+    ],
+)
+def test_data_that_is_not_finite_is_reported_and_changes_no_variable(replicas: list[int], bad: float) -> None:
     matrices = weights(4)
     step = dapple.pipeline(chain(matrices), optimizer=sgd(), stages=2, replicas=replicas, micro_batches=3)
     step.check_numerics = True
@@ -31,7 +38,7 @@ def test_bad_data_is_named_and_changes_nothing(replicas: list[int], bad: float) 
     assert not np.array_equal(values(matrices), before)
 
 
-def test_a_gradient_alone_is_named_with_its_stage() -> None:
+def test_a_gradient_that_is_not_finite_is_named_with_its_stage() -> None:
     """The loss is 0; the root's gradient at 0 is not finite."""
     matrices = weights(2)
 
@@ -48,7 +55,7 @@ def test_a_gradient_alone_is_named_with_its_stage() -> None:
         step(*data(4))
 
 
-def test_without_the_check_a_bad_step_goes_on() -> None:
+def test_without_the_check_nan_spreads_to_the_weights() -> None:
     matrices = weights(2)
     step = dapple.pipeline(chain(matrices), optimizer=sgd(), stages=2, micro_batches=2)
     x, y = data(4)

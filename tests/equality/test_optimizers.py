@@ -1,4 +1,4 @@
-"""Every optimizer of keras.optimizers, in float64: two stages, three steps, as on one device."""
+"""Every optimizer of keras.optimizers equals one device: two stages, three steps, in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import PartitionError, PlanError
-from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, relative_error
+from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, relative_error, train_on_one_device
 
 WIDTH = 6
 optimizers = keras.optimizers
@@ -24,6 +24,10 @@ CLASSES = sorted(
     for name, found in vars(optimizers).items()
     if isinstance(found, type) and issubclass(found, optimizers.Optimizer) and name not in NO_OPTIMIZERS
 )
+
+slow = pytest.mark.slow
+QUICK_CLASSES = {"SGD", "Adam", "Muon", "Lion"}  # Muon is the only one that treats matrices otherwise than vectors
+QUICK_OPTIONS = {("SGD", "schedule"), ("SGD", "clipnorm"), ("Adam", "global_clipnorm"), ("Adam", "ema")}
 
 DTYPES = {"Muon": "float32"}  # Keras's own has float32 constants, which float64 weights cannot take
 
@@ -62,58 +66,66 @@ def check(case: Problem, made: list[Any], dtype: str = "float64") -> None:
     assert [int(optimizer.iterations.numpy()) for optimizer in made] == [3, 3]
 
 
-def remembered(make: Callable[[], Any]) -> tuple[Callable[[], Any], list[Any]]:
-    """``make``, and the list of what it will have made: the one device's optimizer and the pipeline's."""
+def recorded(make: Callable[[], Any]) -> tuple[Callable[[], Any], list[Any]]:
+    """Return ``make``, and the list of the optimizers that it creates: the one device's and the pipeline's."""
     made: list[Any] = []
 
-    def make_and_remember() -> Any:
+    def make_and_record() -> Any:
         made.append(make())
         return made[-1]
 
-    return make_and_remember, made
+    return make_and_record, made
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK_CLASSES else slow) for n in CLASSES])
 def test_every_optimizer_equals_one_device(name: str) -> None:
-    make, made = remembered(lambda: getattr(optimizers, name)(0.01))
+    make, made = recorded(lambda: getattr(optimizers, name)(0.01))
     dtype = DTYPES.get(name, "float64")
     check(problem(make, dtype=dtype), made, dtype)
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(name, option, marks=[] if (name, option) in QUICK_OPTIONS else slow)
+        for name in ("SGD", "Adam")
+        for option in OPTIONS
+        if option != "plain"
+    ],
+)
 def test_options_of_optimizers_equal_one_device(name: str, option: str) -> None:
-    make, made = remembered(lambda: OPTIONS[option](getattr(optimizers, name)))
+    make, made = recorded(lambda: OPTIONS[option](getattr(optimizers, name)))
     check(problem(make), made)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("SGD", "Adam")])
 def test_all_options_of_all_optimizers_equal_one_device(name: str, option: str) -> None:
-    make, made = remembered(lambda: OPTIONS[option](getattr(optimizers, name)))
+    make, made = recorded(lambda: OPTIONS[option](getattr(optimizers, name)))
     dtype = DTYPES.get(name, "float64")
     check(problem(make, dtype=dtype), made, dtype)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "amsgrad", "centered"])
+@pytest.mark.parametrize(
+    "kind", ["amsgrad", pytest.param("momentum", marks=slow), pytest.param("centered", marks=slow)]
+)
 def test_variants_equal_one_device(kind: str) -> None:
     variants: dict[str, Callable[[], Any]] = {
         "momentum": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
         "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
         "centered": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
     }
-    make, made = remembered(variants[kind])
+    make, made = recorded(variants[kind])
     check(problem(make), made)
 
 
-def test_the_clipping_bites() -> None:
-    """With the limits used above the clipped updates differ from the plain ones, so the comparison means something."""
+def test_the_limits_of_clipping_change_the_updates() -> None:
+    """With the limits used above the clipped updates differ from the plain ones, so the comparisons can fail."""
     ends = []
     for option in ("plain", "clipnorm", "clipvalue", "global_clipnorm"):
         case = problem(lambda option=option: OPTIONS[option](optimizers.SGD))
-        step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
-        step(*batches(1)[0])
+        train_on_one_device(case, batches(1))
         ends.append(np.concatenate([as_tf(v).numpy().ravel() for v in case.variables.values()]))
     for i, first in enumerate(ends):
         for second in ends[:i]:
@@ -121,7 +133,7 @@ def test_the_clipping_bites() -> None:
 
 
 def test_constraints_of_layers_are_applied() -> None:
-    make, made = remembered(lambda: optimizers.SGD(0.5))
+    make, made = recorded(lambda: optimizers.SGD(0.5))
     case = problem(make, keras.constraints.MaxNorm(0.3))
     check(case, made)
     kernels = [v.numpy() for name, v in case.variables.items() if name.endswith("kernel")]
@@ -130,22 +142,22 @@ def test_constraints_of_layers_are_applied() -> None:
         assert np.linalg.norm(kernel, axis=0).max() <= 0.3 + 1e-6
 
 
-def test_overwriting_by_the_average_says_that_it_cannot_be_cut() -> None:
-    """Keras does it for all variables in one tf.cond."""
+def test_overwriting_weights_by_their_average_is_refused() -> None:
+    """Keras overwrites all variables in one tf.cond, which cannot be cut into stages."""
     case = problem(lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2))
     step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
     with pytest.raises(PartitionError, match=r"updates variables of stages \[0, 1\] at once"):
         step(*batches(1)[0])
 
 
-def test_loss_scaling_says_that_it_cannot_be_cut() -> None:
+def test_loss_scaling_is_refused() -> None:
     case = problem(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)))
     step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
     with pytest.raises((PartitionError, PlanError), match=r"LossScaleOptimizer|updates variables of stages"):
         step(*batches(1)[0])
 
 
-def test_what_is_no_keras_optimizer_is_refused() -> None:
+def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:
     case = problem(lambda: None)
     step = dapple.pipeline(case.loss_fn, optimizer=object(), stages=2, micro_batches=2)
     with pytest.raises(PlanError, match=r"object, not a keras\.optimizers\.Optimizer"):
@@ -153,7 +165,7 @@ def test_what_is_no_keras_optimizer_is_refused() -> None:
 
 
 def test_an_embedding_row_used_twice_is_updated_by_its_gradient() -> None:
-    """Keras's own sparse Adam squares the parts of a row's gradient one by one; the pipeline squares their sum."""
+    """Keras's own sparse Adam squares each part of a row's gradient separately; the pipeline squares their sum."""
     table = tf.Variable(np.ones((3, 2)), name="table")
     dense = tf.Variable(np.eye(2), name="dense")
 

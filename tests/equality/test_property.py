@@ -23,7 +23,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1),
 }
 
-GROUPS = [tuple(KINDS)[i::8] for i in range(8)]  # every kind of operation is in some test's models
+# Every kind of operation is in some test's models: many small models, or (for quick tests) a few larger ones.
+GROUPS = [tuple(KINDS)[i::8] for i in range(8)]
+LARGE_GROUPS = [tuple(KINDS)[i::4] for i in range(4)]
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,24 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
 
 
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
+@pytest.mark.parametrize("kinds", LARGE_GROUPS, ids=range(4))
+def test_a_few_random_models_equal_one_device(kinds: Sequence[str]) -> None:
+    check_random_models(kinds, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kinds", GROUPS, ids="-".join)
 def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:
+    check_random_models(kinds, max(4, settings.default.max_examples // 5))
+
+
+def check_random_models(kinds: Sequence[str], examples: int) -> None:
+    """Compare random models that have an operation of each of these kinds with one device."""
     ran: list[Case] = []
     refused: list[str] = []
 
-    @settings(max_examples=max(4, settings.default.max_examples // 5))
+    @settings(max_examples=examples)
     @given(cases(kinds))
     def check(case: Case) -> None:
         try:
@@ -84,7 +98,7 @@ def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:
                 schedule=case.schedule,
                 recompute=case.recompute,
             )
-        except (PartitionError, ScheduleError) as error:  # what cannot be, for the reason that the message gives
+        except (PartitionError, ScheduleError) as error:  # a cut or an order that is impossible, as the message says
             if isinstance(error, ScheduleError) and "writes" not in str(error):
                 raise
             refused.append(str(error))

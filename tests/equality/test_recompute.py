@@ -1,4 +1,4 @@
-"""Re-computation: what one device computes, and activations that are really made again, when they are needed."""
+"""Re-computation equals one device, and activations are really computed again, at the time they are needed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, weights
 from tests.kernels import Kernel, run_kernels
 
-# --- equal to one device, whatever is in the model
+slow = pytest.mark.slow
+
+# --- equal to one device
 
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        ("one micro-batch", True),
-        ("tied", [False, True]),
-        ("skips over two stages", True),
         ("skips, tied", ["layer0", "layer2/Tanh", "layer3"]),
-        ("aux, replicated", [True, False]),
         ("integers and booleans, split", True),
-        ("batch norm", True),
-        ("batch norm", ["first", "dense_1"]),
-        ("dropout", True),
         ("dropout", ["drop_0", "dense_2"]),
-        ("a GRU", True),
+        pytest.param("one micro-batch", True, marks=slow),
+        pytest.param("tied", [False, True], marks=slow),
+        pytest.param("skips over two stages", True, marks=slow),
+        pytest.param("aux, replicated", [True, False], marks=slow),
+        pytest.param("batch norm", True, marks=slow),
+        pytest.param("batch norm", ["first", "dense_1"], marks=slow),
+        pytest.param("dropout", True, marks=slow),
+        pytest.param("a GRU", True, marks=slow),
     ],
 )
-def test_it_equals_one_device(name: str, recompute: Any) -> None:
+def test_recomputing_equals_one_device(name: str, recompute: Any) -> None:
     case = CASES[name]
     comparison = compare(
         case.make_problem(), case.batches(), in_turn=case.in_turn, **{**case.options, "recompute": recompute}
@@ -47,25 +49,32 @@ def test_it_equals_one_device(name: str, recompute: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [("DP 2, overlap, M = 1", True), ("2:1, overlap", True), ("tied, overlap", (0, 1, 4, 6, 7, 8))],
+    [
+        ("DP 2, overlap, M = 1", True),
+        pytest.param("2:1, overlap", True, marks=slow),
+        pytest.param("tied, overlap", (0, 1, 4, 6, 7, 8), marks=slow),
+    ],
 )
-def test_a_plan_that_says_so_equals_one_device(name: str, recompute: bool | tuple[int, ...]) -> None:
+def test_a_plan_that_recomputes_equals_one_device(name: str, recompute: bool | tuple[int, ...]) -> None:
     case = CASES[name]
     plan = dataclasses.replace(case.options["plan"], recompute=recompute)
     comparison = compare(case.make_problem(), case.batches(), plan=plan)
     comparison.check(case.tolerance)
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("skips, tied", True), ("dropout", ["drop_0", "dense_1"])])
-def test_with_gradients_of_weights_put_off_it_equals_one_device(name: str, recompute: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("skips, tied", True), pytest.param("dropout", ["drop_0", "dense_1"], marks=slow)],
+)
+def test_recomputing_under_zb_h1_equals_one_device(name: str, recompute: Any) -> None:
     case = CASES[name]
     options = {**case.options, "recompute": recompute, "schedule": "zb-h1"}
     comparison = compare(case.make_problem(), case.batches(), in_turn=case.in_turn, **options)
     comparison.check(case.tolerance)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_state_is_written_once_and_what_was_read_of_it_is_what_forward_read(micro_batches: int) -> None:
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=slow), 3])
+def test_state_is_written_once_and_recomputed_layers_read_what_forward_read(micro_batches: int) -> None:
     """A layer is scaled by how often it was called: read before it is written, and after."""
     matrix, (count,) = weights(2), [tf.Variable(1, name="count", trainable=False)]
 
@@ -84,10 +93,12 @@ def test_state_is_written_once_and_what_was_read_of_it_is_what_forward_read(micr
     assert int(count) == 1 + 2 * 2 * micro_batches
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("recompute", [True, ["drop"]])
-def test_both_runs_see_the_same_draw(micro_batches: int, recompute: Any) -> None:
-    """tf.nn.dropout draws from hidden state; what it has dropped tells the gradient, by hand."""
+@pytest.mark.parametrize(
+    ("micro_batches", "recompute"),
+    [(1, True), (2, ["drop"]), pytest.param(2, True, marks=slow), pytest.param(1, ["drop"], marks=slow)],
+)
+def test_recomputed_layers_use_the_random_draw_of_forward(micro_batches: int, recompute: Any) -> None:
+    """tf.nn.dropout draws from hidden state; the gradient is computed by hand from what it has dropped."""
     (matrix,) = weights(1)
     matrix.assign(np.eye(WIDTH))
 
@@ -128,13 +139,13 @@ def stash_of(step: Any, stage: int) -> list[Any]:
     return [port for _, port in step.graph.function(f"stage{stage}/forward").output_ports("stash")]
 
 
-def test_nothing_is_stashed_but_sizes_and_the_layers_that_are_kept() -> None:
+def test_only_sizes_and_layers_that_are_not_recomputed_are_stashed() -> None:
     step = dapple.pipeline(
         chain(weights(4)), optimizer=sgd(), stages=["layer2"], micro_batches=2, recompute=["layer0", "layer2", "layer3"]
     )
     step.build(*data(8))
     assert [port.name for port in stash_of(step, 0)] == ["%layer1/Tanh:0"]
-    # The loss is not among the layers that were named; it keeps what is squared.
+    # The loss is not recomputed, and stashes what it squares.
     assert [port.type.shape.dims for port in stash_of(step, 1) if port.type.dtype.name != "int32"] == [(None, WIDTH)]
     whole = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=["layer2"], micro_batches=2, recompute=True)
     whole.build(*data(8))
@@ -142,21 +153,22 @@ def test_nothing_is_stashed_but_sizes_and_the_layers_that_are_kept() -> None:
     assert {port.type.dtype.name for port in stash_of(whole, 1)} == {"int32"}
 
 
-# --- what TensorFlow runs
+# --- kernels that TensorFlow runs
 
 
 def recomputing(recompute: Any, loss_fn: Any = None, overlap: bool = False, **options: Any) -> tuple[Any, Any]:
-    """A step of a chain of four layers that has run, and its batch."""
+    """Return a step of a chain of four layers that has run once, and its batch."""
     batch, loss_fn = data(64), loss_fn or chain(weights(4))
-    asked = dapple.pipeline(loss_fn, optimizer=sgd(), recompute=recompute, **options)
-    asked.build(*batch)
-    step = dapple.pipeline(loss_fn, optimizer=sgd(), plan=dataclasses.replace(asked.plan, overlap=overlap))
+    step = dapple.pipeline(loss_fn, optimizer=sgd(), recompute=recompute, **options)
+    if overlap:  # no option of pipeline, but a field of the plan
+        step.build(*batch)
+        step = dapple.pipeline(loss_fn, optimizer=sgd(), plan=dataclasses.replace(step.plan, overlap=True))
     step(*batch)
     return step, batch
 
 
 def without_sizes(squared: bool) -> Any:
-    """A loss of four layers (no mean) whose first gradient is known before forward has run, sizes and all."""
+    """Return a loss of four layers (no mean) whose first gradient does not depend on forward, not even on sizes."""
     matrices = weights(4)
 
     def loss_fn(x: Any, y: Any) -> Any:
@@ -170,14 +182,14 @@ def without_sizes(squared: bool) -> Any:
 
 
 def forwards(kernels: Sequence[Kernel], op: str = "MatMul") -> list[tuple[int, Kernel]]:
-    """The kernels of one op that forward has, or that are made again: the number of the layer, and the kernel."""
+    """Return the kernels of one op in forward or recomputed, each with the number of its layer."""
     own = [k for k in kernels if k.op == op and "layer" in k.name and "gradients" not in k.name]
     return [(int(kernel.name.rpartition("layer")[2][0]), kernel) for kernel in own]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_activations_are_made_again_when_forward_has_ended(micro_batches: int) -> None:
-    """TensorFlow has merged nothing, nor begun early: with one micro-batch it inlines both, and knows the seed."""
+def test_activations_are_recomputed_after_forward_has_ended(micro_batches: int) -> None:
+    """TensorFlow merges nothing and begins nothing early, though with one micro-batch it inlines both functions."""
     step, batch = recomputing(True, stages=1, micro_batches=micro_batches)
     ran = forwards(run_kernels(lambda: step(*batch)))
     assert [layer for layer, _ in ran] == [0, 1, 2, 3] * 2 * micro_batches
@@ -187,8 +199,8 @@ def test_activations_are_made_again_when_forward_has_ended(micro_batches: int) -
 
 @pytest.mark.filterwarnings("ignore:the loss of loss_fn goes through:dapple_tf.errors.DappleWarning")
 @pytest.mark.parametrize(("squared", "stages"), [(True, 1), (False, ["loss"])])
-def test_a_gradient_that_comes_before_forward_has_ended_does_not_begin_them(squared: bool, stages: Any) -> None:
-    """The first gradient is known before: stage 0 waits for its own forward."""
+def test_an_early_gradient_does_not_start_recomputation_before_forward_has_ended(squared: bool, stages: Any) -> None:
+    """Stage 0 still waits for its own forward."""
     step, batch = recomputing(True, without_sizes(squared=squared), stages=stages, micro_batches=1)
     ran = forwards(run_kernels(lambda: step(*batch)))
     assert [layer for layer, _ in ran] == [0, 1, 2, 3] * 2
@@ -196,7 +208,7 @@ def test_a_gradient_that_comes_before_forward_has_ended_does_not_begin_them(squa
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_only_the_layers_that_were_named_are_made_again(micro_batches: int) -> None:
+def test_only_the_named_layers_are_recomputed(micro_batches: int) -> None:
     step, batch = recomputing(["layer0", "layer2"], stages=["layer2"], micro_batches=micro_batches)
     kernels = run_kernels(lambda: step(*batch))
     for op in ("MatMul", "Tanh"):
@@ -204,7 +216,7 @@ def test_only_the_layers_that_were_named_are_made_again(micro_batches: int) -> N
         assert [layers.count(layer) for layer in range(4)] == [n * micro_batches for n in (2, 1, 2, 1)]
 
 
-def test_a_run_is_made_again_when_the_gradient_has_come_to_it() -> None:
+def test_a_run_is_recomputed_when_the_gradient_has_reached_it() -> None:
     step, batch = recomputing(["layer0", "layer2"], stages=1, micro_batches=3)
     kernels = run_kernels(lambda: step(*batch))
     made = forwards(kernels)
@@ -222,8 +234,8 @@ def test_a_run_is_made_again_when_the_gradient_has_come_to_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:the loss of loss_fn goes through:dapple_tf.errors.DappleWarning")
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_backward_that_is_inlined_for_overlap_makes_them_again_as_late(micro_batches: int) -> None:
-    """Though the seed is known from the start, and the first gradient is computed from it alone."""
+def test_a_backward_that_is_inlined_for_overlap_recomputes_as_late(micro_batches: int) -> None:
+    """Though the first gradient is computed from the seed alone, which is known from the start."""
     options = {"stages": 1, "replicas": [2], "micro_batches": micro_batches}
     step, batch = recomputing(True, without_sizes(squared=True), overlap=True, **options)
     ran = forwards(run_kernels(lambda: step(*batch)))

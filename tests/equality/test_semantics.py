@@ -1,4 +1,4 @@
-"""What users may rely on besides equality: their variables, batches of any size, outputs, devices."""
+"""Behaviour of a step besides its numbers: variables, batches of any size, outputs, devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def squares(model: Any) -> Any:
 
 
 def by_hand(model: keras.Model, x: Any) -> Any:
-    """The model's output in NumPy, from the values that its variables show."""
+    """Return the model's output, computed in NumPy from the values of its variables."""
     result = x.numpy()
     for layer in model.layers:
         result = np.tanh(result @ layer.kernel.numpy() + layer.bias.numpy())
@@ -64,7 +64,7 @@ def test_functions_traced_before_and_predict_see_the_trained_values() -> None:
     assert np.abs(model.predict(x, verbose=0) - predicted).max() > 1e-4
 
 
-def test_assigning_between_steps_is_seen_by_the_pipeline() -> None:
+def test_values_assigned_between_steps_are_used_by_the_next_step() -> None:
     matrices = weights(3)
     start = values(matrices)
     step = dapple.pipeline(chain(matrices), optimizer=sgd(), stages=3, replicas=[1, 2, 1], micro_batches=2)
@@ -88,7 +88,7 @@ def test_a_saved_model_has_the_trained_values(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded(x), model(x), rtol=1e-12)
 
 
-def test_a_checkpoint_holds_the_trained_values_and_brings_them_back(tmp_path: Path) -> None:
+def test_a_checkpoint_saves_and_restores_the_trained_values(tmp_path: Path) -> None:
     model = dense_model()
     batch = data(5)
     adam = keras.optimizers.Adam(0.05)
@@ -154,15 +154,22 @@ def test_weights_and_slots_live_on_the_device_of_their_stage() -> None:
 # --- batches
 
 
-def test_short_batches_after_a_full_one_equal_one_device() -> None:
-    matrices = weights(4)
+@pytest.mark.parametrize(
+    ("sizes", "replicas"),
+    [
+        ((12, 7, 1, 12), [2, 1]),
+        pytest.param((12, 12, 7, 5, 3, 2, 1, 12), [2, 1, 3, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_short_batches_after_a_full_one_equal_one_device(sizes: tuple[int, ...], replicas: list[int]) -> None:
+    matrices = weights(len(replicas))
     problem = Problem(chain(matrices), {v.name[:2]: v for v in matrices}, lambda: keras.optimizers.Adam(0.01))
-    batches = [data(size, seed=size) for size in (12, 12, 7, 5, 3, 2, 1, 12)]
-    comparison = compare(problem, batches, stages=4, replicas=[2, 1, 3, 1], micro_batches=4)
+    batches = [data(size, seed=size) for size in sizes]
+    comparison = compare(problem, batches, stages=len(replicas), replicas=replicas, micro_batches=4)
     comparison.check(TOLERANCE["float64"])
 
 
-def test_new_inner_shapes_are_traced_anew_and_equal_one_device() -> None:
+def test_new_inner_shapes_are_traced_again_and_equal_one_device() -> None:
     matrices = weights(3)
 
     def loss_fn(x: Any) -> Any:  # [batch, time, WIDTH]
@@ -220,7 +227,7 @@ def test_an_aux_output_that_cannot_be_joined_is_refused() -> None:
         step(*data(4))
 
 
-def test_as_a_decorator() -> None:
+def test_pipeline_is_a_decorator_too() -> None:
     matrices = weights(2)
     loss = chain(matrices)
     wanted = float(loss(*data(6)))
@@ -249,7 +256,7 @@ def test_python_side_effects_happen_once() -> None:
     assert len(seen) == 1
 
 
-def test_a_variable_that_no_gradient_reaches_is_named_and_left_alone() -> None:
+def test_a_variable_that_no_gradient_reaches_is_named_and_not_trained() -> None:
     matrices = weights(3)
     loss = chain(matrices[:2])
 
@@ -265,4 +272,4 @@ def test_a_variable_that_no_gradient_reaches_is_named_and_left_alone() -> None:
     assert np.abs(after[0] - before[0]).max() > 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(*data(4))  # said once
+        step(*data(4))  # warns once

@@ -1,3 +1,5 @@
+"""The cause of a failed step in TensorFlow's error message."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,10 +19,10 @@ CAUSE = "INVALID_ARGUMENT:    Tensor had NaN values\n\t [[stage1/forward]]"
 
 
 @pytest.mark.parametrize(("first", "second"), [(CAUSE, OWN), (OWN, CAUSE)])
-def test_the_cause_of_a_failure_is_told_alone(first: str, second: str) -> None:
+def test_the_first_root_error_that_is_not_a_cancellation_is_the_cause(first: str, second: str) -> None:
     message = MESSAGE.format(first=first, second=second)
     assert find_cause(message) == "Tensor had NaN values\n\t [[stage1/forward]]"
 
 
-def test_other_messages_are_told_as_they_are() -> None:
+def test_a_message_without_root_errors_is_its_own_cause() -> None:
     assert find_cause("out of memory") == "out of memory"

@@ -1,10 +1,11 @@
-"""Checkpoints: what is saved comes back, under any plan, and damage is told."""
+"""Checkpoints: saved values are restored under any plan, and damaged files are detected."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from tests.paths import ROOT
 
 
 def job(width: int = 3, *, name: str = "first", dtype: Any = tf.float32, **options: Any) -> tuple[Any, tf.Variable]:
-    """A step that was built, and a weight of its model."""
+    """Return a step that was built, and a weight of its model."""
     first = tf.Variable(tf.ones((4, width), dtype), name=name)
     second = tf.Variable(tf.ones((width, 1), dtype), name="second")
 
@@ -37,7 +38,7 @@ def job(width: int = 3, *, name: str = "first", dtype: Any = tf.float32, **optio
 
 
 def checkpoints_in(folder: Path) -> list[str]:
-    """Names of all files but the lock."""
+    """Return the names of all files except the lock."""
     return sorted(name for name in os.listdir(folder) if name != "lock")
 
 
@@ -46,17 +47,17 @@ def train(step: Any, count: int) -> list[float]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What a reader of the safetensors format would see."""
+    """Return the header as a reader of the safetensors format finds it."""
     data = path.read_bytes()
     content = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert isinstance(content, dict)
     return content
 
 
-# --- what comes back
+# --- restored values
 
 
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_restored_training_continues_bit_by_bit(tmp_path: Path) -> None:
     whole, weight = job()
     expected = train(whole, 4)
 
@@ -70,13 +71,13 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored, weight)
 
 
-def test_the_position_in_the_data_set_may_be_another_than_the_number_of_steps(tmp_path: Path) -> None:
+def test_the_number_of_batches_may_differ_from_the_number_of_steps(tmp_path: Path) -> None:
     saving = Checkpoints(tmp_path, job()[0])
     saving.save(2, batches=7)
     assert saving.restore() == Position(2, 7)
 
 
-def test_a_checkpoint_knows_nothing_of_stages(tmp_path: Path) -> None:
+def test_a_checkpoint_is_restored_under_another_plan(tmp_path: Path) -> None:
     before, weight = job(stages=2, dtype=tf.float64)
     train(before, 3)
     Checkpoints(tmp_path, before).save(3)
@@ -87,7 +88,7 @@ def test_a_checkpoint_knows_nothing_of_stages(tmp_path: Path) -> None:
 
 
 def keras_job(**options: Any) -> tuple[Any, keras.Model]:
-    """Two dense layers of the same name, a batch norm (state) and dropout (a seed)."""
+    """Return a step and its model: two dense layers of one name, batch norm (state) and dropout (a seed)."""
     keras.utils.set_random_seed(3)
     keras.backend.clear_session()
 
@@ -125,20 +126,20 @@ def test_variables_have_the_names_that_keras_gives_them() -> None:
     assert step.variables["net/two/dense/kernel"] is model.get_layer("two").dense.kernel.value
 
 
-def test_state_and_random_seeds_come_back(tmp_path: Path) -> None:
+def test_state_and_random_seeds_are_restored(tmp_path: Path) -> None:
     whole, _ = keras_job()
     expected = train(whole, 4)
     before, _ = keras_job()
     losses = train(before, 2)
     Checkpoints(tmp_path, before).save(2)
     after, _ = keras_job()
-    for variable in after.variables.values():  # whatever is not restored must show
+    for variable in after.variables.values():  # a value that is not restored must show
         variable.assign(tf.cast(tf.fill(variable.shape, 3), variable.dtype))
     Checkpoints(tmp_path, after).restore()
     assert losses + train(after, 2) == expected
 
 
-def test_variables_of_the_same_name_are_numbered_as_the_loss_uses_them() -> None:
+def test_variables_of_one_name_are_numbered_in_the_order_of_their_use() -> None:
     x = tf.constant(X)
     weights = [tf.Variable(tf.ones((4, 4)), name="w") for _ in range(3)]
 
@@ -151,9 +152,9 @@ def test_variables_of_the_same_name_are_numbered_as_the_loss_uses_them() -> None
         assert step.variables[name] is weights[i]
 
 
-def test_what_the_optimizer_keeps_for_itself_comes_back(tmp_path: Path) -> None:
+def test_variables_of_a_custom_optimizer_are_restored(tmp_path: Path) -> None:
     class Counting(keras.optimizers.SGD):
-        """Adds up, in a variable that Keras does not know of, and takes smaller steps with time."""
+        """Counts updates in a variable that Keras does not know of, and makes smaller updates with time."""
 
         def __init__(self) -> None:
             super().__init__(0.1)
@@ -185,7 +186,7 @@ def test_what_the_optimizer_keeps_for_itself_comes_back(tmp_path: Path) -> None:
         ("int64", "I64", 8),
     ],
 )
-def test_values_of_any_dtype_come_back_bit_by_bit(tmp_path: Path, dtype: str, code: str, size: int) -> None:
+def test_values_of_any_dtype_are_restored_bit_by_bit(tmp_path: Path, dtype: str, code: str, size: int) -> None:
     values = tf.cast(tf.constant([[0.1, 1], [2, 0]]), dtype)
     empty, scalar = tf.zeros((0, 2), dtype), tf.cast(1, dtype)
     held = [tf.Variable(value, trainable=False, name=f"held{i}") for i, value in enumerate((values, empty, scalar))]
@@ -211,7 +212,7 @@ def test_values_of_any_dtype_come_back_bit_by_bit(tmp_path: Path, dtype: str, co
 
 
 def test_the_file_is_in_the_safetensors_format(tmp_path: Path) -> None:
-    """Read as the format's description has it: length, header, and tensors that follow without a gap."""
+    """Read by the description of the format: length, header, and tensors without gaps."""
     step, weight = job()
     path = Path(Checkpoints(tmp_path, step).save(4, 6))
     data = path.read_bytes()
@@ -236,7 +237,7 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight, np.ones((4, 3)))
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     saving = Checkpoints(tmp_path, job()[0])
     paths = [saving.save(n) for n in (1, 9, 10, 11)]
     assert paths[0] == str(tmp_path / "checkpoint-1.safetensors")
@@ -244,7 +245,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     assert saving.restore().steps == 11
 
 
-def test_a_run_that_does_not_go_on_from_the_checkpoints_does_not_mix_with_them(tmp_path: Path) -> None:
+def test_a_run_that_did_not_restore_cannot_save_beside_later_checkpoints(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(5)
     with pytest.raises(
         CheckpointError, match=r"already has checkpoint-5\.safetensors, of a later step than 2: restore"
@@ -254,7 +255,7 @@ def test_a_run_that_does_not_go_on_from_the_checkpoints_does_not_mix_with_them(t
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/here"])
-def test_a_place_that_cannot_hold_checkpoints(tmp_path: Path, place: str) -> None:
+def test_a_path_that_cannot_be_a_folder_of_checkpoints_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         CheckpointError, match=f"{place} cannot hold checkpoints: (File exists|Not a directory|No such)"
@@ -262,12 +263,12 @@ def test_a_place_that_cannot_hold_checkpoints(tmp_path: Path, place: str) -> Non
         Checkpoints(tmp_path / place, job()[0])
 
 
-def test_a_folder_that_exists_and_cannot_be_written() -> None:
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(CheckpointError, match="/proc cannot hold checkpoints: "):
         Checkpoints("/proc", job()[0])
 
 
-def test_checkpoints_of_tensorflow_are_told_apart(tmp_path: Path) -> None:
+def test_a_folder_with_checkpoints_of_tensorflow_is_refused(tmp_path: Path) -> None:
     tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "ckpt"))
     with pytest.raises(
         CheckpointError, match=r"holds checkpoints of tf\.train\.Checkpoint \(ckpt-1\.index\), which have"
@@ -275,12 +276,12 @@ def test_checkpoints_of_tensorflow_are_told_apart(tmp_path: Path) -> None:
         Checkpoints(tmp_path, job()[0])
 
 
-def test_a_step_that_was_not_built() -> None:
+def test_a_step_that_was_not_built_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing has been built: call the step with a batch first"):
         Checkpoints("folder", step_of(lambda x: x))
 
 
-def test_a_variable_that_no_checkpoint_holds(tmp_path: Path) -> None:
+def test_a_variable_of_a_dtype_without_a_format_is_refused(tmp_path: Path) -> None:
     weight, text = tf.Variable(tf.ones((4, 1))), tf.Variable("some text", trainable=False, name="title")
     step = step_of(lambda x: tf.reduce_mean(x @ weight) + 0 * tf.cast(tf.strings.length(text), tf.float32), stages=1)
     step.build(X)
@@ -292,7 +293,7 @@ def test_a_variable_that_no_checkpoint_holds(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, step: Any) -> str:
-    """Why the checkpoint does not go into ``step``, of which nothing has changed."""
+    """Return the error of restoring into ``step``, no variable of which may have changed."""
     before = {name: variable.numpy() for name, variable in step.variables.items()}
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(folder, step).restore()
@@ -301,25 +302,25 @@ def refused(folder: Path, step: Any) -> str:
     return str(caught.value)
 
 
-def test_another_name_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_another_name_is_refused_with_the_most_similar_one(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(1)
     said = refused(tmp_path, job(name="fist")[0])
     assert "checkpoint-1.safetensors is of another model or optimizer: it lacks 'fist' (nearest: 'first')" in said
     assert "it has 'first' (nearest: 'fist')" in said
 
 
-def test_another_optimizer(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(1)
     said = refused(tmp_path, job(optimizer=keras.optimizers.SGD(0.1))[0])
     assert re.search(r"it has 'optimizer/\w*first\w*_momentum'.*and 1 more, which this model lacks", said)
 
 
-def test_another_shape(tmp_path: Path) -> None:
+def test_another_shape_is_refused(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(1)
     assert "has 'first' as float32 [4, 3], but here it is float32 [4, 5]" in refused(tmp_path, job(width=5)[0])
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
     Checkpoints(tmp_path, job()[0]).save(1)
     said = refused(tmp_path, job(dtype=tf.float64)[0])
     assert "has 'first' as float32 [4, 3], but here it is float64 [4, 3]" in said
@@ -352,7 +353,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("how", ["empty", "text", "torn", "last byte missing", "longer", "overwritten"])
-def test_a_damaged_file_is_set_aside_and_the_one_before_it_loaded(
+def test_a_damaged_file_is_renamed_and_the_one_before_it_loaded(
     tmp_path: Path, made: tuple[Any, tf.Variable], how: str
 ) -> None:
     step, weight = made
@@ -370,7 +371,7 @@ def test_a_damaged_file_is_set_aside_and_the_one_before_it_loaded(
     assert saving.restore() == Position(2, 2)
 
 
-def test_any_flipped_bit_is_seen(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+def test_any_flipped_bit_is_detected(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
     saving = Checkpoints(tmp_path, made[0])
     path = Path(saving.save(1))
     good = path.read_bytes()
@@ -387,7 +388,7 @@ def test_any_flipped_bit_is_seen(tmp_path: Path, made: tuple[Any, tf.Variable]) 
     assert saving.restore() == Position(1, 1)
 
 
-def test_where_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+def test_if_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
     saving = Checkpoints(tmp_path, made[0])
     for number in (1, 2):
         damage(Path(saving.save(number)), "torn")
@@ -398,7 +399,7 @@ def test_where_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors"]
 
 
-def test_a_file_of_a_later_version_is_left_alone(
+def test_a_file_of_a_later_format_version_is_kept(
     tmp_path: Path, made: tuple[Any, tf.Variable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = Checkpoints(tmp_path, made[0])
@@ -413,7 +414,7 @@ def test_a_file_of_a_later_version_is_left_alone(
     assert "checkpoint-2.safetensors" in os.listdir(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+def test_a_file_that_cannot_be_read_is_not_treated_as_damaged(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
     saving = Checkpoints(tmp_path, made[0])
     saving.save(1)
     (tmp_path / "checkpoint-2.safetensors").mkdir()
@@ -421,7 +422,7 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(tmp_path: Path, mad
         saving.restore()
 
 
-def test_a_file_that_changes_while_it_is_loaded(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+def test_a_file_that_changes_while_it_is_loaded_is_reported(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
     found = open_checkpoint(Path(Checkpoints(tmp_path, made[0]).save(1)))
     name = next(iter(found.entries))
     found.path.write_bytes(found.path.read_bytes()[: found.entries[name].begin + 1])
@@ -432,30 +433,12 @@ def test_a_file_that_changes_while_it_is_loaded(tmp_path: Path, made: tuple[Any,
         _read_value(found, name)
 
 
-def test_a_value_too_few_leaves_no_file(tmp_path: Path) -> None:
+def test_a_missing_value_leaves_no_file(tmp_path: Path) -> None:
     variables = {name: tf.Variable(1.0) for name in ("a", "b")}
     with pytest.raises(ValueError, match="shorter"):
         write_checkpoint(tmp_path / "c", variables, [np.float32(1)], {})
     assert not os.listdir(tmp_path)
 
-
-FULL_DISK = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-import dapple_tf as dapple
-dapple.init(2)
-from dapple_tf.checkpoint.checkpoints import Checkpoints
-from dapple_tf.errors import CheckpointError
-from tests.dapple_tf.checkpoint.test_checkpoints import job
-step, weight = job(width=64)
-saving = Checkpoints(sys.argv[1], step)
-saving.save(1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
-try:
-    saving.save(2)
-except CheckpointError as error:
-    print(error)
-"""
 
 ENDLESS = """
 import sys
@@ -479,31 +462,39 @@ def python(program: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    with python(FULL_DISK, tmp_path) as process:
-        out, _ = process.communicate(timeout=60)
-    assert out == f"{tmp_path / 'checkpoint-2.safetensors'} cannot be written: File too large\n"
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    step, _ = job(width=64)
+    saving = Checkpoints(tmp_path, step)
+    saving.save(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"checkpoint-2\.safetensors cannot be written: File too large$"):
+            saving.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors"]
 
 
-def test_killed_while_saving_leaves_the_last_good_one(tmp_path: Path) -> None:
-    """Kills land anywhere: in a file half written, between files, and in the removal of old ones."""
+def test_a_kill_during_a_save_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    """The kill may come while a file is written, between files, or while old files are removed."""
     with python(ENDLESS, tmp_path) as process:
         try:
             assert process.stdout is not None
-            told = 0
-            while told < 5:
-                told = int(process.stdout.readline())
-            # Until a file is just being written.
+            printed = 0
+            while printed < 5:
+                printed = int(process.stdout.readline())
+            # Wait until a file is being written.
             for _ in range(2000):
                 if any(name.endswith(".part") for name in os.listdir(tmp_path)):
                     break
                 time.sleep(0.001)
         finally:
             process.kill()
-        told = max([told, *map(int, process.stdout.read().split())])
+        printed = max([printed, *map(int, process.stdout.read().split())])
     step, weight = job(width=30000)
     found = Checkpoints(tmp_path, step).restore()
-    assert found.steps >= told
+    assert found.steps >= printed
     np.testing.assert_array_equal(weight, np.full((4, 30000), found.steps))
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]

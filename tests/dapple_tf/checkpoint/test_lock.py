@@ -1,4 +1,4 @@
-"""The lock of a checkpoint folder: who holds it, who is told, and how it ends."""
+"""The lock of a checkpoint folder: which process holds it, what others are told, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ time.sleep(60)
 
 
 def hold(folder: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that has locked the folder, and its child's number."""
+    """Start a process that locks the folder; return it and the id of its child."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -54,7 +54,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_second_run_fails_at_once_and_is_told_who_the_first_is(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_second_run_fails_at_once_and_names_the_first(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     weight = tf.Variable(tf.ones((4, 1)))
     step = step_of(lambda x: tf.reduce_mean(tf.square(x @ weight)), stages=1)
     step.build(X)
@@ -66,7 +66,7 @@ def test_a_second_run_fails_at_once_and_is_told_who_the_first_is(tmp_path: Path,
     assert lock_folder(tmp_path.parent) is not None  # another folder is free
 
 
-def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_the_lock_ends_with_its_process_even_if_that_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with pytest.raises(CheckpointError):
         lock_folder(tmp_path)
     holder.send_signal(signal.SIGKILL)
@@ -75,20 +75,20 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path, holder
 
 
 def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As workers of a data loader may."""
+    """A worker of a data loader may outlive its parent."""
     parent, child = hold(tmp_path, "and fork")
     with parent:
         try:
             parent.kill()
             parent.wait(10)
-            os.kill(child, 0)  # it lives
+            os.kill(child, 0)  # it is alive
             assert lock_folder(tmp_path) is not None
         finally:
             os.kill(child, signal.SIGKILL)
 
 
-def test_all_who_use_a_folder_in_one_process_share_its_lock(tmp_path: Path) -> None:
-    """It goes with the last of them."""
+def test_all_users_of_a_folder_in_one_process_share_its_lock(tmp_path: Path) -> None:
+    """It is released with the last of them."""
     one, other = lock_folder(tmp_path), lock_folder(tmp_path)
     assert one is not None
     assert one is other
@@ -99,7 +99,7 @@ def test_all_who_use_a_folder_in_one_process_share_its_lock(tmp_path: Path) -> N
 
 
 def is_free(folder: Path) -> bool:
-    """Whether another process could lock it; a lock is of an opened file, so opening it anew is as good."""
+    """Return whether another process could lock it; locks belong to open files, so a second open file tells."""
     with (folder / "lock").open("rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,8 +108,8 @@ def is_free(folder: Path) -> bool:
     return True
 
 
-def test_without_locks_a_run_goes_on_and_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems, of which there is none here."""
+def test_without_locks_a_run_continues_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have no locks."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -1,4 +1,4 @@
-"""The arguments of a loss: how they are checked, and which share a trace."""
+"""Checks of a loss's arguments, and which arguments share a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture: what of a user's function reaches the IR, and what is refused."""
+"""Tracing a user's function into the IR, and functions that are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_variables_and_which_are_trainable() -> None:
     assert [captured.graph.node(name).op for name in ("w", "frozen")] == ["variable", "variable"]
 
 
-def test_variables_of_one_name_are_told_apart() -> None:
+def test_variables_of_the_same_name_are_numbered() -> None:
     a, b = weight(2, 2), weight(2, 1)
     captured = capture(lambda x: tf.reduce_mean(x @ a @ b), (X,))
     assert captured.variables == {"w": a, "w_1": b}
@@ -161,18 +161,18 @@ def test_a_write_is_not_ordered_after_reads_of_other_variables() -> None:
     assert controls(capture(loss, (X,)).graph) == {}
 
 
-def test_asserts_are_kept_and_what_the_user_put_after_them_stays_there() -> None:
+def test_asserts_are_kept_and_ops_ordered_after_them_stay_after_them() -> None:
     w = weight(2, 1)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
         check = tf.debugging.Assert(tf.reduce_all(x > 0), [x])
         with tf.control_dependencies([check]):
-            guarded = tf.exp(x)
-        return tf.reduce_mean(guarded @ w)
+            checked = tf.exp(x)
+        return tf.reduce_mean(checked @ w)
 
     graph = capture(loss, (X,)).graph
-    (guard,) = (node for node in graph.nodes if node.effect == Effect.SIDE)
-    assert [c.source for c in the(graph, "Exp").controls] == [guard.name]
+    (assertion,) = (node for node in graph.nodes if node.effect == Effect.SIDE)
+    assert [c.source for c in the(graph, "Exp").controls] == [assertion.name]
     assert the(graph, "Exp").controls[0].reason == "effect: ordered after a side effect"
 
 
@@ -199,7 +199,7 @@ def test_batch_norm_in_training_writes_its_moving_statistics() -> None:
     assert len(written) == 2
 
 
-def test_two_seeded_draws_read_and_write_the_seed_in_turn() -> None:
+def test_two_seeded_draws_read_and_write_the_seed_in_order() -> None:
     w, seed = weight(2, 1), keras.random.SeedGenerator(1)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -216,7 +216,7 @@ def test_two_seeded_draws_read_and_write_the_seed_in_turn() -> None:
     assert any(read.name in later for read in reads), "the second draw reads what the first wrote"
 
 
-def test_unseeded_random_ops_draw_from_a_hidden_generator() -> None:
+def test_unseeded_random_ops_have_the_effect_random() -> None:
     w = weight(2, 1)
     graph = capture(lambda x: tf.reduce_mean(x @ (w * tf.random.normal((2, 1)))), (X,)).graph
     assert the(graph, "RandomStandardNormal").effect == Effect.RANDOM
@@ -244,7 +244,7 @@ def test_bodies_of_loops_branches_and_calls_are_kept() -> None:
 # --- the user's function
 
 
-def test_the_users_function_and_its_traces_are_left_alone() -> None:
+def test_the_users_function_and_its_traces_do_not_change() -> None:
     traced: list[int] = []
     w = weight(2, 1)
 
@@ -257,13 +257,13 @@ def test_the_users_function_and_its_traces_are_left_alone() -> None:
     concrete = loss.get_concrete_function(X)
     before = concrete.graph.as_graph_def().SerializeToString(deterministic=True)
     capture(loss, (X,))
-    assert len(traced) == 2, "once for the user, once for us"
+    assert len(traced) == 2, "once for the user, once for the capture"
     assert loss.experimental_get_tracing_count() == 1
     assert loss.get_concrete_function(X) is concrete
     assert concrete.graph.as_graph_def().SerializeToString(deterministic=True) == before
 
 
-def test_python_side_effects_happen_once_a_capture() -> None:
+def test_the_python_function_runs_once() -> None:
     traced: list[int] = []
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -306,23 +306,23 @@ def loss_of(make: Callable[[tf.Tensor], Any]) -> Callable[[tf.Tensor], Any]:
         (lambda y: (tf.reduce_mean(y), y, y), "but returns tuple"),
     ],
 )
-def test_losses_that_are_none(make: Callable[[tf.Tensor], Any], message: str) -> None:
+def test_invalid_losses_are_refused(make: Callable[[tf.Tensor], Any], message: str) -> None:
     with pytest.raises(LossError, match=message):
         capture(loss_of(make), (X,))
 
 
-def test_an_aux_output_that_is_no_tensor() -> None:
+def test_an_aux_output_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(CaptureError, match="every output of my_loss must be a tensor"):
         capture(loss_of(lambda y: (tf.reduce_mean(y), {"a": y, "b": None})), (X,))
 
 
-def test_a_function_that_trains_nothing() -> None:
+def test_a_function_without_trainable_variables_is_refused() -> None:
     frozen = tf.Variable([[1.0], [1.0]], trainable=False)
     with pytest.raises(CaptureError, match=r"lambda uses no trainable variable, so there is nothing to train: is the"):
         capture(lambda x: tf.reduce_mean(x @ frozen), (X,))
 
 
-def test_a_resource_that_is_no_variable() -> None:
+def test_a_captured_table_is_refused() -> None:
     initializer = tf.lookup.KeyValueTensorInitializer(tf.constant([1], tf.int64), tf.constant([1.0]))
     table = tf.lookup.StaticHashTable(initializer, 0.0)
     with pytest.raises(
@@ -344,7 +344,7 @@ def test_a_static_batch_size_is_refused_with_a_hint(make: Callable[[tf.Tensor], 
         capture(make, (X,))
 
 
-def test_a_function_of_other_arguments() -> None:
+def test_a_function_of_other_arguments_is_refused() -> None:
     def takes_two(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(x @ weight_of_two + y)
 
@@ -352,7 +352,7 @@ def test_a_function_of_other_arguments() -> None:
         capture(takes_two, (X,))
 
 
-def test_an_error_of_the_users_own_passes_unchanged() -> None:
+def test_an_error_of_the_users_function_is_raised_as_it_is() -> None:
     @tf.function(autograph=False)
     def broken(x: tf.Tensor) -> tf.Tensor:
         raise ZeroDivisionError("the user's own")
@@ -362,7 +362,7 @@ def test_an_error_of_the_users_own_passes_unchanged() -> None:
 
 
 def test_a_frozen_keras_layer_is_not_trained() -> None:
-    """Keras tells its own variables that they are frozen, and not TensorFlow's."""
+    """Freezing a layer marks its Keras variables, not TensorFlow's."""
     layers = [keras.layers.Dense(2, name=name) for name in ("a", "b", "c")]
     model = keras.Sequential([keras.Input((2,)), *layers])
     layers[1].trainable = False

@@ -1,4 +1,4 @@
-"""Sums over the batch are refused, means pass, and data-dependent weights are warned of."""
+"""Losses that are sums over the batch are refused, means pass, and data-dependent divisors give a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[[tf.Tensor], tf.Tensor]
 
 
 def each(x: tf.Tensor) -> tf.Tensor:
-    """A loss for each sample, of shape [batch]."""
+    """Return a loss for each sample, of shape [batch]."""
     return tf.reduce_sum(tf.square(x @ W), axis=1)
 
 
@@ -37,9 +37,9 @@ def check(loss: Loss, *batch: Any) -> None:
     check_loss(capture(tf.function(loss, autograph=False), batch or (X,)))
 
 
-def scaled_in_place(x: tf.Tensor) -> tf.Tensor:
+def doubled_forty_times(x: tf.Tensor) -> tf.Tensor:
     total = tf.reduce_sum(each(x))
-    for _ in range(40):  # a walk over all paths would take 2 ** 40 steps
+    for _ in range(40):  # following every path would take 2 ** 40 steps
         total = total + total
     return total
 
@@ -67,7 +67,7 @@ SUMS = {
     "plus a regulariser": lambda x: tf.reduce_sum(each(x)) + tf.reduce_sum(W * W),
     "plus a mean": lambda x: tf.add_n([tf.reduce_mean(each(x)), 0.1 * tf.reduce_sum(each(x)), tf.reduce_sum(W)]),
     "minus a mean": lambda x: tf.reduce_mean(each(x)) - tf.reduce_sum(each(x)),
-    "doubled forty times": scaled_in_place,
+    "doubled forty times": doubled_forty_times,
     "Keras, reduction='sum'": lambda x: keras.losses.MeanSquaredError(reduction="sum")(x, x @ W),
 }
 
@@ -97,13 +97,13 @@ def test_a_sum_over_the_batch_is_refused(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
-def test_a_mean_passes_without_a_word(loss: Loss) -> None:
+def test_a_mean_passes_without_a_warning(loss: Loss) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(loss)
 
 
-def test_an_unknown_rank_cannot_be_told() -> None:
+def test_a_sum_of_a_tensor_of_unknown_rank_passes() -> None:
     check(lambda x: tf.reduce_sum(tf.py_function(lambda y: y, [each(x)], tf.float32)) + tf.reduce_mean(each(x)))
 
 
@@ -120,14 +120,14 @@ def test_an_unknown_rank_cannot_be_told() -> None:
         lambda x: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(x, x @ W, mask(x)),
     ],
 )
-def test_a_masked_mean_is_warned_of(loss: Loss) -> None:
+def test_a_mean_over_unmasked_samples_gives_a_warning(loss: Loss) -> None:
     with pytest.warns(
         DappleWarning, match=r"divided by '.*', which is computed from the batch's data .* gradients differ"
     ):
         check(loss)
 
 
-def test_a_keras_mask_is_warned_of() -> None:
+def test_a_keras_mask_gives_a_warning() -> None:
     ids = np.array([[1, 2, 0], [1, 0, 0]])
     embedding, dense = keras.layers.Embedding(3, 2, mask_zero=True), keras.layers.Dense(2)
     model = keras.Sequential([keras.Input((3,)), embedding, dense])
@@ -167,7 +167,7 @@ def test_the_regularisers_and_activity_of_a_keras_model_pass() -> None:
     check(lambda x: tf.reduce_mean(tf.square(model(x, training=True))) + tf.add_n(model.losses))
 
 
-BENT: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+NONLINEAR: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "root of a mean": lambda x: tf.sqrt(tf.reduce_mean(each(x))),
     "one sample": lambda x: each(x)[0],
     "largest": lambda x: tf.reduce_max(each(x)),
@@ -178,7 +178,7 @@ BENT: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", BENT)
-def test_what_combines_samples_otherwise_than_by_a_mean_is_warned_of(name: str) -> None:
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_a_loss_that_combines_samples_other_than_by_a_mean_gives_a_warning(name: str) -> None:
     with pytest.warns(DappleWarning, match="after samples were combined, so it is probably not a mean"):
-        check(BENT[name])
+        check(NONLINEAR[name])

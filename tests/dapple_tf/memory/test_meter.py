@@ -1,4 +1,4 @@
-"""The meter against allocations of known size, with each of the two allocators that TensorFlow may have on CPUs."""
+"""The meter against allocations of known size, with each of TensorFlow's two allocators for CPUs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def fill(size, count):
     with tf.device("CPU:1"):
         return [tf.zeros([size // 4]) + 1.0 for _ in range(count)]
 
-kept = fill(1 << 20, 64)  # so that large blocks to come fit into what is there already
+reserve = fill(1 << 20, 64)  # later large blocks fit into what this allocates
 large, small = fill(1 << 20, 1), fill(100_000, 1)
-del kept
+del reserve
 found = {}
 for name, size, count in (("large", 1 << 20, 32), ("small", 100_000, 200)):
     with MemoryMeter(["CPU:0", "CPU:1"]) as meter:
-        held = fill(size, count)
+        tensors = fill(size, count)
         time.sleep(0.05)  # the heap is sampled
-        del held
+        del tensors
     (measured,) = meter.measured
     found[name] = [measured.device, measured.source, measured.above_start / (size * count)]
 before = fill(1 << 20, 16)
@@ -48,7 +48,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=["1", "0"], ids=["oneDNN", "plain"])
+@pytest.fixture(
+    scope="module", params=["1", pytest.param("0", marks=pytest.mark.slow)], ids=["oneDNN", "without oneDNN"]
+)
 def found(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": request.param, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
@@ -64,22 +66,22 @@ def found(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_large_and_small_tensors_count(found: tuple[str, dict[str, Any]]) -> None:
+def test_large_and_small_tensors_are_measured(found: tuple[str, dict[str, Any]]) -> None:
     for name in ("large", "small"):
         device, _, ratio = found[1][name]
         assert device == "CPU"
         assert ratio == pytest.approx(1, abs=0.05)
 
 
-def test_the_source_says_whose_figures_they_are(found: tuple[str, dict[str, Any]]) -> None:
+def test_the_source_names_the_statistics_used(found: tuple[str, dict[str, Any]]) -> None:
     onednn, measured = found
     assert measured["large"][1] == ("heap" if onednn == "0" else measured["large"][1])
     assert measured["large"][1] in ("heap", "allocator and heap")
 
 
-def test_what_is_freed_does_not_count_as_a_new_peak(found: tuple[str, dict[str, Any]]) -> None:
+def test_freeing_memory_is_no_new_peak(found: tuple[str, dict[str, Any]]) -> None:
     assert 0 <= found[1]["freed"] < 1 << 20
 
 
-def test_variables_are_there_at_the_start(found: tuple[str, dict[str, Any]]) -> None:
+def test_variables_count_in_the_start(found: tuple[str, dict[str, Any]]) -> None:
     assert found[1]["start"] >= 1

@@ -2,103 +2,126 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.compiler import PlannedModel, StagedModel, stage_model
 from dapple_tf.errors import DappleWarning, StepError
-from dapple_tf.memory.predict import StageMemory
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.shapes import infer_batch_axes
+from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.stash import StashedTensor
-from dapple_tf.runtime.step import PipelinedStep
+from graph_passes.analysis.layers import find_layers
+from tests.dapple_tf.builders import make_plan
 
 ROWS, WIDTH = 6, 8  # samples of a micro-batch, and the width of each layer
 TENSOR, KERNEL, BIAS = ROWS * WIDTH * 4, WIDTH * WIDTH * 4, WIDTH * 4
 
-
-def dense(layers: int = 4, micro_batches: int = 4, **options: Any) -> tuple[PipelinedStep, tf.Tensor]:
-    """A pipeline of dense layers with relu, and a batch."""
-    stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(layers)]
-    model = keras.Sequential([keras.Input((WIDTH,)), *stack])
-    options = {"optimizer": keras.optimizers.SGD(0.1), "stages": ["d2"], "schedule": "dapple-a", **options}
-    batch = tf.constant(np.ones((ROWS * micro_batches, WIDTH), np.float32))
-    step = dapple.pipeline(
-        lambda x: tf.reduce_mean(tf.square(model(x))), micro_batches=micro_batches, example_batch=(batch,), **options
-    )
-    return step, batch
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": keras.optimizers.Adam,
+    "clipped": lambda: keras.optimizers.SGD(0.1, global_clipnorm=1.0),
+}
 
 
-def predicted(*args: Any, **options: Any) -> list[StageMemory]:
-    step, _ = dense(*args, **options)
-    return [stage.predicted for stage in step.report.stages]
+def stage(loss: Callable[..., Any], batch: Any, start: str, samples: int, optimizer: str = "sgd") -> StagedModel:
+    """Return a loss cut before the layer ``start``; ``samples`` of a micro-batch."""
+    captured, _ = infer_batch_axes(capture(loss, (batch,)), samples)
+    layers = find_layers(captured.graph)
+    return stage_model(captured, layers, [layers.find(start)], OPTIMIZERS[optimizer]())
+
+
+def predict(model: StagedModel, micro_batches: int, samples: int, **options: Any) -> tuple[StageMemory, ...]:
+    """Return the predicted memory of a model's two stages, for micro-batches of ``samples``."""
+    replicas: Sequence[int] = options.pop("replicas", (1, 1))
+    devices = tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas)))
+    sizes = {"global_batch_size": samples * micro_batches, "micro_batch_size": samples, "micro_batches": micro_batches}
+    plan = make_plan((0, 0, devices[0]), (1, 1, devices[1]), **sizes, **{"schedule": "dapple-a", **options})
+    return predict_plan_memory(PlannedModel(model, plan, samples * micro_batches), ranks=False)
+
+
+@functools.cache
+def dense(optimizer: str = "sgd") -> StagedModel:
+    """Return four dense layers with relu, two a stage."""
+    stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(4)]
+    net = keras.Sequential([keras.Input((WIDTH,)), *stack])
+    return stage(lambda x: tf.reduce_mean(tf.square(net(x))), tf.ones((24, WIDTH)), "d2", ROWS, optimizer)
+
+
+def predict_dense(optimizer: str = "sgd", micro_batches: int = 4, **options: Any) -> tuple[StageMemory, ...]:
+    return predict(dense(optimizer), micro_batches, ROWS, **options)
 
 
 def test_weights_gradients_and_slots() -> None:
     weights = 2 * (KERNEL + BIAS)
-    for stage in predicted():
-        assert (stage.weights, stage.gradients, stage.slots, stage.copies) == (weights, weights, 0, 0)
-    for stage in predicted(optimizer=keras.optimizers.SGD(0.1, momentum=0.9)):
-        assert (stage.slots, stage.fixed) == (weights, 3 * weights)
-    for stage in predicted(optimizer=keras.optimizers.Adam()):
-        assert stage.slots == 2 * weights
+    for memory in predict_dense():
+        assert (memory.weights, memory.gradients, memory.slots, memory.copies) == (weights, weights, 0, 0)
+    for memory in predict_dense("momentum"):
+        assert (memory.slots, memory.fixed) == (weights, 3 * weights)
+    for memory in predict_dense("adam"):
+        assert memory.slots == 2 * weights
 
 
-def test_a_single_micro_batch_has_no_sums() -> None:
-    """Its gradients are what the backward function gives, and count there."""
-    for stage in predicted(micro_batches=1):
-        assert stage.gradients == 0
-        assert stage.working["B"] >= 2 * (KERNEL + BIAS)
-        assert stage.update >= 2 * (KERNEL + BIAS)
+def test_a_single_micro_batch_needs_no_accumulation_buffers() -> None:
+    """Its gradients are outputs of the backward function, and count there."""
+    for memory in predict_dense(micro_batches=1):
+        assert memory.gradients == 0
+        assert memory.working["B"] >= 2 * (KERNEL + BIAS)
+        assert memory.update >= 2 * (KERNEL + BIAS)
 
 
 def test_the_stash_is_what_backward_reads() -> None:
-    """The first stage keeps the results of its two relus; the second its own, and the tensor that entered it."""
-    first, second = predicted()
+    """The first stage stashes the results of its two relus; the second its own, and the tensor that it received."""
+    first, second = predict_dense()
     assert first.stash == 2 * TENSOR
-    assert [piece for piece in second.stashed if piece.origin == "previous stage"] == [
+    assert [tensor for tensor in second.stashed if tensor.origin == "previous stage"] == [
         StashedTensor("previous stage", "B", TENSOR, second.stashed[0].name)
     ]
-    whole = [piece.bytes for piece in second.stashed if piece.bytes >= TENSOR and piece.origin == "F"]
+    whole = [tensor.bytes for tensor in second.stashed if tensor.bytes >= TENSOR and tensor.origin == "F"]
     assert whole == [TENSOR, TENSOR]
-    assert 0 <= second.stash - 3 * TENSOR < 100  # and a few whole numbers for the mean's gradient
+    assert 0 <= second.stash - 3 * TENSOR < 100  # and a few integers for the mean's gradient
 
 
-def test_what_is_held_while_a_backward_runs() -> None:
-    """K stashes, the gradient that came, the gradients of weights, and the chain of gradients at its widest."""
-    first, second = predicted()
+def test_memory_while_a_backward_runs() -> None:
+    """K stashes, the gradient received, the gradients of weights, and the chain of gradients at its widest."""
+    first, second = predict_dense()
     weights = 2 * (KERNEL + BIAS)
     assert (first.in_flight, second.in_flight) == (2, 1)
     assert weights < first.working["B"] <= weights + 3 * TENSOR
     assert first.in_step == 2 * first.stash + TENSOR + first.working["B"]
     assert second.waiting == TENSOR
-    assert second.in_step == second.stash + TENSOR + second.working["B"]  # one tensor more has come
+    assert second.in_step == second.stash + TENSOR + second.working["B"]  # one more tensor has been received
     assert first.peak == first.fixed + first.in_step
 
 
-def test_more_micro_batches_take_more_only_under_gpipe() -> None:
+def test_only_gpipe_needs_more_memory_for_more_micro_batches() -> None:
     for schedule in ("dapple-a", "dapple-b"):
-        few, many = predicted(micro_batches=4, schedule=schedule), predicted(micro_batches=16, schedule=schedule)
-        assert [stage.in_step for stage in few] == [stage.in_step for stage in many]
-    few, many = predicted(micro_batches=4, schedule="gpipe"), predicted(micro_batches=16, schedule="gpipe")
+        few, many = (predict_dense(micro_batches=m, schedule=schedule) for m in (4, 16))
+        assert [memory.in_step for memory in few] == [memory.in_step for memory in many]
+    few, many = (predict_dense(micro_batches=m, schedule="gpipe") for m in (4, 16))
     for before, after in zip(few, many, strict=True):
         assert after.in_step - before.in_step >= 12 * before.stash
 
 
-def test_replicas_hold_a_share_of_each_micro_batch() -> None:
-    first, second = predicted(replicas=[2, 1])
-    alone, _ = predicted()
+def test_replicas_stash_their_share_of_each_micro_batch() -> None:
+    first, second = predict_dense(replicas=(2, 1))
+    alone, _ = predict_dense()
     assert first.stash == alone.stash // 2
     assert first.weights == alone.weights
-    assert first.update == alone.update + first.gradients  # their sum
+    assert first.update == alone.update + first.gradients  # the sum over replicas
     assert second.stash > 2 * first.stash
 
 
-def in_pairs(samples: int, **options: Any) -> tuple[PipelinedStep, tf.Tensor]:
-    """A pipeline whose second stage takes its samples in pairs, and a batch."""
+def loss_in_pairs() -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return a loss whose second stage, which starts at "pairs", takes its samples in pairs."""
     first, second = (tf.Variable(tf.random.normal([WIDTH, WIDTH], seed=i), name=f"w{i}") for i in range(2))
 
     def loss_fn(x: tf.Tensor) -> tf.Tensor:
@@ -107,52 +130,50 @@ def in_pairs(samples: int, **options: Any) -> tuple[PipelinedStep, tf.Tensor]:
         with tf.name_scope("pairs"):
             return tf.reduce_mean(tf.tanh(tf.reshape(h, [-1, 2, WIDTH]) @ second))
 
-    batch = tf.ones([samples, WIDTH])
-    options = {"optimizer": keras.optimizers.SGD(0.1), "stages": ["pairs"], "example_batch": (batch,), **options}
-    return dapple.pipeline(loss_fn, **options), batch
+    return loss_fn
 
 
 def test_each_stage_is_predicted_for_its_own_share_of_a_micro_batch() -> None:
     """The second stage would refuse the one sample that a replica of the first has."""
-    step, batch = in_pairs(8, micro_batches=4, replicas=[2, 1])
-    step(batch)
-    first, second = [stage.predicted for stage in step.report.stages]
-    assert first.stash == WIDTH * 4  # what tanh gave
-    assert [piece.bytes for piece in second.stashed if piece.origin == "previous stage"] == [2 * WIDTH * 4]
+    model = stage(loss_in_pairs(), tf.ones([8, WIDTH]), "pairs", 2)
+    first, second = predict(model, 4, 2, replicas=(2, 1))
+    assert first.stash == WIDTH * 4  # the result of tanh
+    assert [tensor.bytes for tensor in second.stashed if tensor.origin == "previous stage"] == [2 * WIDTH * 4]
 
 
-def test_a_model_that_refuses_its_samples_says_so_itself() -> None:
-    step, batch = in_pairs(6, micro_batches=2)
+def test_a_model_that_refuses_its_samples_fails_in_the_step_and_not_in_the_report() -> None:
+    batch = tf.ones([6, WIDTH])
+    step = dapple.pipeline(
+        loss_in_pairs(),
+        optimizer=keras.optimizers.SGD(0.1),
+        stages=["pairs"],
+        micro_batches=2,
+        example_batch=(batch,),
+    )
     assert step.report.stages[0].predicted.stash == 3 * WIDTH * 4
     with pytest.raises(StepError, match="stage 1"):
         step(batch)
 
 
-def test_clipping_by_the_global_norm_makes_gradients_anew() -> None:
-    clipped, _ = predicted(optimizer=keras.optimizers.SGD(0.1, global_clipnorm=1.0))
-    plain, _ = predicted()
+def test_clipping_by_the_global_norm_allocates_clipped_gradients() -> None:
+    clipped, _ = predict_dense("clipped")
+    plain, _ = predict_dense()
     assert clipped.update == plain.update + plain.gradients
 
 
 def test_state_that_forward_writes_is_copied() -> None:
     model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.BatchNormalization(name="norm")])
     head = keras.layers.Dense(WIDTH, name="head")
-    batch = tf.ones([8, WIDTH])
-    step = dapple.pipeline(
-        lambda x: tf.reduce_mean(head(model(x, training=True))),
-        optimizer=keras.optimizers.SGD(0.1),
-        stages=["head"],
-        micro_batches=2,
-        example_batch=(batch,),
-    )
-    first, second = [stage.predicted for stage in step.report.stages]
+    head.build((None, WIDTH))
+    staged = stage(lambda x: tf.reduce_mean(head(model(x, training=True))), tf.ones([8, WIDTH]), "head", 4)
+    first, second = predict(staged, 2, 4)
     assert (first.weights, first.copies) == (4 * BIAS, 2 * BIAS)  # scale, offset; and the two moving averages
     assert second.copies == 0
 
 
 @pytest.mark.parametrize("kind", ["gru", "lookup", "mask"])
 def test_other_models_are_predicted_too(kind: str) -> None:
-    """Loops, whose insides are not seen; whole numbers; lengths that only the run tells."""
+    """Loops, whose insides are not counted; integers; lengths that only the data tells."""
     batch: Any = tf.ones([8, 5], tf.int32) if kind == "lookup" else tf.ones([8, 5, 4])
     layers = {
         "gru": [keras.layers.Dense(2, name="a"), keras.layers.GRU(3, name="b", return_sequences=True)],
@@ -165,8 +186,8 @@ def test_other_models_are_predicted_too(kind: str) -> None:
         result = tf.boolean_mask(model(x), tf.reduce_all(x > 0, [1, 2])) if kind == "mask" else model(x)
         return tf.reduce_mean(tf.square(result))
 
-    options = {"optimizer": keras.optimizers.SGD(0.1), "micro_batches": 2, "example_batch": (batch,)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DappleWarning)  # of means that depend on the data: nothing is trained here
-        step = dapple.pipeline(loss, stages=["b"], **options)
-    assert all(stage.predicted.in_step > 0 for stage in step.report.stages)
+        memory = predict(stage(loss, batch, "b", 4), 2, 4)
+    assert all(stage.in_step > 0 for stage in memory)
+    assert [stage.loops > 0 for stage in memory] == [False, kind == "gru"]

@@ -1,4 +1,4 @@
-"""Profiles of models that never run."""
+"""Profiles of models that are not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapple_tf.errors import BatchError, ProfileError
 from profiler.peaks import Peak
 
 SLOW = Peak("slow", 10.0, float("inf"), 0.0, 0.5)
-"""Ten FLOP a second at best, five in practice."""
+"""Ten FLOP per second at peak, of which half is attainable."""
 
 
 def dense() -> Any:
@@ -21,7 +21,7 @@ def dense() -> Any:
     return lambda x: tf.reduce_mean(tf.tanh(x @ a) @ b)
 
 
-def test_seconds_are_flops_over_what_is_attained() -> None:
+def test_seconds_are_flops_over_the_attainable_rate() -> None:
     found = dapple.analytic_profile(dense(), (tf.TensorSpec((4, 3), tf.float32),), SLOW, model="net")
     assert (found.model, found.batch_size, found.device) == ("net", 4, "slow (analytic)")
     first, second = 2 * 4 * 3 * 5, 2 * 4 * 5 * 2
@@ -38,7 +38,7 @@ def test_arrays_and_specs_give_the_same_profile() -> None:
     assert dapple.analytic_profile(loss, (specs,)) == dapple.analytic_profile(loss, arrays)
 
 
-def test_nothing_runs() -> None:
+def test_analysing_a_loss_runs_no_op() -> None:
     a, counter = tf.Variable(tf.ones((3, 1))), tf.Variable(0, trainable=False)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -46,13 +46,13 @@ def test_nothing_runs() -> None:
         with tf.control_dependencies([tf.debugging.Assert(tf.shape(x)[0] < 0, ["this ran"])]):
             return tf.reduce_mean(x @ a)
 
-    # An array of this many rows is not even made.
+    # An array of this size would not fit into memory.
     found = dapple.analytic_profile(loss, (tf.TensorSpec((10**9, 3), tf.float32),), "H100")
     assert int(counter) == 0
     assert sum(layer.stash_bytes for layer in found.layers) == 12 * 10**9
 
 
-def test_faster_devices_take_less() -> None:
+def test_faster_devices_take_less_time() -> None:
     loss, spec = dense(), tf.TensorSpec((512, 3), tf.float32)
     totals = [
         sum(
@@ -83,6 +83,6 @@ def test_dicts_and_aux_outputs() -> None:
         ((), "V100", BatchError, "the batch has no tensors"),
     ],
 )
-def test_what_has_no_analytic_profile(batch: Any, device: str, error: type[Exception], message: str) -> None:
+def test_an_unknown_device_or_size_is_refused(batch: Any, device: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dapple.analytic_profile(dense(), batch, device)

@@ -1,4 +1,4 @@
-"""Bytes of every layer, worked out by hand (float32: 4 bytes an element)."""
+"""Bytes and roofline seconds of every layer, computed by hand (float32: 4 bytes an element)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_dense_model() -> None:
     found = facts(lambda x: tf.reduce_mean(tf.square(tf.tanh(x @ a) @ b)))
     assert ops(found) == ["MatMul", "Tanh", "MatMul", "Square", "Mean"]
     assert found.activation_bytes == (N * 5 * 4, N * 5 * 4, N * 2 * 4, N * 2 * 4, 0)
-    # The first product's gradient needs x; tanh's and the second product's both need what tanh gives, kept once, by
-    # tanh; the square's needs its input, which the product's does not; the mean's needs only a shape.
+    # The first product's gradient needs x. Those of tanh and of the second product need tanh's output, which counts
+    # once, at tanh. The square's needs its input; the mean's only a shape.
     assert found.stash_bytes == (N * 3 * 4, N * 5 * 4, 0, N * 2 * 4, 0)
     assert found.parameter_bytes == (3 * 5 * 4, 0, 5 * 2 * 4, 0, 0)
     assert found.uncuttable == ()
@@ -44,11 +44,11 @@ def test_a_dense_model() -> None:
     assert found.lists == ()
 
 
-def test_a_regularizer_sends_a_number() -> None:
+def test_the_term_of_a_regularizer_crosses_the_cuts() -> None:
     a, b = matrix(3, 5), matrix(5, 2)
     found = facts(lambda x: tf.reduce_mean(tf.square(tf.tanh(x @ a) @ b)) + tf.nn.l2_loss(a) + tf.nn.l2_loss(b))
     assert ops(found) == ["MatMul", "Tanh", "MatMul", "Square", "Mean", "AddV2", "AddV2"]
-    # Beside what it sends anyway: one number from the first product on, another from the second one on.
+    # Besides the activations: one number after the first product, and another after the second.
     sent = (N * 5 * 4 + 4, N * 5 * 4 + 4, N * 2 * 4 + 8, N * 2 * 4 + 8, 4 + 8, 4 + 4, 0)
     assert found.activation_bytes == sent
     assert found.stash_bytes == (N * 3 * 4, N * 5 * 4, 0, N * 2 * 4, 0, 0, 0)
@@ -57,7 +57,7 @@ def test_a_regularizer_sends_a_number() -> None:
     assert found.unsplittable == (5, 6)
 
 
-def test_bytes_grow_with_the_batch_and_weights_do_not() -> None:
+def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
     a = matrix(3, 5)
     small, large = (facts(lambda x: tf.reduce_mean(tf.tanh(x @ a)), size=size) for size in (2, 20))
     assert large.activation_bytes == tuple(10 * x for x in small.activation_bytes)
@@ -72,7 +72,7 @@ def test_a_tied_weight_counts_once_at_its_first_user() -> None:
     assert found.parameter_bytes == (60, 0, 0, 0)
 
 
-def test_a_skip_crosses_every_cut_on_its_way() -> None:
+def test_a_skip_connection_crosses_every_cut_on_its_way() -> None:
     a, b = matrix(3, 5), matrix(5, 5)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -102,11 +102,11 @@ def test_integers_and_booleans_have_their_own_sizes() -> None:
     assert by_op["Greater"] == N * 8 + N * 3
     assert by_op["Tanh"] == N * 8 + N * 3 + N * 3 * 4
     stash = dict(zip(ops(found), found.stash_bytes, strict=True))
-    assert stash["SelectV2"] == N * 3  # the condition; its maker has no backward
+    assert stash["SelectV2"] == N * 3  # the condition, whose own op has no backward
     assert stash["OneHot"] == 0
 
 
-def test_an_argument_of_labels_is_kept_where_backward_reads_it() -> None:
+def test_labels_that_backward_does_not_read_are_not_stashed() -> None:
     a, labels = matrix(3, 7), np.zeros(N, np.int32)
 
     def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
@@ -119,25 +119,25 @@ def test_an_argument_of_labels_is_kept_where_backward_reads_it() -> None:
     assert sum(found.stash_bytes) == N * 3 * 4 + N * 7 * 4
 
 
-def test_a_view_is_the_memory_it_looks_at() -> None:
+def test_a_view_is_not_stashed_beside_its_tensor() -> None:
     a, b = matrix(3, 6), matrix(3, 2)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
-        hidden = tf.tanh(x @ a)  # tanh keeps its output, the second product the same under another shape
+        hidden = tf.tanh(x @ a)  # stashed for tanh, and for the product in another shape
         return tf.reduce_mean(tf.reshape(hidden, (-1, 3)) @ b)
 
     found = facts(loss)
     assert sum(found.stash_bytes) == N * 3 * 4 + N * 6 * 4
 
 
-def test_frozen_and_unreached_weights_are_not_trained() -> None:
+def test_frozen_weights_and_those_without_gradient_do_not_count() -> None:
     a, b = matrix(3, 5), matrix(5, 5)
     frozen = tf.Variable(tf.ones((5, 5)), trainable=False)
     found = facts(lambda x: tf.reduce_mean(tf.tanh(x @ a) @ frozen + 0 * tf.stop_gradient(tf.reduce_sum(b))))
     assert sum(found.parameter_bytes) == 3 * 5 * 4
 
 
-def test_a_keras_layer_is_one_layer_and_mixed_precision_weights_are_counted_as_kept() -> None:
+def test_mixed_precision_counts_parameters_in_float32_and_activations_in_bfloat16() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, "tanh", dtype="mixed_bfloat16")], name="net")
     found = facts(lambda x: tf.reduce_mean(tf.cast(model(x), tf.float32)))
     dense = next(i for i, name in enumerate(found.names) if name.endswith("dense") or "dense" in name)
@@ -156,7 +156,7 @@ def test_roofline_seconds_of_forward_and_backward(frozen: bool) -> None:
     assert found.backward_seconds(peak).tolist() == [2 * N * 3 * 5, 0, 2 * N * 5 * 2 * (1 if frozen else 2), 0]
 
 
-def test_a_convolutions_backward_does_its_products_twice_more() -> None:
+def test_backward_of_a_convolution_repeats_its_products_for_each_gradient() -> None:
     first, second = tf.Variable(tf.ones((3, 3, 2, 4))), tf.Variable(tf.ones((3, 3, 4, 5)))
     images = np.ones((N, 6, 6, 2), np.float32)
 
@@ -170,7 +170,7 @@ def test_a_convolutions_backward_does_its_products_twice_more() -> None:
     assert found.backward_seconds(peak).tolist() == [one, 2 * two, 0]
 
 
-def test_memory_bound_ops_take_what_they_read_and_write() -> None:
+def test_memory_bound_ops_take_the_time_of_their_reads_and_writes() -> None:
     a = matrix(3, 5)
     found = facts(lambda x: tf.reduce_mean(tf.tanh(x @ a)))
     peak = Peak("p", float("inf"), 1.0, 0.0, 1.0)
@@ -178,7 +178,7 @@ def test_memory_bound_ops_take_what_they_read_and_write() -> None:
     assert found.forward_seconds(peak)[:2].tolist() == [product, 2 * N * 5 * 4]
 
 
-def test_what_a_loop_keeps_is_left_out_and_said() -> None:
+def test_a_loop_that_stashes_lists_is_named() -> None:
     a = matrix(3, 3)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -193,7 +193,7 @@ def test_what_a_loop_keeps_is_left_out_and_said() -> None:
     assert sum(found.parameter_bytes) == 3 * 3 * 4
 
 
-def test_masks_drawn_at_random_are_kept_and_what_depends_on_weights_alone_is_not() -> None:
+def test_random_tensors_are_stashed_and_tensors_of_weights_alone_are_not() -> None:
     a, scale = matrix(3, 5), tf.Variable(2.0)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -203,7 +203,7 @@ def test_masks_drawn_at_random_are_kept_and_what_depends_on_weights_alone_is_not
 
     found = facts(loss)
     one = N * 5 * 4
-    # x, mask and fixed for what they are multiplied with; (x @ a) * mask * fixed for the gradient of the scale. No
-    # gradient needs x @ a, and exp(scale) is computed anew.
+    # x, mask and fixed as factors; (x @ a) * mask * fixed for the gradient of the scale. No gradient needs x @ a, and
+    # exp(scale) depends on a weight alone.
     assert sum(found.stash_bytes) == N * 3 * 4 + 3 * one
     assert sum(found.parameter_bytes) == 3 * 5 * 4 + 4

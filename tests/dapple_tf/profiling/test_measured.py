@@ -1,4 +1,4 @@
-"""``dapple.profile``: what is measured is there, and nothing else has changed."""
+"""``dapple.profile``: what it measures, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = np.random.RandomState(0).randn(N, 3).astype(np.float32)
 
 
 def profiled(loss: Callable[..., Any], batch: Any = (X,), **options: Any) -> Profile:
-    """A profile of few rounds; that a tiny model's layers and the whole of it disagree is no news."""
+    """Return a profile of few rounds, without the warning that a tiny model's layers and the whole disagree."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the layers of", DappleWarning)
         return dapple.profile(loss, batch, **{"repeats": 2, **options})
@@ -73,7 +73,7 @@ def test_the_profile_has_the_layers_that_a_pipeline_cuts() -> None:
     assert tuple(layer.name for layer in profiled(loss).layers) == step.layer_names
 
 
-def test_nothing_has_changed_afterwards() -> None:
+def test_profiling_changes_no_variable_device_or_affinity() -> None:
     norm, counter = keras.layers.BatchNormalization(), tf.Variable(0, trainable=False)
     dropout = keras.layers.Dropout(0.5, seed=3)
     numbers = tf.random.Generator.from_seed(1)
@@ -85,18 +85,18 @@ def test_nothing_has_changed_afterwards() -> None:
         noise = numbers.normal(tf.shape(x))
         return tf.reduce_mean(dropout(norm(x @ a + noise, training=True), training=True))
 
-    held = [a, counter, numbers.state, *(v.value for v in (*norm.variables, *dropout.variables))]
-    before = [np.array(variable.numpy()) for variable in held]
-    places = [variable.device for variable in held]
+    variables = [a, counter, numbers.state, *(v.value for v in (*norm.variables, *dropout.variables))]
+    before = [np.array(variable.numpy()) for variable in variables]
+    places = [variable.device for variable in variables]
     affinity = os.sched_getaffinity(0)
     profiled(loss, batch_sizes=[2])
-    for variable, value, place in zip(held, before, places, strict=True):
+    for variable, value, place in zip(variables, before, places, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
         assert variable.device == place
     assert os.sched_getaffinity(0) == affinity
 
 
-def test_a_failing_loss_leaves_the_variables_too() -> None:
+def test_a_failing_loss_changes_no_variable() -> None:
     a, counter = matrix(3, 3), tf.Variable(0, trainable=False)
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -109,7 +109,7 @@ def test_a_failing_loss_leaves_the_variables_too() -> None:
     assert int(counter) == 0
 
 
-def test_one_layer() -> None:
+def test_a_model_of_one_layer() -> None:
     a = matrix(3, 2)
 
     @tf.function
@@ -124,7 +124,7 @@ def test_one_layer() -> None:
     assert found.layers[0].parameter_bytes == 24
 
 
-def test_a_loop() -> None:
+def test_a_model_with_a_loop() -> None:
     a = matrix(3, 3)
 
     @tf.function
@@ -145,12 +145,12 @@ def test_a_batch_of_dicts_and_a_loss_with_aux_outputs() -> None:
         error = batch["x"] @ a - batch["y"]
         return tf.reduce_mean(tf.square(error)), {"worst": tf.reduce_max(error)}
 
-    given = {"y": np.zeros((N, 1), np.float32), "x": X}
-    for batch in (given, (given,), [given]):
+    batch_dict = {"y": np.zeros((N, 1), np.float32), "x": X}
+    for batch in (batch_dict, (batch_dict,), [batch_dict]):
         found = profiled(loss, batch, batch_sizes=[6])
         assert found.batch_size == N
         assert min(seconds(found)) > 0
-    turned = profiled(loss, dict(reversed(given.items())))
+    turned = profiled(loss, dict(reversed(batch_dict.items())))
     assert [layer.stash_bytes for layer in turned.layers] == [layer.stash_bytes for layer in found.layers]
     assert [layer.name for layer in turned.layers] == [layer.name for layer in found.layers]
 
@@ -177,11 +177,11 @@ def test_layers_are_measured_in_runs_of_consecutive_ones() -> None:
     assert forward.sum() == pytest.approx(12)
     assert backward.sum() == pytest.approx(18)
     assert (forward[::2][:-1] > forward[1::2]).all()  # products outweigh tanh
-    # A call of 4 would leave a run 1 of 5 and 3 of 7, but at least half is the run's own.
+    # Without calls of 4 seconds 1 of 5 and 3 of 7 would remain, but at least half counts as the run's own.
     assert [part.sum() for part in runs.split(rounds, 4.0)] == pytest.approx([7.5, 10.5])
 
 
-def test_where_a_gradient_reaches_further_back_runs_are_longer() -> None:
+def test_runs_are_longer_where_a_gradient_needs_a_tensor_of_an_earlier_layer() -> None:
     a, b, c = (matrix(3, 3) for _ in range(3))
 
     def loss(x: tf.Tensor) -> tf.Tensor:
@@ -237,13 +237,13 @@ def test_a_sum_that_is_far_from_the_whole_warns(monkeypatch: pytest.MonkeyPatch)
         ((X, X[:2]), {}, BatchError, "not batched alike on axis 0"),
     ],
 )
-def test_what_cannot_be_profiled(batch: Any, options: Any, error: type[Exception], message: str) -> None:
+def test_invalid_options_are_refused(batch: Any, options: Any, error: type[Exception], message: str) -> None:
     a = matrix(3, 3)
     with pytest.raises(error, match=message):
         dapple.profile(lambda *x: tf.reduce_mean(x[0] @ a), batch, **options)
 
 
-def test_losses_that_cannot_be_trained_are_refused_as_a_pipeline_does() -> None:
+def test_losses_that_a_pipeline_refuses_are_refused() -> None:
     with pytest.raises(CaptureError, match="uses no trainable variable"):
         profiled(lambda x: tf.reduce_mean(x))
     a = matrix(3, 3)
