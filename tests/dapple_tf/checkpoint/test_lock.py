@@ -27,9 +27,10 @@ import os, sys, time
 from pathlib import Path
 from dapple_tf.checkpoint.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
-child = os.fork() if sys.argv[2:] else 0
-if child or not sys.argv[2:]:
-    print(child, flush=True)
+if not sys.argv[2:]:
+    print(0, flush=True)
+elif os.fork() == 0:  # the child tells its number once its handlers of the fork have run
+    print(os.getpid(), flush=True)
 time.sleep(60)
 """
 
