@@ -1,0 +1,89 @@
+"""How TensorFlow's stateless random ops use the counter of their generator, by op and dtype.
+
+Philox makes four 32-bit samples from each value of a 128-bit counter, so a draw can start at any of its elements: with a
+counter that is further on. How far depends on the distribution (``FillPhiloxRandomTask`` in ``random_op_cpu.h`` and the
+distributions in ``random_distributions.h`` of TensorFlow's headers; the GPU's kernels use the counter alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import tensorflow as tf
+
+from graph_passes.ir.graph import DType
+
+_KEYED = ("shape", "key", "counter", "alg")
+_SEEDED = ("shape", "seed")
+
+DRAW_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "StatelessRandomUniformV2": _KEYED,
+        "StatelessRandomNormalV2": _KEYED,
+        "StatelessTruncatedNormalV2": _KEYED,
+        "StatelessRandomUniformFullIntV2": _KEYED,
+        "StatelessRandomUniformIntV2": (*_KEYED, "minval", "maxval"),
+        "StatelessRandomGammaV3": (*_KEYED, "alpha"),
+        "StatelessRandomUniform": _SEEDED,
+        "StatelessRandomNormal": _SEEDED,
+        "StatelessTruncatedNormal": _SEEDED,
+        "StatelessRandomUniformFullInt": _SEEDED,
+        "StatelessRandomUniformInt": (*_SEEDED, "minval", "maxval"),
+        "StatelessRandomGammaV2": (*_SEEDED, "alpha"),
+        "StatelessRandomBinomial": (*_SEEDED, "counts", "probs"),
+        "StatelessRandomPoisson": (*_SEEDED, "lam"),
+        "StatelessParameterizedTruncatedNormal": (*_SEEDED, "means", "stddevs", "minvals", "maxvals"),
+        "StatelessMultinomial": ("logits", "num_samples", "seed"),
+    }
+)
+"""The inputs of each stateless draw whose elements use the generator independently of each other, by op."""
+
+ROW_PARAMETERS = frozenset(
+    {"alpha", "counts", "probs", "lam", "means", "stddevs", "minvals", "maxvals", "logits"}
+)
+"""The inputs that may have a value for each row of the draw."""
+
+
+@dataclass(frozen=True)
+class CounterLayout:
+    """The elements [i, i + 1) * ``block`` of a flat draw use the values from i * ``counters`` on of the counter."""
+
+    block: int
+    counters: int
+
+
+_ONE_SAMPLE_AN_ELEMENT = frozenset(
+    {
+        "StatelessRandomUniformV2",
+        "StatelessRandomNormalV2",
+        "StatelessRandomUniformIntV2",
+        "StatelessRandomUniformFullIntV2",
+    }
+)
+
+
+def counter_layout(op: str, dtype: DType) -> CounterLayout | None:
+    """Return how the draw ``op`` of elements of type ``dtype`` uses the counter; None where it has no counter input.
+
+    ``StatelessRandomGammaV3`` has this layout where ``alpha`` is one number, or has one for each element.
+    """
+    block = 2 if dtype.size == 8 else 4
+    if op in _ONE_SAMPLE_AN_ELEMENT:
+        return CounterLayout(block, 1)
+    if op == "StatelessTruncatedNormalV2":
+        return CounterLayout(block, 64 * block)  # 256 samples of 32 bits are reserved for each element
+    if op == "StatelessRandomGammaV3":
+        return CounterLayout(1, 256)
+    return None
+
+
+def advance(counter: Any, count: Any) -> Any:
+    """Return ``counter``, a vector of two uint64 whose first one is the low half of 128 bits, plus the int64 ``count``."""
+    added = tf.cast(count, tf.uint64)
+    low, high = tf.unstack(counter, 2)
+    total = low + added
+    carry = tf.cast(total < added, tf.uint64)
+    return tf.stack([total, high + carry])

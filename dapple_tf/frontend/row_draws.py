@@ -1,0 +1,209 @@
+"""Let a micro-batch draw the random numbers that one device draws for its rows of the whole batch.
+
+Where the batch is the outermost axis of a draw, its rows are drawn from where they begin: the counter of the generator is
+advanced (see ``draw_layouts``). Elsewhere the micro-batch makes the whole batch's draw, and takes its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.draw_layouts import DRAW_INPUTS, ROW_PARAMETERS, CounterLayout, advance, counter_layout
+from dapple_tf.frontend.traced_nodes import replacement_nodes
+from dapple_tf.frontend.write_graph import import_graph
+from graph_passes.ir.graph import Graph, Node, Opaque, TensorType, Value
+
+_PHILOX = (1, 3)  # RNG_ALG_PHILOX and RNG_ALG_AUTO_SELECT, which is Philox on CPUs and GPUs (rng_alg.h)
+
+Tensors = Mapping[str, Any]
+"""The inputs of a draw by name (see ``DRAW_INPUTS``), and the vector ``rows``."""
+
+
+@dataclass(frozen=True)
+class RowDraw:
+    """A stateless draw whose output has rows of the batch.
+
+    ``node``: its name in the op-level graph. ``axis``: the axis of its output with the batch, of length
+    ``outer`` x samples x ``inner`` in row-major order; the batch is outermost in the axis where ``outer`` is 1.
+    """
+
+    node: str
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+
+def can_draw_rows(node: Node) -> bool:
+    """Return whether ``node`` is a draw that ``draw_rows`` can give the rows of a micro-batch."""
+    return node.op in DRAW_INPUTS
+
+
+def draw_rows(graph: Graph, draws: Sequence[RowDraw], rows: Value) -> Graph:
+    """Return the graph in which each of ``draws`` gives the micro-batch's rows of the whole batch's draw.
+
+    ``rows``: an int64 vector: the first sample of the micro-batch, the one after its last, and the number of samples of
+    the whole batch. The inputs of a draw (its shape, parameters with rows) are those of the micro-batch; its key,
+    counter and seed are the whole batch's.
+
+    Raises CaptureError for a draw that cannot be given rows.
+    """
+    taken = set(graph.by_name)
+    replaced: dict[str, list[Node]] = {}
+    for draw in draws:
+        node = graph.node(draw.node)
+        replaced[draw.node] = _replacement(graph, node, draw, rows, taken)
+        taken.update(new.name for new in replaced[draw.node])
+    nodes = [new for node in graph.nodes for new in replaced.get(node.name, [node])]
+    return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: set[str]) -> list[Node]:
+    if not can_draw_rows(node):
+        raise CaptureError(
+            f"{_describe(node)} cannot draw the rows of a micro-batch alone: draw with tf.random.stateless_uniform, "
+            "stateless_normal or another distribution of a shape that contains the batch"
+        )
+    names = DRAW_INPUTS[node.op]
+    kinds = {name: graph.type_of(value) for name, value in zip(names, node.inputs, strict=True)}
+    layout = _layout_of_rows(graph, node, draw, kinds)
+    redraw = partial(_draw_again, node, names, tuple(kinds.values()))
+    make: Callable[[Tensors], Any]
+    if layout is None:
+        axes = _parameter_axes(node, draw, kinds)
+        make = partial(_slice_whole_draw, redraw, draw, axes)
+    else:
+        make = partial(_draw_from_begin, redraw, draw, layout, _known_row_elements(node, draw))
+    inputs = [*zip(node.inputs, kinds.values(), strict=True), (rows, graph.type_of(rows))]
+    return replacement_nodes(node, lambda *given: make(dict(zip((*names, "rows"), given, strict=True))), inputs, taken)
+
+
+def _layout_of_rows(graph: Graph, node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> CounterLayout | None:
+    """Return how the rows of a draw use the counter, or None where they are not one interval of it."""
+    dims = node.outputs[0].shape.dims
+    outermost = draw.outer == 1 and (draw.axis == 0 or (dims is not None and set(dims[: draw.axis]) == {1}))
+    if not outermost or "alg" not in kinds or not _is_philox(graph, node.inputs[3]):
+        return None
+    if "alpha" in kinds:
+        rank = _rank(kinds["alpha"])
+        if rank is None or rank not in (0, _rank(node.outputs[0])):
+            return None
+    return counter_layout(node.op, node.outputs[0].dtype)
+
+
+def _is_philox(graph: Graph, algorithm: Value) -> bool:
+    """Return whether the number of a generator's algorithm is known, and is Philox."""
+    source = graph.node(algorithm.node)
+    value = source.attr("value") if source.op == "Const" else None
+    if not isinstance(value, Opaque):
+        return False
+    return int(tf.make_ndarray(attr_value_pb2.AttrValue.FromString(value.data).tensor)) in _PHILOX
+
+
+def _known_row_elements(node: Node, draw: RowDraw) -> int | None:
+    """Return the number of elements of a sample, or None where it is not known before the run."""
+    dims = node.outputs[0].shape.dims
+    if dims is None:
+        return None
+    lengths = [dim for dim in dims[draw.axis + 1 :] if dim is not None and dim >= 0]
+    return draw.inner * math.prod(lengths) if len(lengths) == len(dims) - draw.axis - 1 else None
+
+
+def _draw_from_begin(
+    redraw: Callable[[Tensors], Any], draw: RowDraw, layout: CounterLayout, known: int | None, inputs: Tensors
+) -> Any:
+    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its beginning."""
+    begin, shape = inputs["rows"][0], inputs["shape"]
+    if known is not None and known % layout.block == 0:
+        counter = advance(inputs["counter"], begin * (known // layout.block * layout.counters))
+        return redraw({**inputs, "counter": counter})
+    elements = draw.inner * _product(shape[draw.axis + 1 :]) if known is None else known
+    blocks = begin * elements // layout.block
+    counter = advance(inputs["counter"], blocks * layout.counters)
+    if layout.block == 1:
+        return redraw({**inputs, "counter": counter})
+    surplus = begin * elements - blocks * layout.block
+    length = tf.cast(tf.reshape(_product(shape) + surplus, [1]), shape.dtype)
+    drawn = redraw({**inputs, "counter": counter, "shape": length})
+    return tf.reshape(tf.slice(drawn, tf.reshape(surplus, [1]), [-1]), shape)
+
+
+def _slice_whole_draw(
+    redraw: Callable[[Tensors], Any], draw: RowDraw, axes: Mapping[str, int], inputs: Tensors
+) -> Any:
+    """Draw for the whole batch, and return the micro-batch's rows. ``axes``: of the parameters with rows."""
+    begin, end, samples = tf.unstack(inputs["rows"], 3)
+    whole = dict(inputs)
+    for name, axis in axes.items():
+        whole[name] = _rows_for_the_whole_batch(inputs[name], axis, draw, begin, samples)
+    if "shape" in inputs:
+        shape = tf.cast(inputs["shape"], tf.int64)
+        length = tf.cast(draw.outer * draw.inner * samples, inputs["shape"].dtype)
+        whole["shape"] = tf.tensor_scatter_nd_update(inputs["shape"], [[draw.axis]], [length])
+    else:
+        shape = tf.stack([tf.shape(inputs["logits"], tf.int64)[0], tf.cast(inputs["num_samples"], tf.int64)])
+    before = draw.outer * _product(shape[: draw.axis])
+    after = draw.inner * _product(shape[draw.axis + 1 :])
+    by_sample = tf.reshape(redraw(whole), tf.stack([before, samples, after]))
+    return tf.reshape(by_sample[:, begin:end], shape)
+
+
+def _rows_for_the_whole_batch(parameter: Any, axis: int, draw: RowDraw, begin: Any, samples: Any) -> Any:
+    """Return a parameter with the micro-batch's rows at their places in the whole batch, and any valid rows elsewhere.
+
+    An ``axis`` of length 1, which is broadcast, keeps that value for all rows.
+    """
+    length = tf.shape(parameter, tf.int64)[axis]
+    own = tf.maximum(length // (draw.outer * draw.inner), 1)
+    sample = tf.clip_by_value(tf.range(samples) - begin, 0, own - 1)
+    outer = tf.range(draw.outer, dtype=tf.int64)[:, None, None] * own
+    places = (outer + sample[:, None]) * draw.inner + tf.range(draw.inner, dtype=tf.int64)
+    return tf.gather(parameter, tf.minimum(tf.reshape(places, [-1]), length - 1), axis=axis)
+
+
+def _parameter_axes(node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> dict[str, int]:
+    """Return the axis of the batch in each parameter that has one; parameters end with the last axes of the draw."""
+    axes = {}
+    for name in ROW_PARAMETERS.intersection(kinds):
+        rank, drawn = _rank(kinds[name]), _rank(node.outputs[0])
+        if rank == 0:
+            continue
+        if rank is None or drawn is None:
+            raise CaptureError(
+                f"{_describe(node)} cannot draw the rows of a micro-batch: the number of axes of its {name} is unknown, "
+                "so nobody knows whether they have rows; set it with tf.ensure_shape"
+            )
+        if draw.axis - (drawn - rank) >= 0:
+            axes[name] = draw.axis - (drawn - rank)
+    return axes
+
+
+def _draw_again(node: Node, names: Sequence[str], kinds: Sequence[TensorType], inputs: Tensors) -> Any:
+    """Add the op of ``node``, with other ``inputs``, to the TensorFlow graph under construction."""
+    holders = tuple(Node(name, "arg", outputs=(kind,)) for name, kind in zip(names, kinds, strict=True))
+    copy = dataclasses.replace(node, name="draw", inputs=tuple(Value(name) for name in names), controls=())
+    graph = Graph("draw", (*holders, copy), outputs=(Value("draw"),))
+    return import_graph(graph, {name: inputs[name] for name in names}, "drawn")[0]
+
+
+def _product(shape: Any) -> Any:
+    return tf.reduce_prod(tf.cast(shape, tf.int64))
+
+
+def _rank(kind: TensorType) -> int | None:
+    return None if kind.shape.dims is None else len(kind.shape.dims)
+
+
+def _describe(node: Node) -> str:
+    places = [value for key, value in node.attrs if key in ("layer", "within")]
+    return f"the random draw {node.name!r} ({node.op}, in {places[0]})" if places else (
+        f"the random draw {node.name!r} ({node.op}, in no Keras layer)"
+    )

@@ -1,0 +1,64 @@
+"""Replace a node of an op-level graph by the ops of a Python function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.frontend.names import unique_name
+from dapple_tf.frontend.read_graph import read_graph, read_value
+from graph_passes.ir.graph import OTHER, Node, Shape, TensorType, Value, ancestors
+
+_PLACE = ("layer", "within")
+
+
+def replacement_nodes(
+    node: Node,
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[Value, TensorType]],
+    taken: Container[str],
+) -> list[Node]:
+    """Return the nodes that compute ``function`` of ``inputs`` in the place of ``node``, which has one output.
+
+    The last one has the name and the output type of ``node``, so that its consumers stay as they are. The others are
+    called ``node/...``, and by no name that is ``taken``; their unknown dimensions count as not being the batch. All
+    have the Keras layer, the device and the control edges of ``node``.
+    """
+    with tf.Graph().as_default() as graph:
+        placeholders = [_placeholder(kind) for _, kind in inputs]
+        last = function(*placeholders)
+    holders = {tensor.op.name: Node(f"{i}", "arg") for i, tensor in enumerate(placeholders)}
+    body = read_graph(graph, holders, node.name)
+    last_value = read_value(last, holders)
+    needed = ancestors(body, [last_value.node])
+    values = {Value(f"{i}"): value for i, (value, _) in enumerate(inputs)}
+    names = {last_value.node: node.name}
+    for new in body.nodes:
+        names.setdefault(new.name, unique_name(f"{node.name}/{new.name}", taken))
+    place = {key: value for key, value in node.attrs if key in _PLACE}
+    return [
+        dataclasses.replace(
+            new.with_attrs(**place),
+            name=names[new.name],
+            inputs=tuple(values.get(value, Value(names[value.node], value.index)) for value in new.inputs),
+            outputs=node.outputs if new.name == last_value.node else tuple(map(_without_batch, new.outputs)),
+            controls=node.controls,
+            device=node.device,
+        )
+        for new in body.nodes
+        if new.name in needed and new.op != "arg"
+    ]
+
+
+def _placeholder(kind: TensorType) -> Any:
+    dims = kind.shape.dims
+    shape = None if dims is None else [None if dim in (None, OTHER) else dim for dim in dims]
+    return tf.compat.v1.placeholder(kind.dtype.name, shape)
+
+
+def _without_batch(kind: TensorType) -> TensorType:
+    dims = kind.shape.dims
+    return kind if dims is None else TensorType(kind.dtype, Shape(tuple(OTHER if d is None else d for d in dims)))
