@@ -1,8 +1,8 @@
 """How TensorFlow's stateless random ops use the counter of their generator, by op and dtype.
 
-Philox makes four 32-bit samples from each value of a 128-bit counter, so a draw can start at any of its elements: with a
-counter that is further on. How far depends on the distribution (``FillPhiloxRandomTask`` in ``random_op_cpu.h`` and the
-distributions in ``random_distributions.h`` of TensorFlow's headers; the GPU's kernels use the counter alike).
+Philox makes four 32-bit samples from each value of a 128-bit counter. A draw can therefore start at any of its blocks
+of elements, with a larger counter; how much larger depends on the distribution. Source: ``FillPhiloxRandomTask`` in
+TensorFlow's ``random_op_cpu.h`` (``random_op_gpu.h`` counts alike), and ``random_distributions.h``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ DRAW_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The inputs of each stateless draw whose elements use the generator independently of each other, by op."""
 
-ROW_PARAMETERS = frozenset(
-    {"alpha", "counts", "probs", "lam", "means", "stddevs", "minvals", "maxvals", "logits"}
-)
+ROW_PARAMETERS = frozenset({"alpha", "counts", "probs", "lam", "means", "stddevs", "minvals", "maxvals", "logits"})
 """The inputs that may have a value for each row of the draw."""
 
 
@@ -81,7 +79,7 @@ def counter_layout(op: str, dtype: DType) -> CounterLayout | None:
 
 
 def advance(counter: Any, count: Any) -> Any:
-    """Return ``counter``, a vector of two uint64 whose first one is the low half of 128 bits, plus the int64 ``count``."""
+    """Return ``counter`` plus the int64 ``count``. ``counter``: two uint64, the low half of its 128 bits first."""
     added = tf.cast(count, tf.uint64)
     low, high = tf.unstack(counter, 2)
     total = low + added

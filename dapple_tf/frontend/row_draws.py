@@ -1,7 +1,7 @@
 """Let a micro-batch draw the random numbers that one device draws for its rows of the whole batch.
 
-Where the batch is the outermost axis of a draw, its rows are drawn from where they begin: the counter of the generator is
-advanced (see ``draw_layouts``). Elsewhere the micro-batch makes the whole batch's draw, and takes its rows.
+Where the batch is the outermost axis of a draw, its rows are drawn from where they begin, with an advanced counter of
+the generator (see ``draw_layouts``). Elsewhere the micro-batch makes the whole batch's draw, and takes its rows.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: se
             f"{_describe(node)} cannot draw the rows of a micro-batch alone: draw with tf.random.stateless_uniform, "
             "stateless_normal or another distribution of a shape that contains the batch"
         )
-    names = DRAW_INPUTS[node.op]
-    kinds = {name: graph.type_of(value) for name, value in zip(names, node.inputs, strict=True)}
+    kinds = {name: graph.type_of(value) for name, value in zip(DRAW_INPUTS[node.op], node.inputs, strict=True)}
     layout = _layout_of_rows(graph, node, draw, kinds)
-    redraw = partial(_draw_again, node, names, tuple(kinds.values()))
-    make: Callable[[Tensors], Any]
-    if layout is None:
-        axes = _parameter_axes(node, draw, kinds)
-        make = partial(_slice_whole_draw, redraw, draw, axes)
-    else:
-        make = partial(_draw_from_begin, redraw, draw, layout, _known_row_elements(node, draw))
-    inputs = [*zip(node.inputs, kinds.values(), strict=True), (rows, graph.type_of(rows))]
-    return replacement_nodes(node, lambda *given: make(dict(zip((*names, "rows"), given, strict=True))), inputs, taken)
+    redraw = partial(_draw_again, node, kinds)
+
+    def draw_own_rows(*tensors: Any) -> Any:
+        inputs = dict(zip((*kinds, "rows"), tensors, strict=True))
+        if layout is None:
+            return _slice_whole_draw(redraw, draw, _parameter_axes(node, draw, kinds), inputs)
+        return _draw_from_begin(redraw, draw, layout, _known_row_elements(node, draw), inputs)
+
+    typed = [(value, graph.type_of(value)) for value in (*node.inputs, rows)]
+    return replacement_nodes(node, draw_own_rows, typed, taken)
 
 
 def _layout_of_rows(graph: Graph, node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> CounterLayout | None:
@@ -120,36 +120,30 @@ def _known_row_elements(node: Node, draw: RowDraw) -> int | None:
 def _draw_from_begin(
     redraw: Callable[[Tensors], Any], draw: RowDraw, layout: CounterLayout, known: int | None, inputs: Tensors
 ) -> Any:
-    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its beginning."""
+    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its start off."""
     begin, shape = inputs["rows"][0], inputs["shape"]
-    if known is not None and known % layout.block == 0:
-        counter = advance(inputs["counter"], begin * (known // layout.block * layout.counters))
-        return redraw({**inputs, "counter": counter})
     elements = draw.inner * _product(shape[draw.axis + 1 :]) if known is None else known
-    blocks = begin * elements // layout.block
-    counter = advance(inputs["counter"], blocks * layout.counters)
-    if layout.block == 1:
+    if layout.block == 1 or (known is not None and known % layout.block == 0):
+        counter = advance(inputs["counter"], begin * (elements // layout.block * layout.counters))
         return redraw({**inputs, "counter": counter})
-    surplus = begin * elements - blocks * layout.block
-    length = tf.cast(tf.reshape(_product(shape) + surplus, [1]), shape.dtype)
+    first = begin * elements
+    counter = advance(inputs["counter"], first // layout.block * layout.counters)
+    surplus = tf.reshape(first % layout.block, [1])
+    length = tf.cast(_product(shape) + surplus, shape.dtype)
     drawn = redraw({**inputs, "counter": counter, "shape": length})
-    return tf.reshape(tf.slice(drawn, tf.reshape(surplus, [1]), [-1]), shape)
+    return tf.reshape(tf.slice(drawn, surplus, [-1]), shape)  # without surplus, the slice is no copy
 
 
-def _slice_whole_draw(
-    redraw: Callable[[Tensors], Any], draw: RowDraw, axes: Mapping[str, int], inputs: Tensors
-) -> Any:
+def _slice_whole_draw(redraw: Callable[[Tensors], Any], draw: RowDraw, axes: Mapping[str, int], inputs: Tensors) -> Any:
     """Draw for the whole batch, and return the micro-batch's rows. ``axes``: of the parameters with rows."""
     begin, end, samples = tf.unstack(inputs["rows"], 3)
     whole = dict(inputs)
     for name, axis in axes.items():
         whole[name] = _rows_for_the_whole_batch(inputs[name], axis, draw, begin, samples)
-    if "shape" in inputs:
-        shape = tf.cast(inputs["shape"], tf.int64)
-        length = tf.cast(draw.outer * draw.inner * samples, inputs["shape"].dtype)
-        whole["shape"] = tf.tensor_scatter_nd_update(inputs["shape"], [[draw.axis]], [length])
-    else:
-        shape = tf.stack([tf.shape(inputs["logits"], tf.int64)[0], tf.cast(inputs["num_samples"], tf.int64)])
+    shape = inputs["shape"] if "shape" in inputs else _categorical_shape(inputs)
+    length = tf.cast(draw.outer * draw.inner * samples, shape.dtype)
+    whole["shape"] = tf.tensor_scatter_nd_update(shape, [[draw.axis]], [length])
+    whole["num_samples"] = whole["shape"][-1]
     before = draw.outer * _product(shape[: draw.axis])
     after = draw.inner * _product(shape[draw.axis + 1 :])
     by_sample = tf.reshape(redraw(whole), tf.stack([before, samples, after]))
@@ -172,26 +166,31 @@ def _rows_for_the_whole_batch(parameter: Any, axis: int, draw: RowDraw, begin: A
 def _parameter_axes(node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> dict[str, int]:
     """Return the axis of the batch in each parameter that has one; parameters end with the last axes of the draw."""
     axes = {}
-    for name in ROW_PARAMETERS.intersection(kinds):
+    for name in (name for name in kinds if name in ROW_PARAMETERS):
         rank, drawn = _rank(kinds[name]), _rank(node.outputs[0])
         if rank == 0:
             continue
         if rank is None or drawn is None:
             raise CaptureError(
-                f"{_describe(node)} cannot draw the rows of a micro-batch: the number of axes of its {name} is unknown, "
-                "so nobody knows whether they have rows; set it with tf.ensure_shape"
+                f"{_describe(node)} cannot draw the rows of a micro-batch: the number of axes of its input {name!r} is "
+                "unknown, and so is whether it has rows of the batch; set its shape with tf.ensure_shape"
             )
-        if draw.axis - (drawn - rank) >= 0:
-            axes[name] = draw.axis - (drawn - rank)
+        axis = draw.axis - (drawn - rank)
+        if axis >= 0 and (name != "logits" or axis == 0):  # axis 1 of logits is classes, of the draw samples
+            axes[name] = axis
     return axes
 
 
-def _draw_again(node: Node, names: Sequence[str], kinds: Sequence[TensorType], inputs: Tensors) -> Any:
-    """Add the op of ``node``, with other ``inputs``, to the TensorFlow graph under construction."""
-    holders = tuple(Node(name, "arg", outputs=(kind,)) for name, kind in zip(names, kinds, strict=True))
-    copy = dataclasses.replace(node, name="draw", inputs=tuple(Value(name) for name in names), controls=())
+def _draw_again(node: Node, kinds: Mapping[str, TensorType], inputs: Tensors) -> Any:
+    """Add the op of ``node`` to the TensorFlow graph under construction, with other ``inputs`` of the same dtypes."""
+    holders = tuple(Node(name, "arg", outputs=(kind,)) for name, kind in kinds.items())
+    copy = dataclasses.replace(node, name="draw", inputs=tuple(Value(name) for name in kinds), controls=())
     graph = Graph("draw", (*holders, copy), outputs=(Value("draw"),))
-    return import_graph(graph, {name: inputs[name] for name in names}, "drawn")[0]
+    return import_graph(graph, {name: inputs[name] for name in kinds}, "drawn")[0]
+
+
+def _categorical_shape(inputs: Tensors) -> Any:
+    return tf.stack([tf.shape(inputs["logits"])[0], inputs["num_samples"]])
 
 
 def _product(shape: Any) -> Any:
@@ -203,7 +202,5 @@ def _rank(kind: TensorType) -> int | None:
 
 
 def _describe(node: Node) -> str:
-    places = [value for key, value in node.attrs if key in ("layer", "within")]
-    return f"the random draw {node.name!r} ({node.op}, in {places[0]})" if places else (
-        f"the random draw {node.name!r} ({node.op}, in no Keras layer)"
-    )
+    places = [node.string(key) for key in ("layer", "within") if node.has(key)]
+    return f"the random draw {node.name!r} ({node.op}, in {places[0] if places else 'no Keras layer'})"

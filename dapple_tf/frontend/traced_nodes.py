@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +19,7 @@ def replacement_nodes(
     node: Node,
     function: Callable[..., Any],
     inputs: Sequence[tuple[Value, TensorType]],
-    taken: Container[str],
+    taken: Iterable[str],
 ) -> list[Node]:
     """Return the nodes that compute ``function`` of ``inputs`` in the place of ``node``, which has one output.
 
@@ -36,8 +36,9 @@ def replacement_nodes(
     needed = ancestors(body, [last_value.node])
     values = {Value(f"{i}"): value for i, (value, _) in enumerate(inputs)}
     names = {last_value.node: node.name}
+    used = set(taken)
     for new in body.nodes:
-        names.setdefault(new.name, unique_name(f"{node.name}/{new.name}", taken))
+        used.add(names.setdefault(new.name, unique_name(f"{node.name}/{new.name}", used)))
     place = {key: value for key, value in node.attrs if key in _PLACE}
     return [
         dataclasses.replace(

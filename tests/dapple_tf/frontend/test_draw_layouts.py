@@ -72,9 +72,7 @@ def test_a_draw_starts_at_any_block_with_an_advanced_counter(op: str, dtype: str
         ((LAST, LAST), 1, (0, 0)),
     ],
 )
-def test_advancing_carries_into_the_high_half(
-    counter: tuple[int, int], count: int, expected: tuple[int, int]
-) -> None:
+def test_advancing_carries_into_the_high_half(counter: tuple[int, int], count: int, expected: tuple[int, int]) -> None:
     advanced = advance(tf.constant(counter, tf.uint64), tf.constant(count, tf.int64))
     np.testing.assert_array_equal(advanced, np.array(expected, np.uint64))
 
