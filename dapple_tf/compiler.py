@@ -22,11 +22,12 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
-from graph_passes.passes.backward import prune_gradients, split_backward
+from graph_passes.passes.backward import StageGradients, prune_gradients, sparse_parts, split_backward
 from graph_passes.passes.base import Observer, Pass, run_passes
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
+from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
@@ -59,8 +60,9 @@ class StagedModel:
     trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
     variables that no gradient reaches.
 
-    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``runs``, the
-    nodes of each stage to re-compute (see ``Recompute``). ``stateful``: see ``Captured``.
+    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
+    uses of variables whose gradients are sparse (see ``GatherSlices``); ``runs``, the nodes of each stage to re-compute
+    (see ``Recompute``). ``stateful``: see ``Captured``.
 
     ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
     in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
@@ -82,6 +84,7 @@ class StagedModel:
     untrained: tuple[str, ...]
     stateful: bool
     shared: frozenset[str]
+    sparse: tuple[SparsePart, ...]
     runs: tuple[tuple[frozenset[str], ...], ...]
     traces: tuple[Any, ...]
 
@@ -121,19 +124,23 @@ def stage_model(
     starts: Sequence[int],
     optimizer: Any | None,
     recompute: Collection[int] = (),
+    *,
+    sparse: bool = True,
 ) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
-    ``recompute``: the layers to re-compute in backward. Without an optimizer the pipelined graph computes gradients,
-    and writes only the state that forward writes. Raises PartitionError where the graph cannot be cut there,
-    CaptureError where it cannot be differentiated, PlanError for an unsuitable optimizer.
+    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. Without an
+    optimizer the pipelined graph computes gradients, and writes only the state that forward writes. Raises
+    PartitionError where the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an
+    unsuitable optimizer.
     """
     stages = partition(layers, starts)
-    joint, gradients = differentiate(captured, stages)
+    joint, gradients = differentiate(captured, stages, sparse=sparse)
     graph = _stage_graph(captured, split_backward(stages, joint, prune_gradients(joint, gradients)))
-    reached = {name for stage in gradients for name, _ in stage.variables}
+    reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
-    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables)
+    indices = _index_types(gradients)
+    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
     use = find_variables(graph)
     return StagedModel(
         graph=graph,
@@ -152,6 +159,7 @@ def stage_model(
         untrained=tuple(name for name in captured.trainable if name not in reached),
         stateful=captured.stateful,
         shared=frozenset(map(str, stages.shared)),
+        sparse=sparse_parts(gradients),
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
         traces=(captured.func_graph, *([] if update is None else [update.func_graph])),
     )
@@ -166,6 +174,14 @@ def _stage_graph(captured: Captured, functions: Sequence[tuple[Function, Functio
     return Graph(
         captured.graph.name, inputs, captured.graph.inputs, functions=tuple(itertools.chain.from_iterable(functions))
     )
+
+
+def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
+    """Return the dtype of the indices of each sparse gradient: int64 where uses differ, as TensorFlow does."""
+    found: dict[str, set[str]] = {}
+    for use in itertools.chain.from_iterable(stage.slices for stage in gradients):
+        found.setdefault(use.variable, set()).add(use.kinds[1].dtype.name)
+    return {name: kinds.pop() if len(kinds) == 1 else "int64" for name, kinds in found.items()}
 
 
 def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) -> tuple[frozenset[str], ...]:
@@ -193,6 +209,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
+        *([GatherSlices(model.sparse)] if model.sparse else []),  # needs every replica's backward, and weights' part
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
     if model.updates is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +68,47 @@ def _reduced_gradients(context: Context, node: Node, inputs: list[Any]) -> Outco
     return [check_finite(tensor, f"{where} {name!r}") for tensor, name in zip(inputs, names, strict=True)], []
 
 
+def _gather_slices(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    place, slices, indices = 0, [], []
+    index_type = node.outputs[1].dtype.name
+    for use, count in zip(node.strings("uses"), node.integers("pieces"), strict=True):
+        pieces = inputs[place : place + 2 * count]
+        place += 2 * count
+        combined = _COMBINE[use](pieces[::2], [tf.cast(piece, index_type) for piece in pieces[1::2]])
+        slices.append(combined[0])
+        indices.append(combined[1])
+    complete = _concatenate(slices, indices)
+    if node.has("check"):
+        where = f"on stage {node.integer('stage')} the gradient of variable {node.string('variable')!r}"
+        return [check_finite(complete[0], where), complete[1]], []
+    return list(complete), []
+
+
+def _concatenate(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
+    return tf.concat(slices, 0), tf.concat(indices, 0)
+
+
+def _add_by_position(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
+    return tf.add_n(slices), indices[0]
+
+
+def _merge_equal_indices(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
+    every_slice, every_index = _concatenate(slices, indices)
+    merged, position = tf.unique(every_index)
+    return tf.math.unsorted_segment_sum(every_slice, position, tf.size(merged)), merged
+
+
+_COMBINE: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]] = MappingProxyType(
+    {"concat": _concatenate, "sum": _add_by_position, "merge": _merge_equal_indices}
+)
+
+
+def _densify(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    slices, indices = inputs
+    (rows, *_) = node.outputs[0].shape.dims or ()
+    return [tf.math.unsorted_segment_sum(slices, indices, rows)], []
+
+
 def _square_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     # A stack and one sum, no additions: TensorFlow joins additions whose results have no other reader into one op, so
     # ranks of a stage would round differently and their weights drift apart.
@@ -93,6 +134,8 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.ALLREDUCE: _allreduce,
         OpName.TIED_SUM: _tied_sum,
         OpName.REDUCED_GRADIENTS: _reduced_gradients,
+        OpName.GATHER_SLICES: _gather_slices,
+        OpName.DENSIFY: _densify,
         OpName.SQUARE_NORM: _square_norm,
         OpName.GLOBAL_NORM: _global_norm,
         OpName.CLIP: _clip,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -18,14 +20,18 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from graph_passes.ir.graph import Graph, Node, Value, ancestors
+from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
+from graph_passes.ir.graph import FunctionRef, Graph, Node, Value, ancestors
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import Stage, StageGraph
 
 
-def differentiate(captured: Captured, stages: StageGraph) -> tuple[Graph, tuple[StageGradients, ...]]:
+def differentiate(
+    captured: Captured, stages: StageGraph, *, sparse: bool = True
+) -> tuple[Graph, tuple[StageGradients, ...]]:
     """Return the joint graph of forward and backward, and the gradients of each stage.
 
+    ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     Raises CaptureError for a tf.py_function between a trainable variable and the loss.
     """
     tensors = _Tensors(captured)
@@ -37,15 +43,42 @@ def differentiate(captured: Captured, stages: StageGraph) -> tuple[Graph, tuple[
                 "micro-batches would take each other's gradients: write it in TensorFlow ops, or give "
                 "tf.numpy_function a tf.custom_gradient"
             )
-    found: list[StageGradients] = []
+    found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
     for stage in reversed(stages.stages):
         with captured.func_graph.as_default(), tf.name_scope(f"stage{stage.index}_gradients"):
             result = _differentiate_stage(captured, stages, stage, differentiated, tensors, trained)
         found.append(result)
         differentiated = {value for value, _ in result.boundary}
-    joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name)
-    return _with_types_of(captured.graph, joint), tuple(reversed(found))
+    found.reverse()
+    with captured.func_graph.as_default():
+        whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
+        uses = find_uses([result.variables for result in found], whole) if sparse else {}
+        dense = [
+            [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
+            for result in found
+        ]
+    joint = _with_types_of(captured.graph, read_graph(captured.func_graph, tensors.inputs, captured.graph.name))
+    by_stage = [read_uses(joint, uses, stage.index, captured.variables, tensors.value) for stage in stages.stages]
+    return joint, tuple(
+        StageGradients(
+            result.seeds,
+            result.boundary,
+            tuple((name, tensors.value(gradient)) for name, gradient in dense[i]),
+            by_stage[i],
+        )
+        for i, result in enumerate(found)
+    )
+
+
+def _calls_functions(graph: Graph) -> bool:
+    """Return whether ops call functions: TensorFlow changes these ops each time it differentiates them."""
+    return any(isinstance(value, FunctionRef) for node in graph.nodes for _, value in node.attrs)
+
+
+def _differentiate_whole(captured: Captured, tensors: _Tensors, name: str) -> Any:
+    """Return the gradient of the whole loss for a variable: no stage uses its ops, they only tell an order."""
+    return tf.gradients(tensors[captured.graph.outputs[0]], tensors.handles[name], name="whole_gradient")[0]
 
 
 def _with_types_of(captured: Graph, joint: Graph) -> Graph:
@@ -99,6 +132,15 @@ def _depend_on_training(captured: Captured) -> set[str]:
     return found
 
 
+@dataclass(frozen=True)
+class _StageResult:
+    """``seeds`` and ``boundary`` of ``StageGradients``; ``variables``: with tensors or IndexedSlices of the trace."""
+
+    seeds: tuple[tuple[Value, str], ...] = ()
+    boundary: tuple[tuple[Value, Value], ...] = ()
+    variables: tuple[tuple[str, Any], ...] = ()
+
+
 def _differentiate_stage(
     captured: Captured,
     stages: StageGraph,
@@ -106,7 +148,7 @@ def _differentiate_stage(
     differentiated: Collection[Value],
     tensors: _Tensors,
     trained: Collection[str],
-) -> StageGradients:
+) -> _StageResult:
     """Add the gradient ops of one stage to the trace.
 
     ``differentiated``: the boundary tensors whose gradient the next stage sends. ``trained``: see
@@ -119,7 +161,7 @@ def _differentiate_stage(
     names = [name for name in captured.trainable if name in needed]
     sources = [tensors[value] for value in entering] + [tensors.handles[name] for name in names]
     if not targets or not sources:
-        return StageGradients()
+        return _StageResult()
     seeds = [
         tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
     ]
@@ -128,12 +170,11 @@ def _differentiate_stage(
         gradients = tf.gradients(
             [tensors[value] for value in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients"
         )
-    # IndexedSlices become dense tensors.
-    values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients]
-    return StageGradients(
+    values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients[: len(entering)]]
+    return _StageResult(
         tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)),
-        tuple((v, g) for v, g in zip(entering, values, strict=False) if g is not None),
-        tuple((n, g) for n, g in zip(names, values[len(entering) :], strict=True) if g is not None),
+        tuple((v, g) for v, g in zip(entering, values, strict=True) if g is not None),
+        tuple((n, g) for n, g in zip(names, gradients[len(entering) :], strict=True) if g is not None),
     )
 
 

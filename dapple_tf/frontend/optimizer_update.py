@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -14,18 +15,18 @@ from dapple_tf import internals
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph
-from graph_passes.ir.graph import Graph, Node, attributes
+from graph_passes.ir.graph import Attr, Graph, Node, Role, attributes
 
 
 @dataclass(frozen=True)
 class TracedUpdate:
     """An optimizer's update as a graph.
 
-    ``graph``: takes one ``arg`` per trained variable, its gradient, whose port has the variable's name. ``variables``:
-    the model's and the optimizer's, by the name of their node. ``constants``: by the name of their ``capture`` node.
-    ``trained``: the variables as the optimizer knows them (Keras variables, where there are any).
-    ``global_clipnorm``: the optimizer's option, which ``graph`` does not apply; None where it has none.
-    ``func_graph``: the TensorFlow graph that ``graph`` was read from.
+    ``graph``: takes one ``arg`` per trained variable, its gradient, whose port has the variable's name (for a sparse
+    gradient two: slices and indices). ``variables``: the model's and the optimizer's, by the name of their node.
+    ``constants``: by the name of their ``capture`` node. ``trained``: the variables as the optimizer knows them (Keras
+    variables, where there are any). ``global_clipnorm``: the optimizer's option, which ``graph`` does not apply; None
+    where it has none. ``func_graph``: the TensorFlow graph that ``graph`` was read from.
     """
 
     graph: Graph
@@ -36,11 +37,27 @@ class TracedUpdate:
     func_graph: Any
 
 
-def trace_update(optimizer: Any, names: Sequence[str], variables: Mapping[str, tf.Variable]) -> TracedUpdate:
+@dataclass(frozen=True)
+class _Argument:
+    """A tensor that the traced update takes: a dense gradient of ``variable``, or its slices or indices (``role``)."""
+
+    variable: str
+    role: Role
+    spec: tf.TensorSpec
+
+
+def trace_update(
+    optimizer: Any,
+    names: Sequence[str],
+    variables: Mapping[str, tf.Variable],
+    sparse: Mapping[str, str] = MappingProxyType({}),
+) -> TracedUpdate:
     """Trace ``optimizer.apply`` for the ``variables`` called ``names``, building the optimizer if it is not built.
 
-    Clipping by the global norm is left out: the pipelined graph clips over all stages. Raises PlanError for an object
-    that is not a Keras optimizer, and for an optimizer that was built for other variables.
+    ``sparse``: the variables whose gradients are IndexedSlices, with the dtype of the indices. Clipping by the global
+    norm is left out: the pipelined graph clips over all stages. As Keras makes dense tensors of what it clips so, the
+    update then takes these. Raises PlanError for an object that is not a Keras optimizer, and for an optimizer that was
+    built for other variables.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")
@@ -49,17 +66,19 @@ def trace_update(optimizer: Any, names: Sequence[str], variables: Mapping[str, t
         if not optimizer.built:
             optimizer.build(trained)
 
-    def update(*gradients: Any) -> None:
-        with tf.name_scope("optimizer"):  # so that no op has the name of a variable
-            optimizer.apply(list(gradients), list(trained))
-
-    specs = [tf.TensorSpec(variables[name].shape, variables[name].dtype) for name in names]
     with _without_global_clip(optimizer) as clip:
+        arguments = _arguments(names, variables, {} if clip else sparse)
+
+        def update(*tensors: Any) -> None:
+            with tf.name_scope("optimizer"):  # so that no op has the name of a variable
+                optimizer.apply(_pack(arguments, tensors, variables), list(trained))
+
         try:
+            specs = [argument.spec for argument in arguments]
             func_graph = tf.function(update, autograph=False).get_concrete_function(*specs).graph
         except (ValueError, KeyError) as error:
             raise PlanError(f"{type(optimizer).__name__} cannot update these variables: {error}") from error
-    inputs = _read_inputs(func_graph, optimizer, names, variables)
+    inputs = _read_inputs(func_graph, optimizer, arguments, variables)
     graph = read_graph(func_graph, inputs.nodes, "optimizer")
     return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph)
 
@@ -73,14 +92,43 @@ class _Inputs:
     constants: dict[str, tf.Tensor] = field(default_factory=dict)
 
 
+def _arguments(
+    names: Sequence[str], variables: Mapping[str, tf.Variable], sparse: Mapping[str, str]
+) -> tuple[_Argument, ...]:
+    """Return what the update takes: one tensor for a dense gradient, two for a sparse one."""
+    found: list[_Argument] = []
+    for name in names:
+        shape, dtype = variables[name].shape, variables[name].dtype
+        if name in sparse:
+            found.append(_Argument(name, "slices", tf.TensorSpec([None, *shape[1:]], dtype)))
+            found.append(_Argument(name, "indices", tf.TensorSpec([None], sparse[name])))
+        else:
+            found.append(_Argument(name, "gradient", tf.TensorSpec(shape, dtype)))
+    return tuple(found)
+
+
+def _pack(arguments: Sequence[_Argument], tensors: Sequence[Any], variables: Mapping[str, tf.Variable]) -> list[Any]:
+    """Return a gradient for each variable: a tensor, or IndexedSlices of the shape that TensorFlow gives them."""
+    found: dict[str, Any] = {}
+    for argument, tensor in zip(arguments, tensors, strict=True):
+        if argument.role == "indices":
+            shape = tf.constant(variables[argument.variable].shape.as_list(), tf.int32)
+            found[argument.variable] = tf.IndexedSlices(found[argument.variable], tensor, shape)
+        else:
+            found[argument.variable] = tensor
+    return list(found.values())
+
+
 def _read_inputs(
-    func_graph: Any, optimizer: Any, names: Sequence[str], variables: Mapping[str, tf.Variable]
+    func_graph: Any, optimizer: Any, arguments: Sequence[_Argument], variables: Mapping[str, tf.Variable]
 ) -> _Inputs:
     """Return the trace's inputs: gradients, trained variables, the optimizer's own variables, and constants."""
     found = _Inputs(dict(variables))
-    for i, (name, tensor) in enumerate(zip(names, func_graph.inputs, strict=False)):
-        found.nodes[tensor.op.name] = Node(f"gradient/{i}", "arg", attrs=attributes({"port": name}))
-    trained = {id(variables[name].handle): name for name in names}
+    for i, (argument, tensor) in enumerate(zip(arguments, func_graph.inputs, strict=False)):
+        role: dict[str, Attr] = {} if argument.role == "gradient" else {"role": argument.role}
+        attrs = attributes({"port": argument.variable, **role})
+        found.nodes[tensor.op.name] = Node(f"gradient/{i}", "arg", attrs=attrs)
+    trained = {id(variables[argument.variable].handle): argument.variable for argument in arguments}
     others = [*func_graph.variables, *(variable.value for variable in optimizer.variables)]
     by_handle = {id(variable.handle): variable for variable in others}
     for outside, placeholder in func_graph.captures:

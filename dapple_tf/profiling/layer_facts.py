@@ -114,7 +114,7 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
             0.0,
         ),
         stash_bytes=stash,
-        parameter_bytes=_parameter_bytes(captured, layers, [name for name, _ in gradients[0].variables]),
+        parameter_bytes=_parameter_bytes(captured, layers, gradients[0].trained),
         lists=tuple(layers.layers[i].name for i in lists),
         _joint=joint,
         _shapes=shapes,

@@ -38,6 +38,8 @@ class OpName(StrEnum):
     ALLREDUCE = "allreduce"
     TIED_SUM = "tied_sum"
     REDUCED_GRADIENTS = "reduced_gradients"
+    GATHER_SLICES = "gather_slices"
+    DENSIFY = "densify"
     SQUARE_NORM = "square_norm"
     GLOBAL_NORM = "global_norm"
     CLIP = "clip"
@@ -241,8 +243,31 @@ _TABLE = (
         (*_PLACED, _VARIABLES, _CHECK),
     ),
     Op(
+        OpName.GATHER_SLICES,
+        "The complete sparse gradient of a variable: the slices of all its uses, micro-batches and replicas, use by "
+        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `check`, the step "
+        "fails if one is not finite.",
+        Operands("for each use, each of its `pieces`: slices and indices"),
+        Operands("the slices, and their indices", 2),
+        (
+            *_PLACED,
+            Attribute("variable", "str"),
+            Attribute("rows", "int"),
+            Attribute("uses", "tuple[str, ...]"),
+            Attribute("pieces", "tuple[int, ...]"),
+            _CHECK,
+        ),
+    ),
+    Op(
+        OpName.DENSIFY,
+        "The dense tensor of slices: those of equal indices are added, rows without slices are zero.",
+        Operands("the slices, and their indices", 2),
+        Operands("the tensor", 1),
+        (*_PLACED, Attribute("variable", "str")),
+    ),
+    Op(
         OpName.SQUARE_NORM,
-        "The sum of the squares of a stage's gradients.",
+        "The sum of the squares of a stage's gradients, dense tensors or slices as they are.",
         Operands("the gradients"),
         Operands("the sum", 1, ("float64",)),
         _PLACED,

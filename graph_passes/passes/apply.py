@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Attr, Control, Function, Graph, Node, TensorType, Value, attributes, tensor
+from graph_passes.ir.graph import (
+    Attr,
+    Control,
+    Function,
+    Graph,
+    Node,
+    Role,
+    Shape,
+    TensorType,
+    Value,
+    attributes,
+    tensor,
+)
 from graph_passes.ir.names import at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
@@ -14,6 +27,9 @@ from graph_passes.passes.split_update import Updates
 
 _NORM = tensor("float64")
 BARRIER_NAME = "update/barrier"
+
+Gradients = dict[tuple[Role, str], Value]
+"""The gradients that updates may take, by the role and the name of the port."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +42,12 @@ class Apply:
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
         forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.TIMESTAMP}),
         produces=frozenset({OpName.BARRIER, OpName.SET_UPDATING}),
-        may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP}),
+        may_produce=frozenset(
+            {OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.DENSIFY, OpName.CLIP},
+        ),
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -42,19 +61,21 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
     gradient of a variable that no backward call gives.
     """
-    reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
+    reduced, gathered = nodes_of(graph, OpName.REDUCED_GRADIENTS), nodes_of(graph, OpName.GATHER_SLICES)
     barrier = Node(BARRIER_NAME, OpName.BARRIER)
-    for node in reduced:
+    for node in (*reduced, *gathered):
         barrier = barrier.after(node.name, "barrier: no weight changes before every gradient is there")
     for value in graph.outputs:
         barrier = barrier.after(value.node, "barrier: no weight changes before the loss is there")
     added = [barrier]
-    gradients: dict[str, tuple[Value, TensorType]] = {}
+    gradients: Gradients = {}
     for node in reduced:
-        for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
-            gradients[name] = (value, kind)
+        for name, value in zip(node.strings("variables"), node.values(), strict=True):
+            gradients["gradient", name] = value
+    for node in gathered:
+        gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
     if global_clipnorm is not None:
-        added += _clip(reduced, gradients, float(global_clipnorm))
+        added += _clip(reduced, gathered, gradients, float(global_clipnorm))
     functions: list[Function] = []
     begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
     added.append(begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied"))
@@ -90,32 +111,49 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *functions)).sorted()
 
 
-def _clip(reduced: tuple[Node, ...], gradients: dict[str, tuple[Value, TensorType]], limit: float) -> list[Node]:
-    """Return nodes that scale all gradients to a global norm of at most ``limit``, and put them in ``gradients``."""
-    squares, clips = [], []
+def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradients, limit: float) -> list[Node]:
+    """Return nodes that scale all gradients to a global norm of at most ``limit``, and put them in ``gradients``.
+
+    As in Keras the norm is that of slices as they are (rows of equal index apart), and what is scaled is dense.
+    """
+    squares, densified, clips = [], [], []
     norm = "update/global_norm"
-    for node in reduced:
-        stage = node.integer("stage")
+    for stage in sorted({node.integer("stage") for node in (*reduced, *gathered)}):
         place: dict[str, Attr] = {"replica": 0, "stage": stage}
+        dense = [node for node in reduced if node.integer("stage") == stage]
+        sparse = [node for node in gathered if node.integer("stage") == stage]
+        made = [_densify(node) for node in sparse]
+        densified += made
+        measured = (*(value for node in dense for value in node.values()), *(node.values()[0] for node in sparse))
         name = at(stage, what=OpName.SQUARE_NORM)
-        squares.append(Node(name, OpName.SQUARE_NORM, node.values(), (_NORM,), attributes(place)))
+        squares.append(Node(name, OpName.SQUARE_NORM, measured, (_NORM,), attributes(place)))
+        inputs = (Value(norm), *(value for node in (*dense, *made) for value in node.values()))
+        kinds = tuple(kind for node in (*dense, *made) for kind in node.outputs)
         attrs = attributes({**place, "limit": limit})
-        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, (Value(norm), *node.values()), node.outputs, attrs)
+        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, inputs, kinds, attrs)
         clips.append(clip)
-        for variable, value, kind in zip(node.strings("variables"), clip.values(), clip.outputs, strict=True):
-            gradients[variable] = (value, kind)
+        names = [*(name for node in dense for name in node.strings("variables")), *(n.string("variable") for n in made)]
+        gradients |= {("gradient", variable): value for variable, value in zip(names, clip.values(), strict=True)}
     parts = tuple(Value(node.name) for node in squares)
-    return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *clips]
+    return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *densified, *clips]
 
 
-def _update(
-    function: Function, stage: int | None, gradients: dict[str, tuple[Value, TensorType]], after: Control
-) -> Node:
-    taken = [port.name for _, port in function.input_ports("gradient")]
-    for name in taken:
-        if name not in gradients:
-            raise GraphError(f"{function.name!r} updates {name!r}, but no backward gives its gradient")
-    inputs = tuple(gradients[name][0] for name in taken)
+def _densify(node: Node) -> Node:
+    """Return the node that makes a dense tensor of the slices that ``node`` gathers."""
+    variable, stage, (slices, _) = node.string("variable"), node.integer("stage"), node.outputs
+    kind = TensorType(slices.dtype, Shape((node.integer("rows"), *(slices.shape.dims or ())[1:])))
+    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
+    op = OpName.DENSIFY
+    return Node(at(stage, what=f"{op}/{variable}"), op, node.values(), (kind,), attrs)
+
+
+def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:
+    taken = [port for _, port in function.input_ports("gradient", "slices", "indices")]
+    for port in taken:
+        if (port.role, port.name) not in gradients:
+            what = "gradient" if port.role == "gradient" else f"{port.role} (its gradient is dense)"
+            raise GraphError(f"{function.name!r} updates {port.name!r}, but no backward gives its {what}")
+    inputs = tuple(gradients[port.role, port.name] for port in taken)
     attrs: dict[str, Attr] = {"function": function.name}
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}

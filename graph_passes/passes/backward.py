@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from graph_passes.errors import PartitionError
 from graph_passes.ir.extract import PortOf, extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
+from graph_passes.passes.gather_slices import Combine, SparsePart
 from graph_passes.passes.partition import Stage, StageGraph
 
 # Ops that give small integers. They run in forward where their inputs are there, so that no activation is stashed only
@@ -23,16 +24,58 @@ _SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 
 
 @dataclass(frozen=True)
+class SparseUse:
+    """One use of a variable by its rows: ``slices``, gradients of rows, and ``indices``, which rows these are.
+
+    ``kinds``: the types of both. ``rows``: of the variable. ``combine``: how micro-batches are put together (see
+    ``gather_slices``). ``position``: of the use among all uses of the variable on one device.
+    """
+
+    variable: str
+    rows: int
+    slices: Value
+    indices: Value
+    kinds: tuple[TensorType, TensorType]
+    combine: Combine
+    position: int
+
+    @property
+    def ports(self) -> tuple[Port, Port]:
+        """The ports that carry both out of backward."""
+        return Port("slices", self.variable, self.kinds[0]), Port("indices", self.variable, self.kinds[1])
+
+
+@dataclass(frozen=True)
 class StageGradients:
     """The gradients of one stage in the joint graph.
 
     ``seeds``: (output of the stage, the placeholder of its gradient); ``boundary``: (tensor that enters the stage, its
-    gradient); ``variables``: (variable, its gradient).
+    gradient); ``variables``: (variable, its gradient), where it is dense; ``slices``: the uses of variables whose
+    gradient is sparse.
     """
 
     seeds: tuple[tuple[Value, str], ...] = ()
     boundary: tuple[tuple[Value, Value], ...] = ()
     variables: tuple[tuple[str, Value], ...] = ()
+    slices: tuple[SparseUse, ...] = ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The variables that have a gradient, each once."""
+        return tuple(dict.fromkeys([*(name for name, _ in self.variables), *(use.variable for use in self.slices)]))
+
+    @property
+    def of_variables(self) -> tuple[Value, ...]:
+        """The values that backward returns for variables."""
+        sparse = (value for use in self.slices for value in (use.slices, use.indices))
+        return (*(value for _, value in self.variables), *sparse)
+
+
+def sparse_parts(gradients: Sequence[StageGradients]) -> tuple[SparsePart, ...]:
+    """Return the uses of all sparse gradients, those of a variable in the order of one device."""
+    uses = [(use, stage, i) for stage, found in enumerate(gradients) for i, use in enumerate(found.slices)]
+    uses.sort(key=lambda entry: entry[0].position)
+    return tuple(SparsePart(use.variable, use.rows, stage, i, use.combine) for use, stage, i in uses)
 
 
 def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[StageGradients, ...]:
@@ -41,9 +84,9 @@ def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[
     used: set[Value] | None = None
     for found in gradients:
         boundary = tuple((x, g) for x, g in found.boundary if used is None or x in used)
-        needed = ancestors(joint, [g.node for _, g in (*boundary, *found.variables)])
+        needed = ancestors(joint, [g.node for g in (*(g for _, g in boundary), *found.of_variables)])
         seeds = tuple((value, name) for value, name in found.seeds if name in needed)
-        pruned.append(StageGradients(seeds, boundary, found.variables))
+        pruned.append(StageGradients(seeds, boundary, found.variables, found.slices))
         used = {value for value, _ in seeds}
     return tuple(pruned)
 
@@ -70,7 +113,7 @@ def _split_stage(
     forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
 
     outside = foreign | {placeholder for _, placeholder in gradients.seeds}
-    gradient_values = [value for _, value in (*gradients.boundary, *gradients.variables)]
+    gradient_values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
     roots = [value.node for value in gradient_values if value not in stage.inputs]
     needed = ancestors(joint, roots, stop=outside)
     small = _find_small(joint, needed - forward, forward | stages.floating, stage.inputs)
@@ -89,6 +132,7 @@ def _split_stage(
 
     backward_ports = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
     backward_ports += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
+    backward_ports += [port for use in gradients.slices for port in use.ports]
     entering: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}
     loss = stages.graph.outputs[0]
     for value, placeholder in gradients.seeds:

@@ -17,13 +17,15 @@ class Contract:
     """The call-level ops that a pass needs, and those that it leaves.
 
     ``requires``: ops of which the graph must have nodes before the pass. ``requires_if_trained``: further ops of which
-    it must have nodes if a stage gives gradients of variables. ``forbids``: ops of which it must have no nodes before,
-    since the pass would not change them, or adds them itself. ``produces``: ops of which it has nodes after the pass.
-    ``may_produce``: further ops of which the pass adds nodes to some graphs; it adds nodes of no other op.
+    it must have nodes if a stage gives dense gradients of variables, and ``requires_if_sparse`` those if a stage gives
+    sparse ones. ``forbids``: ops of which it must have no nodes before, since the pass would not change them, or adds
+    them itself. ``produces``: ops of which it has nodes after the pass. ``may_produce``: further ops of which the pass
+    adds nodes to some graphs; it adds nodes of no other op.
     """
 
     requires: frozenset[OpName] = frozenset()
     requires_if_trained: frozenset[OpName] = frozenset()
+    requires_if_sparse: frozenset[OpName] = frozenset()
     forbids: frozenset[OpName] = frozenset()
     produces: frozenset[OpName] = frozenset()
     may_produce: frozenset[OpName] = frozenset()
@@ -77,7 +79,9 @@ def run_passes(graph: Graph, passes: Sequence[Pass], observers: Sequence[Observe
 def _check_before(name: str, contract: Contract, graph: Graph) -> None:
     found = {node.op for node in graph.nodes}
     trained = any(function.output_ports("variable") for function in graph.functions)
+    sparse = any(function.output_ports("slices") for function in graph.functions)
     required = contract.requires | (contract.requires_if_trained if trained else frozenset())
+    required |= contract.requires_if_sparse if sparse else frozenset()
     for op in sorted(required - found):
         raise GraphError(f"{name} requires {op!r} nodes, and the graph has none: run it after the pass that adds them")
     for op in sorted(contract.forbids & found):

@@ -9,15 +9,18 @@ from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
+_COMPLETE = frozenset({OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES})
+
 
 @dataclass(frozen=True)
 class CheckNumerics:
-    """Set the attribute ``check`` of the loss and of each ``reduced_gradients``: the update waits for them."""
+    """Set ``check`` of the loss, each ``reduced_gradients`` and each ``gather_slices``: the update waits for them."""
 
     name: str = "check_numerics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -29,6 +32,6 @@ def check_numerics(graph: Graph) -> Graph:
     loss = graph.outputs[0].node
 
     def checked(node: Node) -> Node:
-        return node.with_attrs(check=True) if node.op == OpName.REDUCED_GRADIENTS or node.name == loss else node
+        return node.with_attrs(check=True) if node.op in _COMPLETE or node.name == loss else node
 
     return graph.replace(nodes=tuple(map(checked, graph.nodes)))

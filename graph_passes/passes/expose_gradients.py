@@ -19,6 +19,7 @@ class ExposeGradients:
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -26,11 +27,16 @@ class ExposeGradients:
 
 
 def expose_gradients(graph: Graph) -> Graph:
-    """Return the graph with the outputs of all ``reduced_gradients`` as further outputs."""
-    values = tuple(value for node in nodes_of(graph, OpName.REDUCED_GRADIENTS) for value in node.values())
-    return graph.replace(outputs=(*graph.outputs, *values))
+    """Return the graph with the outputs of all ``reduced_gradients``, then of all ``gather_slices``, as outputs."""
+    complete = (*nodes_of(graph, OpName.REDUCED_GRADIENTS), *nodes_of(graph, OpName.GATHER_SLICES))
+    return graph.replace(outputs=(*graph.outputs, *(value for node in complete for value in node.values())))
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:
-    """Return the variables whose gradients ``ExposeGradients`` adds as outputs, in order."""
+    """Return the variables whose dense gradients ``ExposeGradients`` adds as outputs, in order."""
     return tuple(name for node in nodes_of(graph, OpName.REDUCED_GRADIENTS) for name in node.strings("variables"))
+
+
+def exposed_slices(graph: Graph) -> tuple[str, ...]:
+    """Return the variables whose slices and indices it adds after these, in order."""
+    return tuple(node.string("variable") for node in nodes_of(graph, OpName.GATHER_SLICES))

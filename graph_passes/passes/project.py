@@ -31,6 +31,8 @@ _ON_EVERY_REPLICA = frozenset(
         OpName.ALLREDUCE,
         OpName.TIED_SUM,
         OpName.REDUCED_GRADIENTS,
+        OpName.GATHER_SLICES,
+        OpName.DENSIFY,
         OpName.SQUARE_NORM,
         OpName.CLIP,
         OpName.UPDATE,

@@ -37,7 +37,7 @@ class SplitConcat:
     name: str = "split_concat"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
-        forbids=_ADDED | {OpName.REFRESH, OpName.COMMIT, OpName.ACCUMULATE, OpName.GRADIENTS},
+        forbids=_ADDED | {OpName.REFRESH, OpName.COMMIT, OpName.ACCUMULATE, OpName.GRADIENTS, OpName.GATHER_SLICES},
         may_produce=_ADDED,
     )
 

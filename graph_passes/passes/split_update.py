@@ -18,6 +18,8 @@ from graph_passes.ir.graph import Effect, Function, Graph, Role, Value, ancestor
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
 
+_GRADIENT_ROLES: Mapping[str, Role] = {"gradient": "gradient", "slices": "slices", "indices": "indices"}
+
 
 @dataclass(frozen=True)
 class Updates:
@@ -29,7 +31,10 @@ class Updates:
 
 
 def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
-    """Cut ``graph``, whose arguments are the gradients (named as their variables), by the ``owner`` of each variable.
+    """Cut ``graph`` by the ``owner`` of each variable.
+
+    Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and left out
+    for a dense gradient.
 
     Raises PartitionError if one op updates the variables of several stages.
     """
@@ -101,7 +106,8 @@ def _update_function(name: str, graph: Graph, writes: set[str], done: set[str]) 
     def port_of(value: Value) -> tuple[Role, str] | None:
         source = graph.node(value.node)
         if source.op == "arg":
-            return "gradient", source.string("port")
+            role = source.string("role") if source.has("role") else "gradient"
+            return _GRADIENT_ROLES[role], source.string("port")
         if source.op == "variable":
             return "variable", source.name
         if value.node in members:

@@ -20,6 +20,7 @@ from graph_passes.passes.base import Contract
 # Views, constants and values of weights: the second function repeats these ops, which costs nothing, and carries none.
 FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})
 _BACKWARD = f"/{OpName.BACKWARD}"
+_OF_VARIABLES: frozenset[Role] = frozenset({"variable", "slices", "indices"})
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     """
     graph, entering = function.graph, set(function.graph.inputs)
     results = list(zip(function.outputs, graph.outputs, strict=True))
-    boundary = [(port, value) for port, value in results if port.role != "variable"]
-    weights = [(port, value) for port, value in results if port.role == "variable"]
+    boundary = [(port, value) for port, value in results if port.role not in _OF_VARIABLES]
+    weights = [(port, value) for port, value in results if port.role in _OF_VARIABLES]
     acting = [node.name for node in graph.nodes if _has_effect(function, node, state)]
     first = ancestors(graph, [*(value.node for _, value in boundary), *acting], stop=entering)
     second = ancestors(graph, [value.node for _, value in weights], stop=entering | first)

@@ -27,6 +27,7 @@ class VerifyPipeline:
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -112,7 +113,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
             reached.update(edges.predecessors(name))
     consumers = graph.consumers()
     for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
-        ports = graph.function(node.string("function")).output_ports("variable", "gradient")
+        ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:
             if node.values()[index] not in taken:

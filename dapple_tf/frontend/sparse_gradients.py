@@ -1,0 +1,135 @@
+"""Gradients of variables that are used by their rows (embeddings): TensorFlow's IndexedSlices, use by use.
+
+TensorFlow concatenates the slices of all uses of a variable. They are taken apart again here, since slices of several
+micro-batches are put together use by use: that gives them the order that they have on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.write_graph import needed_library
+from graph_passes.ir.graph import OTHER, DType, FunctionRef, Graph, Shape, TensorType, Value, ancestors
+from graph_passes.passes.backward import SparseUse
+from graph_passes.passes.gather_slices import Combine
+
+_UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
+_SAME_INDICES = frozenset({"Reshape", "Cast", "Identity"})
+
+
+@dataclass(frozen=True)
+class TensorUse:
+    """The slices of one use of a variable in ``stage``, and their indices, as tensors of the trace."""
+
+    stage: int
+    slices: Any
+    indices: Any
+
+    @property
+    def source(self) -> str:
+        """The name of the tensor that the model looks up: it tells the uses of a variable apart."""
+        tensor = self.indices
+        while tensor.op.type in _SAME_INDICES:
+            tensor = tensor.op.inputs[0]
+        return str(tensor.name)
+
+
+def find_uses(
+    gradients: Sequence[Sequence[tuple[str, Any]]], whole_gradient: Callable[[str], Any] | None
+) -> dict[str, tuple[TensorUse, ...]]:
+    """Return the uses of each variable whose gradients are all sparse, in the order of one device's tape.
+
+    ``gradients``: for each stage, its variables and their gradients. A variable with a dense gradient in any stage is
+    left out: TensorFlow adds both as dense tensors. ``whole_gradient``: returns the gradient of the whole loss for a
+    variable that several stages use, from which the order is read; without it, uses in later stages come first.
+    """
+    of_variable: dict[str, list[tuple[int, Any]]] = {}
+    for stage, own in enumerate(gradients):
+        for name, gradient in own:
+            of_variable.setdefault(name, []).append((stage, gradient))
+    found = {}
+    for name, parts in of_variable.items():
+        if all(isinstance(gradient, tf.IndexedSlices) for _, gradient in parts):
+            uses = [use for stage, gradient in reversed(parts) for use in _split(stage, gradient)]
+            whole = whole_gradient(name) if whole_gradient is not None and len(parts) > 1 else None
+            if isinstance(whole, tf.IndexedSlices):
+                uses = _in_order(uses, [use.source for use in _split(0, whole)])
+            found[name] = tuple(uses)
+    return found
+
+
+def _split(stage: int, gradient: Any) -> list[TensorUse]:
+    """Return the parts of IndexedSlices that TensorFlow concatenated: one for each use of the variable."""
+    slices, indices = gradient.values.op, gradient.indices.op
+    if slices.type == indices.type == "ConcatV2" and len(slices.inputs) == len(indices.inputs):
+        pairs = list(zip(slices.inputs, indices.inputs, strict=True))[:-1]  # the last input is the axis
+        return [use for values, rows in pairs for use in _split(stage, tf.IndexedSlices(values, rows))]
+    return [TensorUse(stage, gradient.values, gradient.indices)]
+
+
+def _in_order(uses: Sequence[TensorUse], sources: Sequence[str]) -> list[TensorUse]:
+    """Return ``uses`` in the order of their ``sources``; those that are not among these come last."""
+    left, ordered = list(uses), []
+    for source in sources:
+        same = next((use for use in left if use.source == source), None)
+        if same is not None:
+            left.remove(same)
+            ordered.append(same)
+    return [*ordered, *left]
+
+
+def read_uses(
+    joint: Graph,
+    uses: Mapping[str, Sequence[TensorUse]],
+    stage: int,
+    variables: Mapping[str, tf.Variable],
+    value_of: Callable[[Any], Value],
+) -> tuple[SparseUse, ...]:
+    """Return the uses in one ``stage`` as values of the ``joint`` graph; ``value_of`` gives the value of a tensor.
+
+    Raises CaptureError where it cannot be told how to put the slices of micro-batches together.
+    """
+    return tuple(
+        _read_use(joint, use, position, name, variables[name], value_of)
+        for name, own in uses.items()
+        for position, use in enumerate(own)
+        if use.stage == stage
+    )
+
+
+def _read_use(
+    joint: Graph, use: TensorUse, position: int, name: str, variable: tf.Variable, value_of: Callable[[Any], Value]
+) -> SparseUse:
+    indices = value_of(use.indices)
+    length = use.indices.shape[0] if use.indices.shape.rank else None
+    rows, *row = variable.shape.as_list()
+    count = OTHER if length is None else length
+    kinds = (
+        TensorType(DType(use.slices.dtype.name), Shape((count, *row))),
+        TensorType(DType(use.indices.dtype.name), Shape((count,))),
+    )
+    combine: Combine = "sum" if length is not None else _combine(joint, indices, name)
+    return SparseUse(name, rows, value_of(use.slices), indices, kinds, combine, position)
+
+
+def _combine(joint: Graph, indices: Value, variable: str) -> Combine:
+    """Return how micro-batches are put together where the number of indices depends on the batch."""
+    before = [joint.node(name) for name in ancestors(joint, [indices.node])]
+    if any(node.op in _UNIQUE for node in before):
+        return "merge"
+    calls = tuple(node for node in before if any(isinstance(value, FunctionRef) for _, value in node.attrs))
+    bodies = needed_library(Graph("calls", calls), dict(joint.library)) if calls else ()
+    for _, body in bodies:
+        if any(node.op in _UNIQUE for node in function_pb2.FunctionDef.FromString(body).node_def):
+            raise CaptureError(
+                f"the rows of {variable!r} that the batch uses are computed in a function that calls tf.unique, and it "
+                "cannot be told whether each row has one slice or several: call tf.unique outside of a tf.function, or "
+                'give sparse_gradients="dense"'
+            )
+    return "concat"

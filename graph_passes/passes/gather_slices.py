@@ -1,0 +1,119 @@
+"""Gather the slices of sparse gradients from all micro-batches, replicas and stages, as one device would have them.
+
+The gradient of a variable that is used by its rows (an embedding) is *slices*: gradients of rows, and *indices*, which
+rows these are. A row that occurs several times has several slices, and an optimizer may treat each of them by itself
+(Keras squares and clips them one by one). So slices are not added, they are put one after the other: use by use in the
+order of one device's tape, inside a use in sample order (micro-batch by micro-batch, replica by replica).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
+from graph_passes.ir.names import at, micro_batch_count, replica_counts, weight_gradient_op
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+Combine = Literal["concat", "sum", "merge"]
+"""How the slices of a use are put together from those of micro-batches and replicas.
+
+``concat``: one after the other, where each belongs to a sample. ``sum``: added by position, where the indices do not
+depend on the batch (position embeddings): one device has each of them once. ``merge``: those of equal indices are
+added, where the model takes each index once (``tf.unique``), in order of their first occurrence.
+"""
+
+
+@dataclass(frozen=True)
+class SparsePart:
+    """A use of a ``variable`` of ``rows`` rows: the ``use``-th pair of slices and indices that ``stage`` gives."""
+
+    variable: str
+    rows: int
+    stage: int
+    use: int
+    combine: Combine
+
+
+@dataclass(frozen=True)
+class GatherSlices:
+    """Add a ``gather_slices`` for each variable whose gradient is sparse; ``parts``: its uses, in order."""
+
+    parts: tuple[SparsePart, ...]
+    name: str = "gather_slices"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        forbids=frozenset({OpName.GATHER_SLICES, OpName.BARRIER}),
+        may_produce=frozenset({OpName.GATHER_SLICES}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return gather_slices(graph, self.parts)
+
+
+def gather_slices(graph: Graph, parts: Iterable[SparsePart]) -> Graph:
+    """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the first device of its owner.
+
+    Raises GraphError if a stage gives slices that no part names, or the other way round.
+    """
+    of_variable: dict[str, list[SparsePart]] = {}
+    for part in parts:
+        of_variable.setdefault(part.variable, []).append(part)
+    _check_parts(graph, [part for own in of_variable.values() for part in own])
+    variables = find_variables(graph)
+    added = [_gather(graph, variables.owner(name), own) for name, own in of_variable.items()]
+    return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+
+
+def slice_ports(function: Function) -> tuple[tuple[int, int], ...]:
+    """Return the outputs that carry slices and their indices, a pair for each use of a variable."""
+    slices, indices = function.output_ports("slices"), function.output_ports("indices")
+    return tuple((i, j) for (i, _), (j, _) in zip(slices, indices, strict=True))
+
+
+def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
+    given = sorted((part.stage, part.use, part.variable) for part in parts)
+    found = []
+    for stage in range(len(replica_counts(graph))):
+        function = graph.function(at(stage, what=weight_gradient_op(graph, stage)))
+        found += [(stage, use, function.outputs[i].name) for use, (i, _) in enumerate(slice_ports(function))]
+    if given != found:
+        raise GraphError(f"the stages give slices {found} (stage, use, variable), but the pass gathers {given}")
+
+
+def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
+    """Return the node that gathers the slices of one variable."""
+    micro_batches, replicas = micro_batch_count(graph), replica_counts(graph)
+    inputs: list[Value] = []
+    pieces: list[int] = []
+    kinds: list[tuple[TensorType, TensorType]] = []
+    for part in parts:
+        op = weight_gradient_op(graph, part.stage)
+        function = graph.function(at(part.stage, what=op))
+        ports = slice_ports(function)[part.use]
+        for m in range(micro_batches):
+            for replica in range(replicas[part.stage]):
+                inputs += [Value(at(part.stage, replica, m, op), port) for port in ports]
+        pieces.append(micro_batches * replicas[part.stage])
+        kinds.append((function.outputs[ports[0]].type, function.outputs[ports[1]].type))
+    slices, indices = kinds[0]
+    row = (slices.shape.dims or ())[1:]
+    index_types = {kind.dtype for _, kind in kinds}
+    index_type = indices.dtype if len(index_types) == 1 else DType("int64")  # as TensorFlow concatenates them
+    outputs = (TensorType(slices.dtype, Shape((OTHER, *row))), TensorType(index_type, Shape((OTHER,))))
+    attrs = attributes(
+        {
+            "pieces": tuple(pieces),
+            "replica": 0,
+            "rows": parts[0].rows,
+            "stage": owner,
+            "uses": tuple(str(part.combine) for part in parts),
+            "variable": parts[0].variable,
+        }
+    )
+    op = OpName.GATHER_SLICES
+    return Node(at(owner, what=f"{op}/{parts[0].variable}"), op, tuple(inputs), outputs, attrs)
