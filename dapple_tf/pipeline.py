@@ -23,6 +23,7 @@ def pipeline(
     micro_batches: int | str = 8,
     schedule: str = "auto",
     recompute: Recompute = False,
+    sparse_gradients: str = "exact",
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -45,6 +46,8 @@ def pipeline(
             "auto".
         recompute: Layers whose activations backward computes again instead of keeping them: True (all), one flag for
             each stage, or the names of layers.
+        sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
+            the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.
         cluster: What to plan for. The simulator then chooses what is "auto" from a profile measured now, and
             ``step.choice`` says why.
@@ -57,7 +60,7 @@ def pipeline(
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
-    request = Request(stages, replicas, micro_batches, schedule, recompute)
+    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients)
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:
         return PipelinedStep(function, optimizer, request, plan, devices, cluster, example_batch)

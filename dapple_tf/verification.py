@@ -123,6 +123,7 @@ def verify(
     micro_batches: int | str = 8,
     schedule: str = "auto",
     recompute: Recompute = False,
+    sparse_gradients: str = "exact",
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
@@ -133,7 +134,7 @@ def verify(
     batch norm), the result on one device depends on how the batch is divided: the plain step then runs the same
     micro-batches one after the other, and the report says so.
     """
-    request = Request(stages, replicas, micro_batches, schedule, recompute)
+    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients)
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     step.build(*batch)
     model = step.model(batch)

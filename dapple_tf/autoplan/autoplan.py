@@ -89,6 +89,11 @@ class Autoplan:
         """The simulated step of the plan, where the plan was made from a profile."""
         return None if self._decision is None else self._decision.simulated
 
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether the gradients of embeddings stay sparse."""
+        return self._request.keeps_slices
+
     def micro_batch_size(self, samples: int) -> int:
         """Return the samples of a micro-batch, at least 2, as far as the request tells before there is a plan."""
         return max(2, samples // max(1, self._request.count_micro_batches(samples)))

@@ -13,6 +13,7 @@ from profiler.cluster import Cluster
 
 # M of a batch that has the samples, before the simulator has chosen it.
 _USUAL_MICRO_BATCHES = 8
+_SPARSE_GRADIENTS = ("exact", "dense")
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Request:
 
     ``stages``: a number, the names of the layers that start a stage, or "auto". With ``replicas`` (devices of each
     stage), "auto" means one stage per entry; without, a planner chooses both. ``micro_batches``: M, or "auto".
-    ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. Raises PlanError for a value of the wrong
-    type, and ScheduleError for an unknown schedule.
+    ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or
+    "dense". Raises PlanError for a value of the wrong type, and ScheduleError for an unknown schedule.
     """
 
     stages: int | Sequence[str] | str = "auto"
@@ -30,6 +31,7 @@ class Request:
     micro_batches: int | str = 8
     schedule: str = "auto"
     recompute: Recompute = False
+    sparse_gradients: str = "exact"
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) and self.micro_batches != "auto":
@@ -43,6 +45,11 @@ class Request:
         if not isinstance(self.stages, int) and self.stages != "auto" and not _is_list_of(str, self.stages):
             raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
         check_recompute(self.recompute)
+        if self.sparse_gradients not in _SPARSE_GRADIENTS:
+            raise PlanError(
+                f"sparse_gradients={self.sparse_gradients!r}: give 'exact' (the optimizer gets an embedding's gradient "
+                "as on one device) or 'dense' (it gets a dense tensor)"
+            )
 
     @property
     def stages_are_auto(self) -> bool:
@@ -58,6 +65,11 @@ class Request:
     def schedule_is_auto(self) -> bool:
         """Whether the simulator chooses the schedule."""
         return self.schedule == "auto"
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether the gradients of embeddings stay sparse."""
+        return self.sparse_gradients == "exact"
 
     def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
         """Return M for a batch of ``samples``; where M is "auto", 8, or fewer if the batch is too small for 8.

@@ -83,7 +83,7 @@ def compile_step(
         captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         layers = find_layers(captured.graph)
         cuts = autoplan.decide(captured, layers, shapes, batch)
-        model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed)
+        model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, sparse=autoplan.keeps_slices)
         autoplan.choose_schedule(model, size)
         return model
 

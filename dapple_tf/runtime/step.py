@@ -32,7 +32,7 @@ from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
-from graph_passes.passes.expose_gradients import exposed_gradients, exposed_slices
+from graph_passes.passes.expose_gradients import exposed_gradients
 from profiler.cluster import Cluster
 
 
@@ -135,25 +135,11 @@ class PipelinedStep:
         return step.planned.model.pack(outputs)
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
-
-        Sparse gradients are made dense; ``run_with_gradients`` returns them as they are.
-        """
-        loss, gradients = self.run_with_gradients(*batch)
-        return loss, {name: tf.convert_to_tensor(gradient).numpy() for name, gradient in gradients.items()}
-
-    def run_with_gradients(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Train on one batch, and return the loss (NumPy) and the gradient that the optimizer gets of each variable.
-
-        A gradient is a tensor, or tf.IndexedSlices.
-        """
+        """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy)."""
         step, outputs = self._run(batch, StepVariant.WITH_GRADIENTS)
-        graph, variables = step.program.graph, step.planned.model.variables
-        dense, sparse = exposed_gradients(graph), exposed_slices(graph)
-        values = iter(outputs[len(outputs) - len(dense) - 2 * len(sparse) :])
-        found = {name: next(values) for name in dense}
-        found |= {name: _slices(next(values), next(values), variables[name]) for name in sparse}
-        return outputs[0].numpy(), found
+        names = exposed_gradients(step.program.graph)
+        values = [value.numpy() for value in outputs]
+        return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
 
     def gather(self) -> None:
         """Give this process the values that other ranks have trained, until the next step; every rank must call it.
@@ -246,7 +232,3 @@ class PipelinedStep:
             self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
         )
         return self._last
-
-
-def _slices(values: Any, indices: Any, variable: tf.Variable) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, indices, tf.constant(variable.shape.as_list(), tf.int64))

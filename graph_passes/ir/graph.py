@@ -216,9 +216,9 @@ Role = Literal["arg", "boundary", "gradient", "seed", "stash", "carry", "variabl
 ``arg``: a tensor of the batch; ``boundary``: a tensor from the stage before, or to the next; ``gradient``: the gradient
 of a boundary tensor; ``seed``: the gradient of the loss, which is the micro-batch's share of the samples; ``stash``: a
 tensor that forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight
-gradients, where there is one; ``variable``: a resource, or its dense gradient; ``slices`` and ``indices``: rows of a variable's
-sparse gradient, and the numbers of these rows (a port of each for each use of the variable, in the same order);
-``loss`` and ``aux``: outputs of the model.
+gradients, where there is one; ``variable``: a resource, or its dense gradient; ``slices`` and ``indices``: rows of a
+variable's sparse gradient, and the numbers of these rows (a port of each for each use of the variable, in the same
+order); ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -14,8 +14,6 @@ from graph_passes.ir.graph import (
     Graph,
     Node,
     Role,
-    Shape,
-    TensorType,
     Value,
     attributes,
     tensor,
@@ -23,6 +21,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.names import at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
+from graph_passes.passes.gather_slices import densify
 from graph_passes.passes.split_update import Updates
 
 _NORM = tensor("float64")
@@ -122,7 +121,7 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
         place: dict[str, Attr] = {"replica": 0, "stage": stage}
         dense = [node for node in reduced if node.integer("stage") == stage]
         sparse = [node for node in gathered if node.integer("stage") == stage]
-        made = [_densify(node) for node in sparse]
+        made = [densify(node) for node in sparse]
         densified += made
         measured = (*(value for node in dense for value in node.values()), *(node.values()[0] for node in sparse))
         name = at(stage, what=OpName.SQUARE_NORM)
@@ -136,15 +135,6 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
         gradients |= {("gradient", variable): value for variable, value in zip(names, clip.values(), strict=True)}
     parts = tuple(Value(node.name) for node in squares)
     return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *densified, *clips]
-
-
-def _densify(node: Node) -> Node:
-    """Return the node that makes a dense tensor of the slices that ``node`` gathers."""
-    variable, stage, (slices, _) = node.string("variable"), node.integer("stage"), node.outputs
-    kind = TensorType(slices.dtype, Shape((node.integer("rows"), *(slices.shape.dims or ())[1:])))
-    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
-    op = OpName.DENSIFY
-    return Node(at(stage, what=f"{op}/{variable}"), op, node.values(), (kind,), attrs)
 
 
 def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:

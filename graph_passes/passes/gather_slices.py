@@ -75,6 +75,15 @@ def slice_ports(function: Function) -> tuple[tuple[int, int], ...]:
     return tuple((i, j) for (i, _), (j, _) in zip(slices, indices, strict=True))
 
 
+def densify(gathered: Node) -> Node:
+    """Return the node that makes a dense tensor of the slices that ``gathered``, a ``gather_slices``, gives."""
+    variable, stage, (slices, _) = gathered.string("variable"), gathered.integer("stage"), gathered.outputs
+    kind = TensorType(slices.dtype, Shape((gathered.integer("rows"), *(slices.shape.dims or ())[1:])))
+    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
+    op = OpName.DENSIFY
+    return Node(at(stage, what=f"{op}/{variable}"), op, gathered.values(), (kind,), attrs)
+
+
 def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
     given = sorted((part.stage, part.use, part.variable) for part in parts)
     found = []
