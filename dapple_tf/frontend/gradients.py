@@ -53,7 +53,7 @@ def differentiate(
     found.reverse()
     with captured.func_graph.as_default():
         whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
-        uses = find_uses([result.variables for result in found], whole) if sparse else {}
+        uses = find_uses([result.variables for result in found], captured.graph.by_name, whole) if sparse else {}
         dense = [
             [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
             for result in found

@@ -6,7 +6,7 @@ micro-batches are put together use by use: that gives them the order that they h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,28 +25,28 @@ _SAME_INDICES = frozenset({"Reshape", "Cast", "Identity"})
 
 @dataclass(frozen=True)
 class TensorUse:
-    """The slices of one use of a variable in ``stage``, and their indices, as tensors of the trace."""
+    """The slices of one use of a variable in ``stage``, and their indices, as tensors of the trace.
+
+    ``lookup``: the name of the op that looks the rows up. Several stages may run the same one, if it does not depend on
+    the batch. Where TensorFlow's names do not tell it, the name of the tensor of indices.
+    """
 
     stage: int
     slices: Any
     indices: Any
-
-    @property
-    def source(self) -> str:
-        """The name of the tensor that the model looks up: it tells the uses of a variable apart."""
-        tensor = self.indices
-        while tensor.op.type in _SAME_INDICES:
-            tensor = tensor.op.inputs[0]
-        return str(tensor.name)
+    lookup: str
 
 
 def find_uses(
-    gradients: Sequence[Sequence[tuple[str, Any]]], whole_gradient: Callable[[str], Any] | None
-) -> dict[str, tuple[TensorUse, ...]]:
+    gradients: Sequence[Sequence[tuple[str, Any]]],
+    forward: Container[str],
+    whole_gradient: Callable[[str], Any] | None,
+) -> dict[str, tuple[tuple[TensorUse, ...], ...]]:
     """Return the uses of each variable whose gradients are all sparse, in the order of one device's tape.
 
-    ``gradients``: for each stage, its variables and their gradients. A variable with a dense gradient in any stage is
-    left out: TensorFlow adds both as dense tensors. ``whole_gradient``: returns the gradient of the whole loss for a
+    A use is given by one stage, or by several that run the same lookup. ``gradients``: for each stage, its variables
+    and their gradients. A variable with a dense gradient in any stage is left out: TensorFlow adds both as dense
+    tensors. ``forward``: names of the ops of forward. ``whole_gradient``: returns the gradient of the whole loss for a
     variable that several stages use, from which the order is read; without it, uses in later stages come first.
     """
     of_variable: dict[str, list[tuple[int, Any]]] = {}
@@ -55,38 +55,51 @@ def find_uses(
             of_variable.setdefault(name, []).append((stage, gradient))
     found = {}
     for name, parts in of_variable.items():
-        if all(isinstance(gradient, tf.IndexedSlices) for _, gradient in parts):
-            uses = [use for stage, gradient in reversed(parts) for use in _split(stage, gradient)]
-            whole = whole_gradient(name) if whole_gradient is not None and len(parts) > 1 else None
-            if isinstance(whole, tf.IndexedSlices):
-                uses = _in_order(uses, [use.source for use in _split(0, whole)])
-            found[name] = tuple(uses)
+        if not all(isinstance(gradient, tf.IndexedSlices) for _, gradient in parts):
+            continue
+        by_lookup: dict[str, list[TensorUse]] = {}
+        for use in (use for stage, gradient in reversed(parts) for use in _split(stage, gradient, forward)):
+            key = use.lookup
+            while use.stage in {known.stage for known in by_lookup.get(key, ())}:
+                key += "'"  # another lookup of the same indices
+            by_lookup.setdefault(key, []).append(use)
+        order: list[str] = []
+        if whole_gradient is not None and len(parts) > 1:
+            whole = whole_gradient(name)
+            order = [use.lookup for use in _split(0, whole, forward)] if isinstance(whole, tf.IndexedSlices) else []
+        keys = dict.fromkeys([*(key for key in order if key in by_lookup), *by_lookup])
+        found[name] = tuple(tuple(by_lookup[key]) for key in keys)
     return found
 
 
-def _split(stage: int, gradient: Any) -> list[TensorUse]:
+def _split(stage: int, gradient: Any, forward: Container[str]) -> list[TensorUse]:
     """Return the parts of IndexedSlices that TensorFlow concatenated: one for each use of the variable."""
     slices, indices = gradient.values.op, gradient.indices.op
     if slices.type == indices.type == "ConcatV2" and len(slices.inputs) == len(indices.inputs):
         pairs = list(zip(slices.inputs, indices.inputs, strict=True))[:-1]  # the last input is the axis
-        return [use for values, rows in pairs for use in _split(stage, tf.IndexedSlices(values, rows))]
-    return [TensorUse(stage, gradient.values, gradient.indices)]
+        return [use for values, rows in pairs for use in _split(stage, tf.IndexedSlices(values, rows), forward)]
+    return [TensorUse(stage, gradient.values, gradient.indices, _find_lookup(gradient.indices, forward))]
 
 
-def _in_order(uses: Sequence[TensorUse], sources: Sequence[str]) -> list[TensorUse]:
-    """Return ``uses`` in the order of their ``sources``; those that are not among these come last."""
-    left, ordered = list(uses), []
-    for source in sources:
-        same = next((use for use in left if use.source == source), None)
-        if same is not None:
-            left.remove(same)
-            ordered.append(same)
-    return [*ordered, *left]
+def _find_lookup(indices: Any, forward: Container[str]) -> str:
+    """Return the op whose gradient has these indices, after which TensorFlow names it; else the indices' tensor.
+
+    The name is ``stage0_gradients/gradients/LOOKUP_grad/Reshape``, and ``whole_gradient/LOOKUP_grad/Reshape``.
+    """
+    while indices.op.type in _SAME_INDICES and not indices.op.name.rpartition("/")[0].endswith("_grad"):
+        indices = indices.op.inputs[0]
+    parts = indices.op.name.split("/")
+    for first in (1, 2):
+        for last in range(len(parts) - 1, first, -1):
+            name = "/".join(parts[first:last])
+            if name.endswith("_grad") and name.removesuffix("_grad") in forward:
+                return name.removesuffix("_grad")
+    return str(indices.name)
 
 
 def read_uses(
     joint: Graph,
-    uses: Mapping[str, Sequence[TensorUse]],
+    uses: Mapping[str, Sequence[Sequence[TensorUse]]],
     stage: int,
     variables: Mapping[str, tf.Variable],
     value_of: Callable[[Any], Value],
@@ -98,7 +111,8 @@ def read_uses(
     return tuple(
         _read_use(joint, use, position, name, variables[name], value_of)
         for name, own in uses.items()
-        for position, use in enumerate(own)
+        for position, same in enumerate(own)
+        for use in same
         if use.stage == stage
     )
 
@@ -119,8 +133,10 @@ def _read_use(
 
 
 def _combine(joint: Graph, indices: Value, variable: str) -> Combine:
-    """Return how micro-batches are put together where the number of indices depends on the batch."""
+    """Return how micro-batches are put together where the number of indices is not known."""
     before = [joint.node(name) for name in ancestors(joint, [indices.node])]
+    if not any(node.op == "arg" for node in before):
+        return "sum"
     if any(node.op in _UNIQUE for node in before):
         return "merge"
     calls = tuple(node for node in before if any(isinstance(value, FunctionRef) for _, value in node.attrs))

@@ -28,7 +28,8 @@ class SparseUse:
     """One use of a variable by its rows: ``slices``, gradients of rows, and ``indices``, which rows these are.
 
     ``kinds``: the types of both. ``rows``: of the variable. ``combine``: how micro-batches are put together (see
-    ``gather_slices``). ``position``: of the use among all uses of the variable on one device.
+    ``gather_slices``). ``position``: of the use among all uses of the variable on one device; stages that run the same
+    lookup give the same use.
     """
 
     variable: str
@@ -75,7 +76,7 @@ def sparse_parts(gradients: Sequence[StageGradients]) -> tuple[SparsePart, ...]:
     """Return the uses of all sparse gradients, those of a variable in the order of one device."""
     uses = [(use, stage, i) for stage, found in enumerate(gradients) for i, use in enumerate(found.slices)]
     uses.sort(key=lambda entry: entry[0].position)
-    return tuple(SparsePart(use.variable, use.rows, stage, i, use.combine) for use, stage, i in uses)
+    return tuple(SparsePart(use.variable, use.rows, use.position, stage, i, use.combine) for use, stage, i in uses)
 
 
 def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[StageGradients, ...]:

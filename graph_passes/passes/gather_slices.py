@@ -30,12 +30,17 @@ added, where the model takes each index once (``tf.unique``), in order of their 
 
 @dataclass(frozen=True)
 class SparsePart:
-    """A use of a ``variable`` of ``rows`` rows: the ``use``-th pair of slices and indices that ``stage`` gives."""
+    """What ``stage`` gives of a use of a ``variable`` of ``rows`` rows: its ``pair``-th pair of slices and indices.
+
+    ``position``: of the use among those of the variable on one device. Parts of one position are of several stages that
+    look up the same rows, which do not depend on the batch.
+    """
 
     variable: str
     rows: int
+    position: int
     stage: int
-    use: int
+    pair: int
     combine: Combine
 
 
@@ -85,44 +90,52 @@ def densify(gathered: Node) -> Node:
 
 
 def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
-    given = sorted((part.stage, part.use, part.variable) for part in parts)
+    given = sorted((part.stage, part.pair, part.variable) for part in parts)
     found = []
     for stage in range(len(replica_counts(graph))):
         function = graph.function(at(stage, what=weight_gradient_op(graph, stage)))
-        found += [(stage, use, function.outputs[i].name) for use, (i, _) in enumerate(slice_ports(function))]
+        found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
     if given != found:
-        raise GraphError(f"the stages give slices {found} (stage, use, variable), but the pass gathers {given}")
+        raise GraphError(f"the stages give slices {found} (stage, pair, variable), but the pass gathers {given}")
 
 
 def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
     """Return the node that gathers the slices of one variable."""
-    micro_batches, replicas = micro_batch_count(graph), replica_counts(graph)
-    inputs: list[Value] = []
-    pieces: list[int] = []
-    kinds: list[tuple[TensorType, TensorType]] = []
-    for part in parts:
-        op = weight_gradient_op(graph, part.stage)
-        function = graph.function(at(part.stage, what=op))
-        ports = slice_ports(function)[part.use]
-        for m in range(micro_batches):
-            for replica in range(replicas[part.stage]):
-                inputs += [Value(at(part.stage, replica, m, op), port) for port in ports]
-        pieces.append(micro_batches * replicas[part.stage])
-        kinds.append((function.outputs[ports[0]].type, function.outputs[ports[1]].type))
-    slices, indices = kinds[0]
-    row = (slices.shape.dims or ())[1:]
-    index_types = {kind.dtype for _, kind in kinds}
+    uses: dict[int, list[SparsePart]] = {}
+    for part in sorted(parts, key=lambda part: part.position):
+        uses.setdefault(part.position, []).append(part)
+    for same in uses.values():
+        if len(same) > 1 and any(part.combine != "sum" for part in same):
+            stages = [part.stage for part in same]
+            raise GraphError(f"stages {stages} look up the same rows of {same[0].variable!r}, but do not add them")
+    pieces = [[piece for part in same for piece in _pieces(graph, part)] for same in uses.values()]
+    slices, indices = (graph.type_of(value) for value in pieces[0][0])
+    index_types = {graph.type_of(piece[0][1]).dtype for piece in pieces}
     index_type = indices.dtype if len(index_types) == 1 else DType("int64")  # as TensorFlow concatenates them
+    row = (slices.shape.dims or ())[1:]
     outputs = (TensorType(slices.dtype, Shape((OTHER, *row))), TensorType(index_type, Shape((OTHER,))))
     attrs = attributes(
         {
-            "pieces": tuple(pieces),
+            "pieces": tuple(map(len, pieces)),
             "replica": 0,
             "rows": parts[0].rows,
             "stage": owner,
-            "uses": tuple(str(part.combine) for part in parts),
+            "uses": tuple(str(same[0].combine) for same in uses.values()),
             "variable": parts[0].variable,
         }
     )
     op = OpName.GATHER_SLICES
-    return Node(at(owner, what=f"{op}/{parts[0].variable}"), op, tuple(inputs), outputs, attrs)
+    inputs = tuple(value for use in pieces for piece in use for value in piece)
+    return Node(at(owner, what=f"{op}/{parts[0].variable}"), op, inputs, outputs, attrs)
+
+
+def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:
+    """Return the slices and indices of a part from each micro-batch and replica, in sample order."""
+    op = weight_gradient_op(graph, part.stage)
+    slices, indices = slice_ports(graph.function(at(part.stage, what=op)))[part.pair]
+    calls = (
+        at(part.stage, replica, m, op)
+        for m in range(micro_batch_count(graph))
+        for replica in range(replica_counts(graph)[part.stage])
+    )
+    return [(Value(call, slices), Value(call, indices)) for call in calls]

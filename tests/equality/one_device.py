@@ -1,8 +1,7 @@
 """The reference: a plain training step on one device, which shares no code with dapple_tf, and the comparison with it.
 
-Gradients of embeddings are dense before the optimizer takes them. TensorFlow gives them as IndexedSlices, in which a
-row may occur several times, and Keras 3 then squares each of its parts separately: its Adam divides by something that
-is not the gradient's square (``test_optimizers`` shows it).
+The optimizer takes gradients of embeddings as the tape gives them: IndexedSlices, in which a row may occur several
+times. Only a comparison with micro-batches in turn adds them up as dense tensors.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int =
         outcome.losses.append(loss.numpy())
         outcome.aux.append(None if i == 0 or aux is None else tf.nest.map_structure(lambda t: t.numpy(), aux))
         if i == 0:
-            outcome.gradients = {name: g.numpy() for name, g in gradients.items()}
+            outcome.gradients = {name: tf.convert_to_tensor(g).numpy() for name, g in gradients.items()}
     outcome.values = _values(problem, optimizer)
     return outcome
 
@@ -160,15 +159,15 @@ def _differentiate(loss_fn: Callable[..., Any], batch: Sequence[Any], trainable:
         result = loss_fn(*batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
     found = tape.gradient(loss, [as_tf(v) for v in trainable.values()])
-    dense = {name: tf.convert_to_tensor(g) for name, g in zip(trainable, found, strict=True) if g is not None}
-    return loss, aux, dense
+    return loss, aux, {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
 
 
 def _mean(tensors: Sequence[Any], shares: Sequence[float]) -> Any:
     """The weighted mean (tf.cast would round a Python float to float32)."""
     if len(tensors) == 1:
         return tensors[0]
-    return tf.add_n([tensor * tf.constant(share, tensor.dtype) for tensor, share in zip(tensors, shares, strict=True)])
+    dense = map(tf.convert_to_tensor, tensors)
+    return tf.add_n([tensor * tf.constant(share, tensor.dtype) for tensor, share in zip(dense, shares, strict=True)])
 
 
 def _parts(batch: Sequence[Any], count: int) -> list[Any]:
