@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.handler import Context, Handler, Outcome, call, check_finite, read_variable
-from graph_passes.ir.graph import Node
+from graph_passes.ir.graph import Node, TensorType
 from graph_passes.ir.ops import OpName
 
 
@@ -105,8 +105,13 @@ _COMBINE: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
 
 def _densify(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     slices, indices = inputs
-    (rows, *_) = node.outputs[0].shape.dims or ()
-    return [tf.math.unsorted_segment_sum(slices, indices, rows)], []
+    return [_add_to_rows(slices, indices, node.outputs[0])], []
+
+
+def _add_to_rows(slices: Any, indices: Any, kind: TensorType) -> Any:
+    """Return the dense tensor of this type; rows of equal index are added, as TensorFlow does it."""
+    (rows, *_) = kind.shape.dims or ()
+    return tf.math.unsorted_segment_sum(slices, indices, rows)
 
 
 def _square_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -122,6 +127,10 @@ def _global_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _clip(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     norm, *gradients = inputs
+    if node.has("slices"):
+        count = len(node.outputs) - node.integer("slices")
+        pairs = zip(gradients[count::2], gradients[count + 1 :: 2], node.outputs[count:], strict=True)
+        gradients = [*gradients[:count], *(_add_to_rows(*pair) for pair in pairs)]
     limit = tf.constant(node.attr("limit"), tf.float64)  # tf.cast would round a Python float to float32
     scale = limit / tf.maximum(norm, limit)
     return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients], []

@@ -280,10 +280,10 @@ _TABLE = (
     ),
     Op(
         OpName.CLIP,
-        "Scale a stage's gradients so that the global norm is at most `limit`.",
-        Operands("the global norm, then the gradients", None, ("float64",)),
-        Operands("the scaled gradients"),
-        (*_PLACED, Attribute("limit", "float")),
+        "Scale a stage's gradients so that the global norm is at most `limit`; the last `slices` of them are sparse.",
+        Operands("the global norm, the gradients, then slices and their indices", None, ("float64",)),
+        Operands("the scaled gradients, dense ones"),
+        (*_PLACED, Attribute("limit", "float"), Attribute("slices", "int", required=False)),
     ),
     Op(
         OpName.MERGE,

@@ -21,7 +21,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.names import at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.gather_slices import densify
+from graph_passes.passes.gather_slices import dense_type
 from graph_passes.passes.split_update import Updates
 
 _NORM = tensor("float64")
@@ -42,11 +42,9 @@ class Apply:
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
         requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
-        forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.TIMESTAMP}),
+        forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.DENSIFY, OpName.TIMESTAMP}),
         produces=frozenset({OpName.BARRIER, OpName.SET_UPDATING}),
-        may_produce=frozenset(
-            {OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.DENSIFY, OpName.CLIP},
-        ),
+        may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP}),
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -115,26 +113,25 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
 
     As in Keras the norm is that of slices as they are (rows of equal index apart), and what is scaled is dense.
     """
-    squares, densified, clips = [], [], []
+    squares, clips = [], []
     norm = "update/global_norm"
     for stage in sorted({node.integer("stage") for node in (*reduced, *gathered)}):
         place: dict[str, Attr] = {"replica": 0, "stage": stage}
         dense = [node for node in reduced if node.integer("stage") == stage]
         sparse = [node for node in gathered if node.integer("stage") == stage]
-        made = [densify(node) for node in sparse]
-        densified += made
         measured = (*(value for node in dense for value in node.values()), *(node.values()[0] for node in sparse))
         name = at(stage, what=OpName.SQUARE_NORM)
         squares.append(Node(name, OpName.SQUARE_NORM, measured, (_NORM,), attributes(place)))
-        inputs = (Value(norm), *(value for node in (*dense, *made) for value in node.values()))
-        kinds = tuple(kind for node in (*dense, *made) for kind in node.outputs)
-        attrs = attributes({**place, "limit": limit})
-        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, inputs, kinds, attrs)
+        inputs = (Value(norm), *(value for node in (*dense, *sparse) for value in node.values()))
+        kinds = (*(kind for node in dense for kind in node.outputs), *map(dense_type, sparse))
+        attrs = place | {"limit": limit} | ({"slices": len(sparse)} if sparse else {})
+        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, inputs, kinds, attributes(attrs))
         clips.append(clip)
-        names = [*(name for node in dense for name in node.strings("variables")), *(n.string("variable") for n in made)]
+        names = [name for node in dense for name in node.strings("variables")]
+        names += [node.string("variable") for node in sparse]
         gradients |= {("gradient", variable): value for variable, value in zip(names, clip.values(), strict=True)}
     parts = tuple(Value(node.name) for node in squares)
-    return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *densified, *clips]
+    return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *clips]
 
 
 def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:

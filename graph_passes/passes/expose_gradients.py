@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import nodes_of
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Graph, Node, attributes
+from graph_passes.ir.names import at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.gather_slices import densify
+from graph_passes.passes.gather_slices import dense_type
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ExposeGradients:
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
         requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
+        forbids=frozenset({OpName.DENSIFY}),
         may_produce=frozenset({OpName.DENSIFY}),
     )
 
@@ -29,14 +31,23 @@ class ExposeGradients:
 
 
 def expose_gradients(graph: Graph) -> Graph:
-    """Return the graph with the outputs of all ``reduced_gradients`` as further outputs, then those of ``densify``.
+    """Return the graph with all gradients as further outputs: those of ``reduced_gradients``, then of ``densify``.
 
-    There is a ``densify`` for each sparse gradient, added where there is none yet.
+    There is a ``densify`` for each sparse gradient. Raises GraphError if the gradients are outputs already.
     """
-    dense = [densify(node) for node in nodes_of(graph, OpName.GATHER_SLICES)]
-    added = [node for node in dense if node.name not in graph.by_name]
-    values = [value for node in (*nodes_of(graph, OpName.REDUCED_GRADIENTS), *dense) for value in node.values()]
-    return graph.replace(nodes=(*graph.nodes, *added), outputs=(*graph.outputs, *values))
+    reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
+    if not {node.name for node in reduced}.isdisjoint(value.node for value in graph.outputs):
+        raise GraphError("the gradients are outputs already: run the pass once")
+    dense = [_densify(node) for node in nodes_of(graph, OpName.GATHER_SLICES)]
+    values = (value for node in (*reduced, *dense) for value in node.values())
+    return graph.replace(nodes=(*graph.nodes, *dense), outputs=(*graph.outputs, *values))
+
+
+def _densify(gathered: Node) -> Node:
+    variable, stage = gathered.string("variable"), gathered.integer("stage")
+    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
+    op = OpName.DENSIFY
+    return Node(at(stage, what=f"{op}/{variable}"), op, gathered.values(), (dense_type(gathered),), attrs)
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:

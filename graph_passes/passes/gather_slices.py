@@ -80,13 +80,10 @@ def slice_ports(function: Function) -> tuple[tuple[int, int], ...]:
     return tuple((i, j) for (i, _), (j, _) in zip(slices, indices, strict=True))
 
 
-def densify(gathered: Node) -> Node:
-    """Return the node that makes a dense tensor of the slices that ``gathered``, a ``gather_slices``, gives."""
-    variable, stage, (slices, _) = gathered.string("variable"), gathered.integer("stage"), gathered.outputs
-    kind = TensorType(slices.dtype, Shape((gathered.integer("rows"), *(slices.shape.dims or ())[1:])))
-    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
-    op = OpName.DENSIFY
-    return Node(at(stage, what=f"{op}/{variable}"), op, gathered.values(), (kind,), attrs)
+def dense_type(gathered: Node) -> TensorType:
+    """Return the type of the dense gradient of the variable whose slices ``gathered``, a ``gather_slices``, gives."""
+    slices = gathered.outputs[0]
+    return TensorType(slices.dtype, Shape((gathered.integer("rows"), *(slices.shape.dims or ())[1:])))
 
 
 def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:

@@ -14,6 +14,7 @@ from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
 from graph_passes.passes.base import Pass, run_passes
 from graph_passes.passes.copy_variables import CopyVariables
+from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
@@ -43,6 +44,7 @@ class Kind:
     clip: bool = False
     overlap: bool = False
     term: bool = False
+    sparse: bool = False
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -55,11 +57,14 @@ class Kind:
         return sum(self.replicas)
 
 
+FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse")
+
+
 @st.composite
 def kinds(draw: st.DrawFn) -> Kind:
     replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
-    flags = {name: draw(st.booleans()) for name in ("tied", "skip", "state", "clip", "overlap", "term")}
+    flags = {name: draw(st.booleans()) for name in FLAGS}
     return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
 
 
@@ -75,9 +80,16 @@ def passes_of(kind: Kind) -> list[Pass]:
         Accumulate(),
         *([Overlap(1)] if kind.overlap else []),
         AllReduce(),
+        *([GatherSlices(parts_of(kind))] if kind.sparse else []),
         Order(schedule),
         Apply(updates, 0.5 if kind.clip else None),
     ]
+
+
+def parts_of(kind: Kind) -> tuple[SparsePart, ...]:
+    """The sparse uses of such a pipeline: the first and the last stage look up rows of ``e``, the last one first."""
+    stages = sorted({0, len(kind.replicas) - 1}, reverse=True)
+    return tuple(SparsePart("e", 9, position, stage, 0, "concat") for position, stage in enumerate(stages))
 
 
 def input_graph(kind: Kind) -> Graph:
@@ -96,7 +108,8 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]
     before = ["h"] + ["k"] * kind.skip + ["term float32[]"] * kind.term
     enters = [] if first else [f"boundary {name}{stage - 1 if name == 'h' else ''}" for name in before]
     leaves = [] if last else [f"{name}{stage if name == 'h' else ''}" for name in before]
-    variables = _trained(stage, stages, kind) + [f"n{stage}"] * kind.state
+    looks_up = kind.sparse and (first or last)
+    variables = _trained(stage, stages, kind) + [f"n{stage}"] * kind.state + ["e"] * looks_up
     takes = ["arg x"] * (first or last) + enters + [f"variable {name}" for name in variables]
     gives = ["loss loss"] if last else [f"boundary {name}" for name in leaves]
     forward = function(
@@ -108,6 +121,7 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]
     seeds = ["seed loss"] if last else [f"gradient {name}" for name in leaves]
     back = [name.replace("boundary", "gradient") for name in enters]
     graded = [f"variable {name}" for name in _trained(stage, stages, kind)]
+    graded += ["slices e float32[_,4], indices e int64[_]"] * looks_up
     if kind.schedule == "zb-h1":
         inputs = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, "carry c"]))
         weights = function(f"stage{stage}/weights", ", ".join([*enters, "stash a, carry c"]), ", ".join(graded))
@@ -123,6 +137,9 @@ def _trained(stage: int, stages: int, kind: Kind) -> list[str]:
 def _update(stage: int, kind: Kind) -> Function:
     names = [f"w{stage}"] + ["tied"] * (kind.tied and stage == 0)
     ports = [f"gradient {name}" for name in names] + [f"variable {name}" for name in (*names, "t")]
+    if kind.sparse and stage == 0:
+        ports += ["gradient e float32[9,4]"] if kind.clip else ["slices e float32[_,4], indices e int64[_]"]
+        ports.append("variable e")
     return function(f"stage{stage}/update", ", ".join(ports))
 
 

@@ -131,3 +131,64 @@ def test_a_step_without_updates_still_ends() -> None:
         outputs %loss:0
         """,
     )
+
+
+SLICES = """
+    %stage1/gather_slices/table = gather_slices()
+    | {pieces=[1], replica=0, rows=9, stage=1, uses=['concat'], variable='table'} -> (float32[_,4], int64[_])
+"""
+SPARSE = GRADIENTS.replace("    outputs", SLICES + "    outputs")
+SPARSE_BARRIER = BARRIER.replace(
+    "    | ^%loss",
+    "    | ^%stage1/gather_slices/table 'barrier: no weight changes before every gradient is there'\n    | ^%loss",
+)
+
+
+def test_an_update_takes_slices_and_their_indices() -> None:
+    ports = "gradient v, slices table float32[_,4], indices table int64[_], variable v, variable table"
+    stages = ((1, function("stage1/update", ports)),)
+    assert_graph(
+        Apply(Updates(None, stages, None))(calls(SPARSE)),
+        f"""
+        {SPARSE}
+        {SPARSE_BARRIER}
+        {BEGIN}
+        %stage1/update = update(%stage1/reduced_gradients:0, %stage1/gather_slices/table:0,
+        | %stage1/gather_slices/table:1) {{function='stage1/update', replica=0, stage=1}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %update/done = set_updating() {{updating=False}}
+        | ^%stage1/update 'the optimizer steps once, after all updates'
+        """,
+    )
+
+
+def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_dense() -> None:
+    stages = ((1, function("stage1/update", "gradient v, gradient table float32[9,4], variable v, variable table")),)
+    assert_graph(
+        Apply(Updates(None, stages, None), global_clipnorm=1.5)(calls(SPARSE)),
+        f"""
+        {SPARSE}
+        {SPARSE_BARRIER}
+        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
+        | {{replica=0, stage=0}} -> (float64[])
+        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0, %stage1/gather_slices/table:0)
+        | {{replica=0, stage=1}} -> (float64[])
+        %update/global_norm = global_norm(%stage0/square_norm:0, %stage1/square_norm:0) -> (float64[])
+        %stage0/clip = clip(%update/global_norm:0, %stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
+        | {{limit=real(1.5), replica=0, stage=0}} -> (float32[4], float32[2])
+        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced_gradients:0, %stage1/gather_slices/table:0,
+        | %stage1/gather_slices/table:1) {{limit=real(1.5), replica=0, slices=1, stage=1}}
+        | -> (float32[4], float32[9,4])
+        {BEGIN}
+        %stage1/update = update(%stage1/clip:0, %stage1/clip:1) {{function='stage1/update', replica=0, stage=1}}
+        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %update/done = set_updating() {{updating=False}}
+        | ^%stage1/update 'the optimizer steps once, after all updates'
+        """,
+    )
+
+
+def test_an_update_that_takes_slices_of_a_dense_gradient_is_refused() -> None:
+    stages = ((1, function("stage1/update", "slices v float32[_,4], indices v int64[_], variable v")),)
+    with refused(GraphError, "'stage1/update' updates 'v', but no backward gives its slices (its gradient is dense)"):
+        Apply(Updates(None, stages, None))(calls(GRADIENTS))

@@ -101,6 +101,17 @@ def test_what_a_pass_requires_of_a_trained_model_is_not_required_without_gradien
         run_passes(whole, [barrier(contract)])
 
 
+@pytest.mark.parametrize(("gives", "refuses"), [("variable w", False), ("slices w, indices w int64[_]", True)])
+def test_what_a_pass_requires_of_sparse_gradients_is_not_required_of_dense_ones(gives: str, refuses: bool) -> None:
+    contract = Contract(requires_if_sparse=ops(OpName.GATHER_SLICES), may_produce=ops(OpName.BARRIER))
+    whole = calls("", function("stage0/backward", "seed loss", gives))
+    if refuses:
+        with refused(GraphError, "pass 'append' (after the input) requires 'gather_slices' nodes, and the graph has"):
+            run_passes(whole, [barrier(contract)])
+    else:
+        run_passes(whole, [barrier(contract)])
+
+
 def test_a_pass_whose_forbidden_op_is_there_is_refused_before_it_runs() -> None:
     said = (
         "pass 'append' (after the input) forbids 'barrier' nodes, and the graph has some: run it before the pass that"
@@ -139,10 +150,11 @@ def all_passes() -> list[Any]:
 def test_the_contract_of_each_pass_is_consistent() -> None:
     """A pass cannot run twice, nor after a pass that must see what it adds."""
     names = [c.__name__ for c in all_passes()]
-    assert len(names) == 18
+    assert len(names) == 19
     for c in all_passes():
         contract = c.contract
-        assert not (contract.requires | contract.requires_if_trained) & contract.forbids, c
+        required = contract.requires | contract.requires_if_trained | contract.requires_if_sparse
+        assert not required & contract.forbids, c
         assert not contract.produces & contract.may_produce, c
         if contract.produces or contract.may_produce:
             assert contract.forbids & (contract.produces | contract.may_produce), c

@@ -20,6 +20,13 @@ def test_only_the_loss_and_the_complete_gradients_are_checked() -> None:
                 (KIND,),
                 attributes({"stage": 0, "variables": ("w",)}),
             ),
+            Node(
+                "stage0/gather_slices/t",
+                "gather_slices",
+                (Value("x"),),
+                (KIND,),
+                attributes({"stage": 0, "variable": "t"}),
+            ),
             Node("out/0", "merge", (Value("x"),), (KIND,), attributes({"kind": "concat"})),
             Node("loss", "merge", (Value("x"),), (KIND,), attributes({"kind": "mean"})),
         ),
@@ -27,5 +34,9 @@ def test_only_the_loss_and_the_complete_gradients_are_checked() -> None:
         (Value("loss"), Value("out/0")),
     )
     checked = CheckNumerics()(graph)
-    assert [node.name for node in checked.nodes if node.has("check")] == ["stage0/reduced_gradients", "loss"]
+    assert [node.name for node in checked.nodes if node.has("check")] == [
+        "stage0/reduced_gradients",
+        "stage0/gather_slices/t",
+        "loss",
+    ]
     assert [node.inputs for node in checked.nodes] == [node.inputs for node in graph.nodes]

@@ -29,6 +29,7 @@ KINDS = [
     Kind((2, 1), 2, tied=True, state=True, clip=True, overlap=True),
     Kind((1, 2), 1, skip=True, term=True),
     Kind((2, 2), 2, schedule="zb-h1", state=True),
+    Kind((2, 1), 2, clip=True, overlap=True, sparse=True),
 ]
 
 
@@ -67,8 +68,13 @@ def test_a_pass_that_is_moved_is_refused_or_gives_the_same_graph(kind: Kind) -> 
         same.add((passes[position].name, passes[to].name))
     assert same <= {
         ("accumulate", "copy_variables"),
+        ("gather_slices", "copy_variables"),
+        ("gather_slices", "accumulate"),
+        ("gather_slices", "overlap"),
+        ("gather_slices", "allreduce"),
         ("order", "overlap"),
         ("order", "allreduce"),
+        ("order", "gather_slices"),
         ("apply", "order"),
         ("check_numerics", "order"),
         ("check_numerics", "apply"),

@@ -180,3 +180,18 @@ def test_an_update_that_takes_the_result_of_another_is_refused() -> None:
             %uv = AssignSubVariableOp(%v:0, %tick:0) {writes=['v']} !write
             """
         )
+
+
+def test_a_sparse_gradient_is_taken_as_slices_and_indices() -> None:
+    updates = cut(
+        """
+        %sw = arg() {port='w', role='slices'} -> (float32[?,4])
+        %iw = arg() {port='w', role='indices'} -> (int64[?])
+        %uw = ResourceScatterSub(%w:0, %iw:0, %sw:0) {writes=['w']} !write
+        """
+    )
+    assert [(port.role, port.name) for port in updates.stages[0][1].inputs] == [
+        ("variable", "w"),
+        ("slices", "w"),
+        ("indices", "w"),
+    ]

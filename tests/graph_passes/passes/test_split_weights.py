@@ -202,3 +202,27 @@ def test_a_variable_that_forward_writes_is_read_in_the_first_part() -> None:
     after = SplitWeights()(calls("", forward, renamed))
     assert "s" in after.function("stage0/backward").graph.by_name
     assert "s" not in after.function("stage0/weights").graph.by_name
+
+
+def test_slices_and_indices_belong_to_the_weights() -> None:
+    first, second = split(
+        """
+        function stage1/backward
+        takes boundary int64[?] '%ids:0'
+        takes gradient float32[?,4] '%y:0'
+        gives gradient float32[?,4] '%h:0'
+        gives slices float32[_,4] 'table'
+        gives indices int64[_] 'table'
+          graph stage1/backward
+          inputs %boundary/0 %gradient/0
+          %boundary/0 = boundary() {port='%ids:0'} -> (int64[?])
+          %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+          %dh = Neg(%gradient/0:0) -> (float32[?,4])
+          %rows = Square(%gradient/0:0) -> (float32[?,4])
+          outputs %dh:0 %rows:0 %boundary/0:0
+          end
+        """
+    )
+    assert [port.role for port in first.outputs] == ["gradient"]
+    assert [(port.role, port.name) for port in second.outputs] == [("slices", "table"), ("indices", "table")]
+    assert [port.name for port in second.inputs] == ["%ids:0", "%y:0"]
