@@ -162,19 +162,3 @@ def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:
     step = dapple.pipeline(case.loss_fn, optimizer=object(), stages=2, micro_batches=2)
     with pytest.raises(PlanError, match=r"object, not a keras\.optimizers\.Optimizer"):
         step(*batches(1)[0])
-
-
-def test_an_embedding_row_used_twice_is_updated_by_its_gradient() -> None:
-    """Keras's own sparse Adam squares each part of a row's gradient separately; the pipeline squares their sum."""
-    table = tf.Variable(np.ones((3, 2)), name="table")
-    dense = tf.Variable(np.eye(2), name="dense")
-
-    def loss_fn(ids: Any) -> Any:
-        return tf.reduce_mean(tf.reduce_sum(tf.nn.embedding_lookup(table, ids) @ dense, 1))
-
-    adam = optimizers.Adam(0.1)
-    step = dapple.pipeline(loss_fn, optimizer=adam, stages=2, micro_batches=2)
-    step(tf.constant([1, 1, 1, 2]))
-    velocity = next(v.numpy() for v in adam.variables if v.name.startswith("table") and "velocity" in v.name)
-    gradient = np.array([[0, 0], [3 / 4, 3 / 4], [1 / 4, 1 / 4]])
-    np.testing.assert_allclose(velocity, 0.001 * gradient**2, rtol=1e-6)

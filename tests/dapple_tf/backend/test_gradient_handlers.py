@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dapple_tf.backend.gradient_handlers import HANDLERS
 from dapple_tf.backend.handler import Context
-from graph_passes.ir.graph import Attr, tensor
+from graph_passes.ir.graph import OTHER, Attr, tensor
 from graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import NamedVariables, make_context, make_node
 
@@ -107,3 +108,74 @@ def test_gradients_below_the_limit_are_not_scaled() -> None:
 def test_the_limit_of_clipping_is_a_double() -> None:
     (clipped,) = clip([np.float64([1.0])], 0.1)
     assert clipped == np.float64(0.1)  # 0.1 as a float32 is 1.5e-9 more
+
+
+ROWS = tensor("float32", OTHER, 2), tensor("int64", OTHER)
+
+
+def gather(uses: dict[str, list[tuple[Any, Any]]], **attrs: Attr) -> list[Any]:
+    """Return the slices and indices that are gathered from the pieces of each use."""
+    pairs = [(slices, indices) for use in uses.values() for slices, indices in use]
+    inputs = [array for slices, indices in pairs for array in (np.float32(slices), np.int32(indices))]
+    pieces = tuple(len(use) for use in uses.values())
+    node = make_node(
+        OpName.GATHER_SLICES, *ROWS, **PLACE, rows=9, variable="table", uses=tuple(uses), pieces=pieces, **attrs
+    )
+    results, _ = HANDLERS[OpName.GATHER_SLICES](make_context(), node, [tf.constant(x) for x in inputs])
+    return [result.numpy().tolist() for result in results]
+
+
+A, B, C = [1.0, 2.0], [10.0, 20.0], [100.0, 200.0]
+
+
+def test_slices_of_samples_come_one_after_the_other() -> None:
+    assert gather({"concat": [([A, B], [7, 7]), (np.zeros([0, 2]), []), ([C], [7])]}) == [[A, B, C], [7, 7, 7]]
+
+
+def test_slices_of_rows_that_do_not_depend_on_the_batch_are_added_by_position() -> None:
+    assert gather({"sum": [([A, B], [5, 5]), ([B, C], [5, 5])]}) == [[[11, 22], [110, 220]], [5, 5]]
+
+
+def test_slices_of_rows_that_the_model_takes_once_are_merged_in_order_of_first_occurrence() -> None:
+    assert gather({"merge": [([A, B], [4, 2]), ([C, A], [2, 8])]}) == [[A, [110, 220], A], [4, 2, 8]]
+
+
+def test_the_uses_of_a_variable_come_one_after_the_other_with_indices_of_one_type() -> None:
+    found = gather({"sum": [([A], [1]), ([A], [1])], "concat": [([B], [2]), ([C], [1])]})
+    assert found == [[[2, 4], B, C], [1, 2, 1]]
+
+
+def test_checked_slices_that_are_not_finite_name_their_variable() -> None:
+    bad = {"concat": [([A, [1.0, np.inf]], [0, 1])]}
+    assert gather(bad)[0][1] == [1, np.inf]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="on stage 1 the gradient of variable 'table' is not fin"):
+        gather(bad, check=True)
+
+
+def test_a_dense_tensor_of_slices_adds_rows_of_equal_index() -> None:
+    node = make_node(OpName.DENSIFY, tensor("float32", 4, 2), **PLACE, variable="table")
+    (found,), _ = HANDLERS[OpName.DENSIFY](make_context(), node, [tf.constant([A, B, C]), tf.constant([2, 0, 2])])
+    np.testing.assert_array_equal(found, [B, [0, 0], [101, 202], [0, 0]])
+
+
+def test_clipping_makes_dense_tensors_of_slices() -> None:
+    node = make_node(OpName.CLIP, SCALAR, tensor("float32", 3, 1), **PLACE, limit=1.0, slices=1)
+    inputs = [np.float64(2.0), np.float32(3.0), np.float32([[4.0], [6.0]]), np.int64([1, 1])]
+    (dense, table), _ = HANDLERS[OpName.CLIP](make_context(), node, [tf.constant(x) for x in inputs])
+    assert (dense.numpy(), table.numpy().tolist()) == (1.5, [[0], [5], [0]])
+
+
+def test_keras_makes_dense_tensors_of_what_it_clips_by_the_global_norm() -> None:
+    """The reason why ``clip`` does so: its norm is that of the slices, rows of equal index apart."""
+    seen = []
+
+    class Seeing(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            seen.append(gradient)
+
+    slices = tf.IndexedSlices(tf.constant([[3.0], [4.0]]), tf.constant([1, 1]), tf.constant([3, 1]))
+    variable = tf.Variable(tf.zeros([3, 1]))
+    for options in ({"global_clipnorm": 1.0}, {"clipnorm": 1.0}):
+        Seeing(1.0, **options).apply([slices], [variable])
+    np.testing.assert_allclose(seen[0].numpy(), [[0], [7 / 5], [0]], rtol=1e-6)
+    assert isinstance(seen[1], tf.IndexedSlices)

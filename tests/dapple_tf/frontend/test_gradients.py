@@ -15,7 +15,7 @@ from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.write_graph import import_graph
 from graph_passes.analysis.layers import find_layers
-from graph_passes.ir.graph import Graph
+from graph_passes.ir.graph import OTHER, Graph, tensor
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import partition
 
@@ -26,13 +26,15 @@ A, B, C = (tf.Variable(RANDOM.normal(size=(3, 3)), name=name) for name in "abc")
 TABLE = tf.Variable(RANDOM.normal(size=(4, 3)), name="table")
 
 
-def cut(loss: Callable[..., Any], batch: Sequence[Any], *starts: str) -> tuple[Captured, Graph, Any]:
+def cut(
+    loss: Callable[..., Any], batch: Sequence[Any], *starts: str, sparse: bool = True
+) -> tuple[Captured, Graph, Any]:
     """Return a loss cut before the scopes ``starts``: the capture, the joint graph, and the gradients of stages."""
     captured = capture(tf.function(loss, autograph=False), batch)
     layers = find_layers(captured.graph)
     names = [layer.name for layer in layers.layers]
     stages = partition(layers, [next(i for i, n in enumerate(names) if n.startswith(start)) for start in starts])
-    return captured, *differentiate(captured, stages)
+    return captured, *differentiate(captured, stages, sparse=sparse)
 
 
 def chain_gradients(captured: Captured, joint: Graph, found: Sequence[StageGradients], batch: Any) -> dict[str, Any]:
@@ -145,15 +147,26 @@ def test_gradients_of_the_stages_equal_those_of_the_whole(loss: Callable[..., An
         np.testing.assert_allclose(chained[name], gradient, rtol=1e-12, atol=1e-15, err_msg=name)
 
 
-def test_gradients_of_an_embedding_are_dense() -> None:
-    def loss(ids: Any, x: Any) -> Any:
-        h = scoped("one", lambda i: tf.tanh(tf.gather(TABLE, i)), ids)
-        return scoped("two", lambda h: tf.reduce_mean(tf.square(h @ A - x)), h)
+def embedded(ids: Any, x: Any) -> Any:
+    h = scoped("one", lambda i: tf.tanh(tf.gather(TABLE, i)), ids)
+    return scoped("two", lambda h: tf.reduce_mean(tf.square(h @ A - x)), h)
 
-    captured, joint, found = cut(loss, (IDS, X), "two")
+
+def test_gradients_of_an_embedding_are_dense_where_that_is_asked_for() -> None:
+    captured, joint, found = cut(embedded, (IDS, X), "two", sparse=False)
     chained = chain_gradients(captured, joint, found, (IDS, X))
-    np.testing.assert_allclose(chained["table"], whole_gradients(loss, captured, (IDS, X))["table"], rtol=1e-12)
+    np.testing.assert_allclose(chained["table"], whole_gradients(embedded, captured, (IDS, X))["table"], rtol=1e-12)
     assert not chained["table"][3].any()  # no sample has id 3
+
+
+def test_gradients_of_an_embedding_are_slices_and_indices() -> None:
+    _, joint, (first, second) = cut(embedded, (IDS, X), "two")
+    assert first.variables == ()
+    (use,) = first.slices
+    assert (use.variable, use.rows, use.combine, use.position) == ("table", 4, "concat", 0)
+    assert use.kinds == (tensor("float64", OTHER, 3), tensor("int64", OTHER))
+    assert {joint.node(value.node).op for value in (use.slices, use.indices)} == {"Reshape"}
+    assert (second.slices, [name for name, _ in second.variables]) == ((), ["a"])
 
 
 def test_a_stage_before_all_trainable_variables_has_no_gradients() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from graph_passes.analysis.layers import find_layers
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Function
-from graph_passes.ir.text import print_graph
-from graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
+from graph_passes.ir.text import parse_type, print_graph
+from graph_passes.passes.backward import SparseUse, StageGradients, prune_gradients, sparse_parts, split_backward
 from graph_passes.passes.partition import partition
 from tests.graph_passes.builders import functions_of, graph, refused, value
 
@@ -348,3 +348,50 @@ def test_a_first_stage_without_variables_needs_no_gradients() -> None:
                   "%da = Exp(%seed:0) -> (float32[])\n%dv = Tan(%seed:0) -> (float32[])")  # fmt: skip
     before = found(seeds="a=seed_a"), found(seeds="loss=seed", boundary="a=da", variables="v=dv")
     assert prune_gradients(joint, before) == (found(), found(seeds="loss=seed", variables="v=dv"))
+
+
+EMBEDDING = """
+    inputs %x
+    %x = arg() -> (int64[?])
+    %w = variable() -> (resource[])
+    %h = ResourceGather(%w:0, %x:0) -> (float32[?,4]) !read
+    %a = Tanh(%h:0) -> (float32[?,4])
+    %loss = Mean(%a:0) -> (float32[])
+    outputs %loss:0
+"""
+EMBEDDING_GRADIENTS = """
+    %seed = Placeholder() -> (float32[])
+    %da = MeanGrad(%seed:0, %a:0) -> (float32[?,4])
+    %dh = TanhGrad(%a:0, %da:0) -> (float32[?,4])
+    %ids = Identity(%x:0) -> (int64[?])
+"""
+KINDS = parse_type("float32[_,4]"), parse_type("int64[_]")
+
+
+def sparse_use(position: int = 0, variable: str = "w") -> SparseUse:
+    return SparseUse(variable, 9, value("dh"), value("ids"), KINDS, "concat", position)
+
+
+def test_a_sparse_gradient_leaves_backward_as_slices_and_indices() -> None:
+    gradients = StageGradients(((value("loss"), "seed"),), (), (), (sparse_use(),))
+    backward = split(EMBEDDING, EMBEDDING_GRADIENTS, [], gradients)[1]
+    assert [(port.role, port.name, port.type) for port in backward.outputs] == [
+        ("slices", "w", KINDS[0]),
+        ("indices", "w", KINDS[1]),
+    ]
+    assert backward.graph.outputs == (value("dh"), value("ids"))
+    assert gradients.trained == ("w",)
+
+
+def test_sparse_gradients_need_the_seed_and_are_kept_where_boundary_gradients_are_left_out() -> None:
+    gradients = StageGradients(((value("loss"), "seed"),), (), (), (sparse_use(),))
+    assert prune_gradients(graph(EMBEDDING + EMBEDDING_GRADIENTS), [gradients]) == (gradients,)
+
+
+def test_the_uses_of_all_stages_come_in_the_order_of_one_device() -> None:
+    stages = StageGradients(slices=(sparse_use(0), sparse_use(2))), StageGradients(slices=(sparse_use(1),))
+    assert [(part.stage, part.pair, part.position) for part in sparse_parts(stages)] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (0, 1, 2),
+    ]

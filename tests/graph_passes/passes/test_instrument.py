@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from graph_passes.errors import GraphError
 from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
 from graph_passes.passes.instrument import Instrument, timed_nodes
-from tests.graph_passes.builders import assert_graph, graph
+from tests.graph_passes.builders import assert_graph, graph, refused
 
 CALLS = """
     %x = input() -> (float32[?])
@@ -63,3 +64,31 @@ def test_exposed_gradients_are_the_last_outputs() -> None:
             "outputs %loss:0 %stage0/reduced_gradients:0 %stage0/reduced_gradients:1 %stage1/reduced_gradients:0",
         ),
     )
+
+
+SPARSE = """
+    %loss = merge() -> (float32[])
+    %stage0/gather_slices/table = gather_slices() {rows=9, stage=0, variable='table'} -> (float32[_,4], int64[_])
+    %stage1/reduced_gradients = reduced_gradients() {variables=['v']} -> (float32[4])
+    outputs %loss:0
+"""
+
+
+def test_exposed_sparse_gradients_are_dense() -> None:
+    assert exposed_gradients(graph(SPARSE)) == ("v", "table")
+    assert_graph(
+        ExposeGradients()(graph(SPARSE)),
+        SPARSE.replace(
+            "    outputs %loss:0",
+            """
+            %stage0/densify/table = densify(%stage0/gather_slices/table:0, %stage0/gather_slices/table:1)
+            | {replica=0, stage=0, variable='table'} -> (float32[9,4])
+            outputs %loss:0 %stage1/reduced_gradients:0 %stage0/densify/table:0
+            """,
+        ),
+    )
+
+
+def test_gradients_are_exposed_once() -> None:
+    with refused(GraphError, "the gradients are outputs already: run the pass once"):
+        ExposeGradients()(ExposeGradients()(graph(SPARSE)))

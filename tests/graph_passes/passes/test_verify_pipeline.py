@@ -236,6 +236,22 @@ def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: st
         verify_split(SPLIT_GOOD.replace(old, new))
 
 
+def test_slices_that_reach_no_update_are_refused() -> None:
+    backward = function("stage0/backward", "stash a", "slices w float32[_,4], indices w int64[_]")
+    text = """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+        | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[_,4], int64[_]) @'a'
+        %stage0/gather_slices/w = gather_slices(%stage0/replica0/mb0/backward:0, %stage0/replica0/mb0/backward:1)
+        | {replica=0, stage=0} -> (float32[_,4], int64[_]) @'a'
+        %stage0/update = update(%stage0/gather_slices/w:0, %stage0/gather_slices/w:1) {replica=0, stage=0} @'a'
+    """
+    check = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    check(calls(text, FUNCTIONS[0], backward))
+    with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
+        check(calls(text.replace(", %stage0/replica0/mb0/backward:1", ""), FUNCTIONS[0], backward))
+
+
 def test_a_graph_without_updates_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
     before = calls(text, *FUNCTIONS)
