@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, StepError
 from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare
 
 WIDTH, ROWS, POSITIONS = 4, 7, 3
@@ -217,6 +218,27 @@ def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
     for make in (lambda: optimizers.Adam(0.01), lambda: optimizers.Adam(0.01, global_clipnorm=0.01)):
         case = Problem(loss_fn, {"first": first, "second": second}, make)
         compare(case, batches(7, 6), stages=["two"], micro_batches=2, replicas=[2, 1]).check(TOLERANCE["float64"])
+
+
+def test_slices_of_a_stage_whose_dense_gradients_are_reduced_in_buckets_equal_plain_keras() -> None:
+    case, batch = keras_model(OPTIMIZERS["Adam"]), batches(7)[0]
+    options = {"stages": ["dense_1"], "micro_batches": 2, "replicas": [2, 1]}
+    made = dapple.pipeline(case.loss_fn, optimizer=optimizers.SGD(), example_batch=batch, **options).plan
+    comparison = compare(case, batches(7, 7), plan=dataclasses.replace(made, overlap=True))
+    assert "last_backward" in comparison.step.text
+    comparison.check(TOLERANCE["float64"])
+
+
+def test_a_checked_step_names_slices_that_are_not_finite() -> None:
+    case = problem(mean_of_rows)
+    step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=["dense_1"], micro_batches=2)
+    step.check_numerics = True
+    ids, y = batches(6)[0]
+    step(ids, y)
+    before = case.variables["table"].numpy()
+    with pytest.raises(StepError, match="not finite"):
+        step(ids, y * np.inf)
+    np.testing.assert_array_equal(case.variables["table"].numpy(), before)
 
 
 # --- the very slices, and other choices

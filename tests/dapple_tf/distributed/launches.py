@@ -35,11 +35,11 @@ class JobLaunch:
 QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "a last batch of one", "aux", "two unknown axes", "a GRU"),
-        *("DP 2, overlap, M = 4", "dropout, recompute"),
+        *("DP 2, overlap, M = 4", "dropout, recompute", "embedding, DP", "embedding, zb-h1"),
     ),
     3: (
         *("1:1:1 float64", "a short last batch", "tied, user replicated", "integers and booleans, split"),
-        *("dropout, replicated", "regularized, 2:1", "2:1, overlap, zb-h1"),
+        *("dropout, replicated", "regularized, 2:1", "2:1, overlap, zb-h1", "embedding in two stages, 2:1"),
     ),
     4: ("skips over two stages", "batch norm, replicated"),
 }

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.plan import Plan, StagePlan
 from models.gpt import gpt
+from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
 from tests.equality.one_device import TOLERANCE, Problem
 
 WIDTH = 4
@@ -420,6 +421,17 @@ CASES: dict[str, Case] = {
         Chain(width=WIDE),
         batches(width=WIDE),
         overlapped(2, 1, micro_batches=3, ends=[3, 11], recompute=(0, 1, 2, 3, 6, 7)),
+    ),
+    "embedding, DP": Case(embedding(), id_batches, layout(2, micro_batches=3)),
+    "embedding, zb-h1": Case(
+        embedding(make_optimizer=clipping_adam), id_batches, layout(1, 1, stages=["dense_1"], schedule="zb-h1")
+    ),
+    "embedding in two stages, 2:1": Case(embedding(again=True), id_batches, layout(2, 1, stages=["again"])),
+    "embedding in two stages, 1:2, clipped": Case(
+        embedding(again=True, make_optimizer=clipping_adam), id_batches, layout(1, 2, stages=["dense_1"])
+    ),
+    "embedding in two stages, 2:2, gpipe": Case(
+        embedding(again=True), id_batches, layout(2, 2, stages=["dense_0"], schedule="gpipe")
     ),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }
