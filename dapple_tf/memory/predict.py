@@ -9,6 +9,7 @@ from dapple_tf.compiler import PlannedModel, StagedModel, pipeline_graph
 from dapple_tf.memory.in_flight import stage_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
+from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.variable_use import Variables, find_variables
@@ -25,12 +26,13 @@ class StageMemory:
     """Predicted bytes of one device of a stage (the replica with the most memory: it owns the weights).
 
     Between steps: ``weights`` that the stage owns; ``gradients``, the accumulated sums of several micro-batches (the
-    gradients of a single one count in ``working``); ``slots`` of the optimizer; ``copies`` of variables that other
-    devices own or that forward writes. During a step: ``stashed``, the tensors stashed of each micro-batch, of which at
-    most ``in_flight`` (K_i) are in flight; ``waiting``, tensors received from neighbours before they are used;
-    ``transit``, messages that a rank sends and receives; ``working``, the peak of a function's other tensors, by kind
-    of action; ``update``, the weight update, which runs when all of these are freed. ``in_step``: the peak of all
-    these at one time. ``loops``: the number of While loops, whose insides are not counted.
+    gradients of a single one count in ``working``, and sparse ones in ``slices``); ``slots`` of the optimizer;
+    ``copies`` of variables that other devices own or that forward writes. During a step: ``stashed``, the tensors
+    stashed of each micro-batch, of which at most ``in_flight`` (K_i) are in flight; ``waiting``, tensors received from
+    neighbours before they are used; ``transit``, messages that a rank sends and receives; ``working``, the peak of a
+    function's other tensors, by kind of action; ``slices``, the sparse gradients of one micro-batch, which stay until
+    the update; ``update``, the weight update, which runs when the others are freed, with all slices. ``in_step``: the
+    peak of all these at one time. ``loops``: the number of While loops, whose insides are not counted.
     """
 
     stage: int
@@ -46,6 +48,7 @@ class StageMemory:
     update: int
     in_step: int
     loops: int = 0
+    slices: int = 0
 
     @property
     def stash(self) -> int:
@@ -93,16 +96,20 @@ def predict_memory(
     samples = [-(-batch_size // micro_batches // r) for r in replicas]
     sizes = infer_sizes(graph, model, samples)
     variables = find_variables(graph)
-    stages = []
-    for stage, count in enumerate(replicas):
-        functions = {kind: sizes[f.name] for kind, f in stage_functions(graph, stage).items()}
-        stages.append(_predict_stage(stage, functions, schedule, model, variables, micro_batches, count, ranks))
-    return tuple(stages)
+    functions = [
+        {kind: sizes[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
+    ]
+    slices = find_slices(functions, model.sparse, variables, micro_batches, replicas)
+    return tuple(
+        _predict_stage(stage, own, slices[stage], schedule, model, variables, micro_batches, replicas[stage], ranks)
+        for stage, own in enumerate(functions)
+    )
 
 
 def _predict_stage(
     stage: int,
     functions: Mapping[str, FunctionSizes],
+    slices: StageSlices,
     schedule: Schedule,
     model: StagedModel,
     variables: Variables,
@@ -118,10 +125,11 @@ def _predict_stage(
         for sizes in functions.values()
     )
     update = dict(model.updates.stages).get(stage) if model.updates is not None else None
-    update_bytes = _update_bytes(model, update, gradients, micro_batches, replicas)
+    update_bytes = _update_bytes(model, update, gradients, slices, micro_batches, replicas)
     in_actions, waiting = 0, 0
     for state in stage_states(schedule, stage):
         held = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
+        held += slices.per_micro_batch * state.finished[schedule.freeing_kind]
         in_actions = max(in_actions, held + transit + working[state.action.kind])
         waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
     return StageMemory(
@@ -138,6 +146,7 @@ def _predict_stage(
         update=update_bytes,
         in_step=max(in_actions, update_bytes),
         loops=sum(node.op in _LOOPS for sizes in functions.values() for node in sizes.function.graph.nodes),
+        slices=slices.per_micro_batch,
     )
 
 
@@ -158,17 +167,21 @@ def _slot_bytes(model: StagedModel, update: Function | None) -> int:
 
 
 def _update_bytes(
-    model: StagedModel, update: Function | None, gradients: int, micro_batches: int, replicas: int
+    model: StagedModel, update: Function | None, gradients: int, slices: StageSlices, micro_batches: int, replicas: int
 ) -> int:
     """Return the bytes of the update: its own tensors, and copies of the gradients outside the accumulation buffers.
 
     There is one such copy each where a single micro-batch has no buffers, for the sum over replicas, and for the
-    clipped gradients.
+    clipped gradients. Slices are there as they come and gathered, before the update; clipped ones are dense.
     """
+    gathering = slices.pieces + slices.complete
     if update is None:
-        return gradients * (micro_batches == 1)
-    gradient_copies = (micro_batches == 1) + (replicas > 1) + (model.global_clipnorm is not None)
-    return gradients * gradient_copies + peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}))
+        return gradients * (micro_batches == 1) + gathering
+    clips = model.global_clipnorm is not None
+    gradient_copies = (micro_batches == 1) + (replicas > 1) + clips
+    sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
+    own = peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}, slices.rows))
+    return gradients * gradient_copies + max(gathering, sparse + own)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:

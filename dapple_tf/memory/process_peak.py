@@ -36,9 +36,12 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
 
 
 def _allocations(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, bytes) of every action's working set and of every stashed tensor."""
+    """Yield (start, end, bytes) of every action's working set, every stashed tensor, and slices, which stay."""
+    last = max((end for _, end in times.values()), default=0.0)
     for (stage, replica, kind, m), (start, end) in times.items():
         yield start, end, stages[stage].working[kind]
+        if kind == list(stages[stage].working)[-1]:  # the action that gives the gradients of variables
+            yield end, last, stages[stage].slices
         if kind == "F":
             for tensor in stages[stage].stashed:
                 begin, freed = _lifetime(tensor, stage, replica, m, times)

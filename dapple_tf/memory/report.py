@@ -30,6 +30,7 @@ _HEAD = (
     "waiting",
     "transit",
     "working",
+    "slices",
     "in step",
     "peak",
     "measured",
@@ -38,7 +39,10 @@ _HEAD = (
 _JSON_FIELDS = {
     **{name: name for name in _FIXED},
     "most_held": "in_flight",
-    **{name: name for name in ("stash", "waiting", "transit", "working", "update", "in_step", "peak", "loops")},
+    **{
+        name: name
+        for name in ("stash", "waiting", "transit", "working", "slices", "update", "in_step", "peak", "loops")
+    },
 }
 
 
@@ -146,7 +150,7 @@ def _row(stage: StageReport) -> list[str]:
     sizes = [
         *(getattr(memory, name) for name in _FIXED),
         *(memory.stash, memory.in_flight * memory.stash, memory.waiting, memory.transit),
-        *(max(memory.working.values(), default=0), memory.in_step, memory.peak),
+        *(max(memory.working.values(), default=0), memory.slices, memory.in_step, memory.peak),
     ]
     cells = [format_megabytes(size) for size in sizes]
     in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]

@@ -161,6 +161,42 @@ def test_clipping_by_the_global_norm_allocates_clipped_gradients() -> None:
     assert clipped.update == plain.update + plain.gradients
 
 
+IDS, TABLE_ROWS = 5, 10_000  # of a sample, and rows of the table
+
+
+@functools.cache
+def embedding(optimizer: str = "sgd") -> StagedModel:
+    """Return a table, looked up in the first stage, and a dense layer in the second."""
+    table = keras.layers.Embedding(TABLE_ROWS, WIDTH, name="table")
+    head = keras.layers.Dense(WIDTH, name="head")
+    table.build()
+    head.build((None, WIDTH))
+    ids = tf.zeros([24, IDS], tf.int32)
+    return stage(lambda x: tf.reduce_mean(head(tf.reduce_mean(table(x), 1))), ids, "head", ROWS, optimizer)
+
+
+def test_the_slices_of_all_micro_batches_stay_until_the_update() -> None:
+    """No buffer of the table's size is allocated; for each id there is a row of floats, and an index."""
+    slices = ROWS * IDS * (WIDTH * 4 + 4)
+    few, many = (predict(embedding(), m, ROWS)[0] for m in (4, 16))
+    for memory, micro_batches in ((few, 4), (many, 16)):
+        assert (memory.gradients, memory.slices) == (0, slices)
+        assert memory.update == 2 * micro_batches * slices  # one after the other, and gathered
+        assert memory.in_step < TABLE_ROWS * WIDTH * 4
+    assert predict(embedding(), 4, ROWS)[1].slices == 0
+
+
+def test_slices_of_replicas_are_gathered_on_the_first() -> None:
+    alone, shared = (predict(embedding(), 4, ROWS, replicas=(r, 1))[0] for r in (1, 2))
+    assert shared.slices == alone.slices // 2
+    assert shared.update == alone.update
+
+
+def test_slices_that_are_clipped_by_the_global_norm_become_dense() -> None:
+    plain, clipped = (predict(embedding(name), 4, ROWS)[0] for name in ("sgd", "clipped"))
+    assert clipped.update >= plain.update // 2 + TABLE_ROWS * WIDTH * 4
+
+
 def test_state_that_forward_writes_is_copied() -> None:
     model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.BatchNormalization(name="norm")])
     head = keras.layers.Dense(WIDTH, name="head")

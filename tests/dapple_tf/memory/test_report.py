@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -201,9 +202,9 @@ def test_the_printed_table() -> None:
     shared = [(None, MeasuredMemory("CPU", "allocator", 10_000_000, 14_000_000))]
     stages = [memory(0, tensor, working=1_000_000), memory(1)]
     lines = str(make_report(plan, build_schedule("gpipe", 2, 1), stages, events, shared)).splitlines()[1:]
-    assert [line.split()[-10:] for line in lines[1:3]] == [
-        ["1", "1", "3.0", "3.0", "0", "0", "1.0", "7.0", "27.0", "-"],
-        ["1", "1", "0", "0", "0", "0", "0", "7.0", "27.0", "-"],
+    assert [line.split()[-11:] for line in lines[1:3]] == [
+        ["1", "1", "3.0", "3.0", "0", "0", "1.0", "0", "7.0", "27.0", "-"],
+        ["1", "1", "0", "0", "0", "0", "0", "0", "7.0", "27.0", "-"],
     ]
     assert {len(line) for line in lines[:3]} == {len(lines[0])}
     assert lines[3] == "all stages in the recorded step: 4.0 MB measured (allocator), 4.0 MB predicted (+0%)"
@@ -223,6 +224,13 @@ def test_the_process_peak_is_that_of_tensors_that_are_live_at_the_same_time() ->
     both = [memory(0, tensor, working=5), memory(1, tensor, working=7)]
     assert predict_process_peak(both, timeline(*events)) == 10 + 10 + 7
     assert predict_process_peak([memory(0, tensor, update=50), memory(1, tensor)], timeline(*events)) == 50
+
+
+def test_slices_stay_from_the_end_of_backward_to_the_update() -> None:
+    events = [("0F0", 0.0, 1.0), ("0B0", 1.0, 2.0), ("0F1", 2.0, 3.0), ("0B1", 3.0, 4.0), ("0F2", 4.0, 5.0)]
+    stage = dataclasses.replace(memory(0, working=5), slices=100)
+    assert predict_process_peak([stage], timeline(*events)) == 200
+    assert predict_process_peak([stage], timeline(*events[:4])) == 105
 
 
 def test_a_tensor_that_two_stages_share_counts_once() -> None:
