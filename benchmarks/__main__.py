@@ -21,6 +21,7 @@ from benchmarks import (
     ranks,
     recompute,
     simulator_speed,
+    sparse_gradients,
     speedups,
     startup,
     table4,
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "zero_bubble": zero_bubble,
     "hosts": hosts,
     "memory": memory,
+    "sparse_gradients": sparse_gradients,
     "table6": table6,
 }
 
