@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,8 +13,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.checkpoint.checkpoints import Checkpoints, Position
 from dapple_tf.errors import PlanError, StepError
-from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare
+from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, train_on_one_device
 
 WIDTH, ROWS, POSITIONS = 4, 7, 3
 optimizers = keras.optimizers
@@ -239,6 +241,21 @@ def test_a_checked_step_names_slices_that_are_not_finite() -> None:
     with pytest.raises(StepError, match="not finite"):
         step(ids, y * np.inf)
     np.testing.assert_array_equal(case.variables["table"].numpy(), before)
+
+
+def test_training_goes_on_from_a_checkpoint_under_another_plan(tmp_path: Path) -> None:
+    made = batches(7, 7, 7, 7)
+    wanted = train_on_one_device(keras_model(OPTIMIZERS["Adam"]), made)
+    losses = []
+    for i, layout in enumerate(("2:1, zb-h1", "3 stages")):
+        case = keras_model(OPTIMIZERS["Adam"])
+        step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), example_batch=made[0], **LAYOUTS[layout])
+        checkpoints = Checkpoints(tmp_path, step)
+        if i:
+            assert checkpoints.restore() == Position(2, 2)
+        losses += [step(*batch).numpy() for batch in made[2 * i : 2 * i + 2]]
+        checkpoints.save(2 * i + 2)
+    np.testing.assert_allclose(losses, wanted.losses, rtol=1e-12)
 
 
 # --- the very slices, and other choices
