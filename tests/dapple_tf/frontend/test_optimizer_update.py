@@ -14,7 +14,8 @@ from dapple_tf import internals
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.ir.graph import Effect
+from graph_passes.ir.graph import Effect, Node
+from graph_passes.ir.text import print_type
 
 
 def variables() -> dict[str, tf.Variable]:
@@ -27,16 +28,21 @@ GRADIENTS = {"v": np.float32([0.5, 0.25]), "w": np.float32([-3.0, 4.0])}
 def run(update: TracedUpdate, gradients: Mapping[str, Any]) -> None:
     """Run a traced update on gradients by variable."""
     graph = update.graph
-    arguments = {node.name: node.string("port") for node in graph.nodes if node.op == "arg"}
+    arguments = {node.name: node for node in graph.nodes if node.op == "arg"}
 
     def apply() -> None:
-        inputs = {name: tf.constant(gradients[port]) for name, port in arguments.items()}
+        inputs = {name: tf.constant(gradients[_key(node)]) for name, node in arguments.items()}
         now = tf.compat.v1.get_default_graph()
         inputs |= {name: internals.capture_of(now, v.handle) for name, v in update.variables.items()}
         inputs |= {name: internals.capture_of(now, value) for name, value in update.constants.items()}
         import_graph(graph, inputs, "update")
 
     tf.function(apply, autograph=False)()
+
+
+def _key(node: Node) -> str:
+    """Return the variable of an argument, and whether it is slices or indices."""
+    return f"{node.string('port')} {node.string('role')}" if node.has("role") else node.string("port")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,29 @@ def test_gradients_are_arguments_named_after_their_variables() -> None:
     written = [name for node in update.graph.nodes if node.effect is Effect.WRITE for name in node.strings("writes")]
     assert set(written) >= {"w"}
     assert "v" not in written
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.SGD(0.1, clipnorm=0.1)], ids=["adam", "clip"]
+)
+def test_a_sparse_gradient_is_two_arguments_and_reaches_keras_as_indexed_slices(make: Any) -> None:
+    plain, traced = variables(), variables()
+    slices, indices = np.float32([0.5, -1.0, 2.0]), np.int64([1, 1, 0])
+    optimizer, update = make(), trace_update(make(), ("v", "w"), traced, {"v": "int64"})
+    arguments = [node for node in update.graph.nodes if node.op == "arg"]
+    assert [_key(node) for node in arguments] == ["v slices", "v indices", "w"]
+    assert [print_type(node.outputs[0]) for node in arguments] == ["float32[?]", "int64[?]", "float32[2]"]
+    for _ in range(3):
+        sparse = tf.IndexedSlices(tf.constant(slices), tf.constant(indices), tf.constant([2]))
+        optimizer.apply([sparse, tf.constant(GRADIENTS["w"])], list(plain.values()))
+        run(update, {"v slices": slices, "v indices": indices, "w": GRADIENTS["w"]})
+    for name, variable in plain.items():
+        np.testing.assert_allclose(traced[name].numpy(), variable.numpy(), rtol=1e-6, err_msg=name)
+
+
+def test_an_optimizer_that_clips_by_the_global_norm_takes_dense_gradients() -> None:
+    update = trace_update(keras.optimizers.SGD(0.1, global_clipnorm=1.0), ("v",), variables(), {"v": "int64"})
+    assert [_key(node) for node in update.graph.nodes if node.op == "arg"] == ["v"]
 
 
 def test_variables_of_the_optimizer_get_names_beside_the_models() -> None:
