@@ -29,6 +29,7 @@ from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
@@ -61,8 +62,9 @@ class StagedModel:
     variables that no gradient reaches.
 
     For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
-    uses of variables whose gradients are sparse (see ``GatherSlices``); ``runs``, the nodes of each stage to re-compute
-    (see ``Recompute``). ``stateful``: see ``Captured``.
+    uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
+    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``). ``stateful``: see
+    ``Captured``.
 
     ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
     in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
@@ -85,6 +87,7 @@ class StagedModel:
     stateful: bool
     shared: frozenset[str]
     sparse: tuple[SparsePart, ...]
+    lookups: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
     traces: tuple[Any, ...]
 
@@ -160,6 +163,7 @@ def stage_model(
         stateful=captured.stateful,
         shared=frozenset(map(str, stages.shared)),
         sparse=sparse_parts(gradients),
+        lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
         traces=(captured.func_graph, *([] if update is None else [update.func_graph])),
     )
@@ -202,6 +206,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
     order: list[Pass] = [
         *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
+        *([LookUpRows(model.lookups)] if model.lookups else []),  # in what Recompute repeats too
         *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
         Microbatch(model.stages, plan.micro_batches, model.aux_types),  # calls of stages exist from here on
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica

@@ -129,7 +129,7 @@ def _read_use(
         TensorType(DType(use.indices.dtype.name), Shape((count,))),
     )
     combine: Combine = "sum" if length is not None else _combine(joint, indices, name)
-    return SparseUse(name, rows, value_of(use.slices), indices, kinds, combine, position)
+    return SparseUse(name, rows, value_of(use.slices), indices, kinds, combine, position, use.lookup)
 
 
 def _combine(joint: Graph, indices: Value, variable: str) -> Combine:

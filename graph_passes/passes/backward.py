@@ -29,7 +29,7 @@ class SparseUse:
 
     ``kinds``: the types of both. ``rows``: of the variable. ``combine``: how micro-batches are put together (see
     ``gather_slices``). ``position``: of the use among all uses of the variable on one device; stages that run the same
-    lookup give the same use.
+    lookup give the same use. ``lookup``: the name of the op that looks the rows up, as far as it is known.
     """
 
     variable: str
@@ -39,6 +39,7 @@ class SparseUse:
     kinds: tuple[TensorType, TensorType]
     combine: Combine
     position: int
+    lookup: str = ""
 
     @property
     def ports(self) -> tuple[Port, Port]:

@@ -81,6 +81,7 @@ def keras_model(make_optimizer: Callable[[], Any]) -> Problem:
 def test_an_embedding_with_repeated_ids_equals_plain_keras(optimizer: str, layout: str) -> None:
     comparison = compare(keras_model(OPTIMIZERS[optimizer]), batches(7, 7, 5), **LAYOUTS[layout])
     assert [part.variable for part in comparison.model.sparse] == ["embedding/embeddings"]
+    assert "ResourceGather" in {node.op for node in comparison.step.graph.function("stage0/forward").graph.nodes}
     comparison.check(TOLERANCE["float64"])
 
 

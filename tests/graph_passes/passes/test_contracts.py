@@ -14,6 +14,7 @@ from graph_passes.passes.base import Pass, run_passes
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.place import Place, PlaceRank
 from graph_passes.passes.project import Project
@@ -95,7 +96,7 @@ def test_no_pass_that_adds_nodes_runs_twice(kind: Kind) -> None:
                 run_passes(before, [*passes[: i + 1], step])
 
 
-@pytest.mark.parametrize("step", [Recompute(((), ())), SplitWeights()])
+@pytest.mark.parametrize("step", [Recompute(((), ())), LookUpRows(frozenset()), SplitWeights()])
 def test_stage_functions_are_rewritten_before_they_are_called(step: Pass) -> None:
     kind = Kind((1, 1), 2)
     run_passes(input_graph(kind), [step])

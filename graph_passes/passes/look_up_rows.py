@@ -1,0 +1,75 @@
+"""Look rows of a variable up in the variable itself, without reading it whole first.
+
+Keras reads a table and gathers rows of the value. TensorFlow copies the whole table at each such read, once an update
+has written rows of it: in every micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.ir.graph import Function, Graph, Node, attributes
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+
+@dataclass(frozen=True)
+class LookUpRows:
+    """Make a ``ResourceGather`` of each ``GatherV2`` of ``lookups``, which gather along axis 0, where that is all."""
+
+    lookups: frozenset[str]
+    name: str = "look_up_rows"
+    contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
+
+    def __call__(self, graph: Graph) -> Graph:
+        return graph.replace(functions=tuple(look_up_rows(function, self.lookups) for function in graph.functions))
+
+
+def look_up_rows(function: Function, lookups: Set[str]) -> Function:
+    """Return the function in which ``lookups`` take the variable in place of its value.
+
+    A read stays where something else needs its value, or waits for it.
+    """
+    graph = function.graph
+    consumers = graph.consumers()
+    kept = {control.source for node in graph.nodes for control in node.controls}
+    kept |= {value.node for value in graph.outputs}
+    reads = {
+        node.name: node
+        for node in graph.nodes
+        if node.op == "ReadVariableOp"
+        and node.name not in kept
+        and consumers[node.name]
+        and all(_gathers_from(user, node, lookups) for user in consumers[node.name])
+    }
+    gone = set(reads)
+    nodes = []
+    for node in graph.nodes:
+        read = reads.get(node.inputs[0].node) if node.name in lookups and node.inputs else None
+        if read is not None:
+            axis = node.inputs[2].node
+            gone |= {axis} if consumers[axis] == [node] and axis not in kept else set()
+            node = _resource_gather(node, read)
+        nodes.append(node)
+    body = graph.replace(nodes=tuple(node for node in nodes if node.name not in gone))
+    return dataclasses.replace(function, graph=body)
+
+
+def _gathers_from(user: Node, read: Node, lookups: Set[str]) -> bool:
+    """Return whether ``user`` takes the value of ``read`` only to gather its rows."""
+    places = [i for i, value in enumerate(user.inputs) if value.node == read.name]
+    return user.op == "GatherV2" and user.name in lookups and places == [0]
+
+
+def _resource_gather(gather: Node, read: Node) -> Node:
+    attrs = attributes(
+        {"Tindices": gather.attr("Tindices"), "batch_dims": 0, "dtype": read.attr("dtype"), "validate_indices": True}
+    )
+    controls = tuple(dict.fromkeys((*read.controls, *gather.controls)))
+    inputs = (read.inputs[0], gather.inputs[1])
+    return dataclasses.replace(
+        gather, op="ResourceGather", inputs=inputs, attrs=attrs, controls=controls, effect=read.effect
+    )
