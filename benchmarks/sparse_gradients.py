@@ -19,14 +19,15 @@ from benchmarks.common import Row, available_cores, median, run_on_cores
 ROWS, WIDTH = 10**6, 64
 SAMPLES, IDS, MICRO_BATCHES = 512, 16, 4
 WARM_UP, STEPS = 2, 10
-OPTIMIZERS = ("SGD", "Adam")
+# The most that a step may take of one with dense gradients. Keras's Adam computes with tensors of the table's size.
+OPTIMIZERS = {"SGD": 0.5, "Adam": 1.1}
 # glibc keeps freed blocks below these sizes.
 _TRIM = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
 def run() -> Iterator[Row]:
     """Yield the time and the peak of sparse gradients against dense ones, for each optimizer."""
-    for optimizer in OPTIMIZERS:
+    for optimizer, limit in OPTIMIZERS.items():
         sparse, dense = (
             run_on_cores("benchmarks.sparse_gradients", available_cores()[:2], optimizer, choice)
             for choice in ("exact", "dense")
@@ -34,7 +35,7 @@ def run() -> Iterator[Row]:
         what = f"{optimizer}, table of {ROWS} x {WIDTH}, batch of {SAMPLES} x {IDS} ids, M = {MICRO_BATCHES}"
         ratio = sparse["seconds"] / dense["seconds"]
         measured = f"{ratio:.0%} ({sparse['seconds'] * 1e3:.0f} ms, {dense['seconds'] * 1e3:.0f} ms)"
-        yield Row(f"{what}: step with sparse over dense gradients", "under 100%", measured, ratio < 1)
+        yield Row(f"{what}: step with sparse over dense gradients", f"at most {limit:.0%}", measured, ratio <= limit)
         ratio = sparse["bytes"] / dense["bytes"]
         measured = f"{ratio:.0%} ({sparse['bytes'] / 1e6:.0f} MB, {dense['bytes'] / 1e6:.0f} MB)"
         yield Row(f"{what}: peak beside weights and slots, sparse over dense", "under 100%", measured, ratio < 1)
