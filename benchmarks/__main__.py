@@ -39,7 +39,6 @@ from benchmarks.needs import NEEDS
 
 BENCHMARKS = {
     "equality": equality,
-    "exactness": exactness,
     "order": order,
     "overhead": overhead,
     "pipelining": pipelining,
@@ -61,6 +60,7 @@ BENCHMARKS = {
     "hosts": hosts,
     "memory": memory,
     "table6": table6,
+    "exactness": exactness,
 }
 
 

@@ -16,7 +16,7 @@ from benchmarks.exactness_cases.case import Case, Training
 
 @dataclass(frozen=True)
 class Built:
-    """A case's training, and every variable that was made for it, by a name of its own."""
+    """A case's training, and every variable that was made for it, by a name of its own (but for the optimizer's)."""
 
     training: Training
     variables: Mapping[str, tf.Variable]
@@ -64,6 +64,8 @@ def build(case: Case, seed: int) -> Built:
     with tf.variable_creator_scope(record):
         training = case.make(seed)
     paths = {id(as_tf(variable)): variable.path for variable in training.trained if hasattr(variable, "path")}
+    of_optimizer = {id(as_tf(variable)) for variable in training.optimizer.variables}
+    made = [variable for variable in made if id(variable) not in of_optimizer]
     named = (paths.get(id(variable), variable.name.removesuffix(":0")) for variable in made)
     return Built(training, dict(zip(distinct(named), made, strict=True)))
 
