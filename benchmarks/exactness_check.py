@@ -27,11 +27,11 @@ from benchmarks.exactness_plain import (
 )
 from dapple_tf import errors
 
-_NO_REFUSALS = (errors.StepError, errors.JobError, errors.DappleWarning)
+_NO_REFUSALS = (errors.StepError, errors.JobError, errors.UsageError, errors.DappleWarning)
 REFUSALS = tuple(
     kind for kind in (getattr(errors, name) for name in errors.__all__) if not issubclass(kind, _NO_REFUSALS)
 )
-"""Errors that refuse a model; those of a step or a job that failed are not among them."""
+"""Errors that refuse a model; those of a step or a job that failed, or of a wrong call, are not among them."""
 
 SEED = 7
 
@@ -75,7 +75,7 @@ UNEVEN = (13, 13, 7)
 
 QUICK = (
     Configuration(2, 4, "dapple-a", UNEVEN),
-    Configuration(3, 2, "gpipe", replicas=(1, 2, 1)),
+    Configuration(3, 2, "gpipe", UNEVEN, (1, 2, 1)),
 )
 CONFIGURATIONS = (
     *QUICK,
@@ -83,7 +83,7 @@ CONFIGURATIONS = (
     Configuration(1, 8, "dapple-a", UNEVEN),
     Configuration(1, 3, "dapple-a", UNEVEN, (2,)),
     Configuration(2, 8, "zb-h1"),
-    Configuration(2, 3, "dapple-a", UNEVEN, (2, 2)),
+    Configuration(2, 3, "dapple-a", replicas=(2, 2)),
     Configuration(3, 5, "zb-h1", UNEVEN),
     Configuration(4, 8, "gpipe", UNEVEN),
     Configuration(4, 3, "dapple-a", UNEVEN),
@@ -155,7 +155,7 @@ class Checker:
 def train_pipelined(
     built: Built, configuration: Configuration, options: Mapping[str, Any], job: Any = None
 ) -> tuple[Results, Any]:
-    """Train through a pipeline, the first step with gradients; return the results and the step."""
+    """Train through a pipeline; return the results and the step. The first step gives its gradients, but in a job."""
     training, results = built.training, Results()
     batches = take(training.batches, configuration.sizes)
     chosen = {
@@ -166,17 +166,18 @@ def train_pipelined(
         **options,
     }
     step = dapple.pipeline(training.loss_fn, optimizer=training.optimizer, **chosen)
-    loss, gradients = step.run_exposed(*batches[0])
-    results.losses.append(loss)
-    results.aux.append(None)
-    for batch in batches[1:]:
+    if job is None:
+        loss, gradients = step.run_exposed(*batches[0])
+        names = {id(variable): name for name, variable in built.variables.items()}
+        variables = step.model(batches[0]).model_variables
+        results.gradients = {names[id(variables[name])]: dense(gradient) for name, gradient in gradients.items()}
+        results.losses.append(loss)
+        results.aux.append(None)
+    for batch in batches[len(results.losses) :]:
         result = step(*batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
         results.losses.append(loss.numpy())
         results.aux.append(numpy_of(aux))
-    names = {id(variable): name for name, variable in built.variables.items()}
-    variables = step.model(batches[0]).model_variables
-    results.gradients = {names[id(variables[name])]: dense(gradient) for name, gradient in gradients.items()}
     if job is not None:
         step.gather()
     read_variables(built, results)

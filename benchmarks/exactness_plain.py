@@ -27,13 +27,13 @@ class Results:
     """What some steps computed.
 
     ``losses`` and ``aux``: of each step (``aux`` holds None where it was not returned). ``gradients``: of the first
-    step, dense, by the variable's name. ``variables``: after the last step, by name; ``slots``: those of the
-    optimizer.
+    step, dense, by the variable's name, or None where they were not returned. ``variables``: after the last step, by
+    name; ``slots``: those of the optimizer.
     """
 
     losses: list[Any] = field(default_factory=list)
     aux: list[Any] = field(default_factory=list)
-    gradients: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     slots: dict[str, Any] = field(default_factory=dict)
 
@@ -117,9 +117,8 @@ def train_plainly(built: Built, sizes: Sequence[int]) -> Results:
         results.aux.append(numpy_of(aux))
         if i == 0:
             names = {id(variable): name for name, variable in built.variables.items()}
-            for variable, gradient in zip(training.trained, gradients, strict=True):
-                if gradient is not None:
-                    results.gradients[names[id(as_tf(variable))]] = gradient.numpy()
+            pairs = zip(training.trained, gradients, strict=True)
+            results.gradients = {names[id(as_tf(v))]: g.numpy() for v, g in pairs if g is not None}
     if not np.all(np.isfinite(results.losses)):
         raise ValueError(f"the losses of plain Keras are {results.losses}: the case is of no use")
     read_variables(built, results)
