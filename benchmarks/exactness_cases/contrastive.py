@@ -18,7 +18,7 @@ from benchmarks.exactness_cases.builders import (
     train,
     trained_with,
 )
-from benchmarks.exactness_cases.case import Case, Training, refused_and_exact
+from benchmarks.exactness_cases.case import BATCH_LOSS, Case, Expected, Training, refused_and_exact
 
 EMBEDDING = 4
 
@@ -213,8 +213,15 @@ def with_labels(loss: Any) -> Any:
     return trained_with(encoder, loss, normal(FEATURES), integers(3))
 
 
+AUTO = {"batch_loss": "auto", "schedule": "auto"}
+ONE_FORWARD_ONE_BACKWARD = {"batch_loss": True, "schedule": "dapple-a"}
+"""The whole batch's rows are there once all forwards have run: a schedule that begins backwards before is refused."""
+
 CASES = (
     *refused_and_exact("simclr", "contrastive", two_views(nt_xent)),
+    Case("simclr_batch_loss_auto", "contrastive", two_views(nt_xent), options=AUTO),
+    Case("simclr_batch_loss_1f1b", "contrastive", two_views(nt_xent), Expected.REFUSED, ONE_FORWARD_ONE_BACKWARD),
+    Case("triplets_given_batch_loss", "contrastive", given_triplets, options=BATCH_LOSS),
     *refused_and_exact("barlow_twins", "contrastive", two_views(barlow_twins)),
     *refused_and_exact("vicreg", "contrastive", two_views(vicreg)),
     *refused_and_exact("uniformity", "contrastive", two_views(uniformity)),
