@@ -86,7 +86,7 @@ def cond_on_statistic(losses: Any, keep: Any) -> Any:
 
 
 def cond_on_count(losses: Any, keep: Any) -> Any:
-    many = tf.reduce_sum(tf.cast(keep > 0.0, tf.int32)) > 9
+    many = tf.reduce_sum(tf.cast(keep > 0.0, tf.int32)) > 4
     return tf.cond(many, lambda: tf.reduce_mean(losses), lambda: 2.0 * tf.reduce_mean(tf.square(losses)))
 
 
@@ -96,7 +96,7 @@ def where_of_rows(losses: Any, keep: Any) -> Any:
 
 def where_of_statistic(losses: Any, keep: Any) -> Any:
     mean = tf.reduce_mean(losses)
-    return tf.where(tf.reduce_sum(keep) > 9.0, mean, 2.0 * mean)
+    return tf.where(tf.reduce_sum(keep) > 4.0, mean, 2.0 * mean)
 
 
 # --- state
