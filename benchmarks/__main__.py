@@ -1,4 +1,7 @@
-"""Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``."""
+"""Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
+
+``exactness`` takes options: ``python -m benchmarks exactness --help``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import dapple_tf as dapple
 from benchmarks import (
     equality,
+    exactness,
     hosts,
     memory,
     never_slower,
@@ -58,6 +62,7 @@ BENCHMARKS = {
     "memory": memory,
     "sparse_gradients": sparse_gradients,
     "table6": table6,
+    "exactness": exactness,
 }
 
 
@@ -66,6 +71,9 @@ def main() -> int:
 
     A benchmark whose requirements this machine lacks is left out, and the reason printed.
     """
+    if len(sys.argv) > 2 and sys.argv[1] == "exactness" and sys.argv[2].startswith("-"):
+        dapple.init(8)
+        return exactness.main(sys.argv[2:])
     names = sys.argv[1:] or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:

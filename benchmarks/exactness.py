@@ -1,0 +1,119 @@
+"""Losses and models that people train, in float64: equal to plain Keras after three steps, or refused.
+
+``python -m benchmarks exactness [--only NAME ...] [--family NAME] [--quick] [--json] [--ranks]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.common import Row
+from benchmarks.exactness_cases import CASES
+from benchmarks.exactness_cases.case import Case
+from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Found, is_expected
+from benchmarks.exactness_ranks import check_on_ranks
+
+
+def run() -> Iterator[Row]:
+    """Yield a row for every case under the quick configurations: all of them take hours."""
+    for case, found in check_cases(list(CASES.values()), quick=True):
+        yield to_row(case, found)
+
+
+def check_cases(cases: Sequence[Case], quick: bool) -> Iterator[tuple[Case, list[Found]]]:
+    """Yield each case with its outcomes; progress is shown on stderr."""
+    configurations = QUICK if quick else CONFIGURATIONS
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(cases) * len(configurations))
+        for case in cases:
+            checker, found = Checker(case), []
+            for configuration in configurations:
+                progress.update(task, description=f"{case.name}: {configuration}")
+                found.append(checker.check(configuration))
+                progress.advance(task)
+            yield case, found
+
+
+def to_row(case: Case, found: Sequence[Found]) -> Row:
+    """Return the row of a case: how often it came out how, and the first outcome that is not expected."""
+    counts = Counter(f.outcome.value for f in found)
+    measured = ", ".join(f"{name} {count}" for name, count in counts.items())
+    bad = next((f for f in found if not is_expected(case, f)), None)
+    if bad is not None:
+        measured += f"; {bad.configuration}: {bad.outcome.value}, {_shortened(bad.detail)}"
+    return Row(f"{case.family}: {case.name}", case.expected.value, measured, bad is None)
+
+
+def to_json(case: Case, found: Sequence[Found]) -> dict[str, Any]:
+    """Return everything that is known of a case."""
+    return {
+        "case": case.name,
+        "family": case.family,
+        "expected": case.expected.value,
+        "ok": all(is_expected(case, f) for f in found),
+        "outcomes": [
+            {
+                "configuration": str(f.configuration),
+                "outcome": f.outcome.value,
+                "detail": f.detail,
+                "warnings": list(f.warnings),
+            }
+            for f in found
+        ],
+    }
+
+
+def _shortened(text: str, length: int = 160) -> str:
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= length else f"{line[: length - 3]}..."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the chosen cases, and print a row or (``--json``) a line of JSON for each; return 1 unless all are ok."""
+    options = _parse(arguments)
+    tf.get_logger().setLevel("ERROR")  # it warns of one trace for each case
+    cases = [case for case in CASES.values() if _is_chosen(case, options)]
+    if not cases:
+        print("no case has such a name; there are " + ", ".join(CASES))
+        return 2
+    if not options.json:
+        print("| case | wanted | measured | |\n|---|---|---|---|", flush=True)
+    failed = 0
+    for case, found in check_on_ranks(cases) if options.ranks else check_cases(cases, options.quick):
+        row = to_row(case, found)
+        failed += not row.ok
+        if options.json:
+            print(json.dumps(to_json(case, found)), flush=True)
+        else:
+            mark = "ok" if row.ok else "MISSED"
+            print(f"| {row.figure} | {row.wanted} | {row.measured} | {mark} |", flush=True)
+    if not options.json:
+        print(f"\n{len(cases) - failed} of {len(cases)} cases came out as they must")
+    return 1 if failed else 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks exactness", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases of these names; `NAME*` for all that begin so")
+    parser.add_argument("--family", help="cases of this family")
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} of {len(CONFIGURATIONS)} configurations")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
+    parser.add_argument("--ranks", action="store_true", help="as jobs of two processes under mpirun")
+    return parser.parse_args(arguments)
+
+
+def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
+    if options.family is not None and case.family != options.family:
+        return False
+    return options.only is None or any(
+        case.name.startswith(name[:-1]) if name.endswith("*") else case.name == name for name in options.only
+    )

@@ -1,0 +1,62 @@
+"""Every case of ``benchmarks.exactness_cases`` comes out as it must: equal to plain Keras, refused, or documented."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.exactness_cases import CASES
+from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Configuration, is_expected
+from tests.equality.pending_cases import PENDING
+
+SHORT = (
+    *("masked_lm", "ignore_class", "seq2seq_lstm", "sample_weights_sum", "class_weights_by_their_sum"),
+    *("sum_by_constant", "state_steps", "aux_several", "l2_in_masked_loss", "distillation_ema_teacher"),
+    *("vae_stateless", "dropout_0.5", "batch_norm", "layer_norm", "repeated_ids_adam", "experts"),
+    *("simclr", "simclr_batch_loss", "dice", "mixup_rolled"),
+)
+"""The cases that ``make test`` runs: one of every mechanism."""
+
+
+def parameters() -> list[object]:
+    """Return the cases' names; those that do not come out as they must today are expected to fail, and to fail only."""
+    found: list[object] = []
+    for name in CASES:
+        marks = [] if name in SHORT else [pytest.mark.slow]
+        if name in PENDING:
+            marks.append(pytest.mark.xfail(strict=True, reason=PENDING[name]))
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+def test_the_lists_of_cases_name_cases() -> None:
+    assert set(PENDING) <= set(CASES)
+    assert set(SHORT) <= set(CASES)
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("name", parameters())
+def test_a_case_comes_out_as_it_must(name: str) -> None:
+    check(name, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PENDING])
+def test_a_case_comes_out_as_it_must_in_further_configurations(name: str) -> None:
+    check(name, further_configurations(name))
+
+
+def further_configurations(name: str) -> Sequence[Configuration]:
+    """Return two of the other configurations: neighbouring cases have different ones, so a family has all."""
+    others = CONFIGURATIONS[len(QUICK) :]
+    first = list(CASES).index(name) * 2 % len(others)
+    return others[first : first + 2]
+
+
+def check(name: str, configurations: Sequence[Configuration]) -> None:
+    """Assert that a case comes out as it must under each of these configurations."""
+    checker = Checker(CASES[name])
+    found = [checker.check(configuration) for configuration in configurations]
+    bad = [f for f in found if not is_expected(CASES[name], f)]
+    assert not bad, f"{CASES[name].expected} is wanted, but {bad}"
