@@ -145,9 +145,8 @@ class Checker:
             where = traceback.extract_tb(error.__traceback__)[-1]
             return Outcome.CRASHED, f"{type(error).__name__} in {where.name}: {error}"
         for name, error in differences(found, self._plain[configuration.sizes], self._case.tolerance):
-            reasons = getattr(step, "exactness", None)
-            if reasons:
-                return Outcome.DOCUMENTED, f"{reasons} ({name} differs by {error:.1e})"
+            if not step.exactness.exact:
+                return Outcome.DOCUMENTED, f"{step.exactness} ({name} differs by {error:.1e})"
             return Outcome.WRONG, f"{name} differs by {error:.1e}"
         return Outcome.EQUAL, ""
 

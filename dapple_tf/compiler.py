@@ -6,16 +6,18 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from dapple_tf.errors import PlanError
+from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.tail import TailInput
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import DType, Function, Graph, Node, Shape, TensorType, attributes
 from graph_passes.ir.ops import OpName
@@ -24,13 +26,15 @@ from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
 from graph_passes.passes.backward import StageGradients, prune_gradients, sparse_parts, split_backward
 from graph_passes.passes.base import Observer, Pass, run_passes
+from graph_passes.passes.batch_loss import check_forwards_first
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.look_up_rows import LookUpRows
-from graph_passes.passes.microbatch import Microbatch
+from graph_passes.passes.microbatch import MergeKind, Microbatch, merge_kind
+from graph_passes.passes.once import build_once
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.partition import Stage, partition
@@ -41,6 +45,7 @@ from graph_passes.passes.recompute import Recompute, find_runs
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
+from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.schedules.policies import build_schedule
@@ -54,8 +59,10 @@ class StagedModel:
     functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
     optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
 
-    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown; ``aux_types``, the types of
-    the aux outputs, and ``aux``, their nesting (None where the loss has no aux).
+    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown; ``aux``, the nesting of the
+    aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
+    ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
+    device's.
 
     Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
     trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
@@ -63,8 +70,8 @@ class StagedModel:
 
     For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
     uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
-    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``). ``stateful``: see
-    ``Captured``.
+    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
+    the tail takes, empty where there is none (see ``batch_loss``). ``stateful``: see ``Captured``.
 
     ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
     in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
@@ -73,7 +80,9 @@ class StagedModel:
     graph: Graph
     stages: int
     signature: tuple[tf.TensorSpec, ...]
-    aux_types: tuple[TensorType, ...]
+    merges: tuple[MergeKind, ...]
+    loss: Literal["mean", "sum"]
+    exactness: Exactness
     aux: Any
     updates: Updates | None
     global_clipnorm: float | None
@@ -89,6 +98,7 @@ class StagedModel:
     sparse: tuple[SparsePart, ...]
     lookups: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
+    frontier: tuple[TailInput, ...]
     traces: tuple[Any, ...]
 
     def pack(self, outputs: Sequence[Any]) -> Any:
@@ -139,7 +149,11 @@ def stage_model(
     """
     stages = partition(layers, starts)
     joint, gradients = differentiate(captured, stages, sparse=sparse)
-    graph = _stage_graph(captured, split_backward(stages, joint, prune_gradients(joint, gradients)))
+    pruned = prune_gradients(joint, gradients)
+    functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
+    if tail := build_tail(stages, joint, pruned[-1]):
+        functions[-1] = (*functions[-1], tail)
+    graph = _stage_graph(captured, functions, build_once(stages, joint, functions))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
@@ -149,7 +163,9 @@ def stage_model(
         graph=graph,
         stages=len(stages.stages),
         signature=captured.signature,
-        aux_types=tuple(captured.graph.type_of(value) for value in captured.graph.outputs[1:]),
+        merges=_merges(captured),
+        loss="mean" if captured.dependence is None else captured.dependence.loss,
+        exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
         aux=captured.aux,
         updates=None if update is None else cut_updates(update.graph, {name: use.owner(name) for name in trained}),
         global_clipnorm=None if update is None else update.global_clipnorm,
@@ -164,20 +180,29 @@ def stage_model(
         shared=frozenset(map(str, stages.shared)),
         sparse=sparse_parts(gradients),
         lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
+        frontier=stages.frontier,
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
         traces=(captured.func_graph, *([] if update is None else [update.func_graph])),
     )
 
 
-def _stage_graph(captured: Captured, functions: Sequence[tuple[Function, Function]]) -> Graph:
-    """Return the graph of the batch's inputs and the stages' forward and backward functions, without any calls."""
+def _merges(captured: Captured) -> tuple[MergeKind, ...]:
+    """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
+    outputs = captured.graph.outputs[1:]
+    found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux
+    return tuple(kind or merge_kind(captured.graph.type_of(v)) for kind, v in zip(found, outputs, strict=True))
+
+
+def _stage_graph(
+    captured: Captured, functions: Sequence[tuple[Function, ...]], once: Sequence[Function | None]
+) -> Graph:
+    """Return the graph of the batch's inputs and the stages' functions, without any calls."""
     inputs = tuple(
         Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
         for i, name in enumerate(captured.graph.inputs)
     )
-    return Graph(
-        captured.graph.name, inputs, captured.graph.inputs, functions=tuple(itertools.chain.from_iterable(functions))
-    )
+    all_functions = (*itertools.chain.from_iterable(functions), *(function for function in once if function))
+    return Graph(captured.graph.name, inputs, captured.graph.inputs, functions=all_functions)
 
 
 def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
@@ -199,6 +224,8 @@ def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    if model.frontier:
+        check_forwards_first(schedule)
     try:
         placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
     except IndexError:
@@ -208,7 +235,8 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
         *([LookUpRows(model.lookups)] if model.lookups else []),  # in what Recompute repeats too
         *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
-        Microbatch(model.stages, plan.micro_batches, model.aux_types),  # calls of stages exist from here on
+        # calls of stages exist from here on
+        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
         CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part

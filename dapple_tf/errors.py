@@ -15,6 +15,7 @@ __all__ = [
     "ClusterError",
     "DappleWarning",
     "DeviceError",
+    "ExactnessError",
     "GraphError",
     "JobError",
     "LossError",
@@ -36,7 +37,11 @@ class CaptureError(ValueError):
 
 
 class LossError(ValueError):
-    """A loss that is not a scalar mean over the batch."""
+    """A loss that is not a scalar."""
+
+
+class ExactnessError(LossError):
+    """A loss or model whose micro-batches would not compute what one device computes from the whole batch."""
 
 
 class BatchError(ValueError):

@@ -17,8 +17,8 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import func_graph, op_def_registry
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry
+from tensorflow.python.ops import gradients_util, handle_data_util
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
 # so that only explicit control edges order the function's ops.
@@ -65,6 +65,47 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
         yield
     finally:
         keras.Layer.__call__ = original
+
+
+@contextlib.contextmanager
+def divide_batch_norm(sizes_of: Callable[[keras.Layer], Sequence[Sequence[int]]]) -> Iterator[None]:
+    """In the block, inside a tf.function, Keras's batch norm takes its input in pieces, one after the other.
+
+    ``sizes_of``: returns for a layer the samples of the pieces, micro-batch by micro-batch, one for each replica; their
+    sum must divide the rows of the input, as in [samples x steps, channels]. Each piece is normalised by itself. Each
+    replica writes moving statistics of its own, in order, and their means are kept.
+
+    Replaces and restores ``BatchNormalization.call``, but only for calls in the graph under construction: an inner
+    tf.function keeps its traces, which would then be used elsewhere.
+    """
+    original, graph = keras.layers.BatchNormalization.call, tf.compat.v1.get_default_graph()
+
+    def call(self: keras.Layer, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        if tf.compat.v1.get_default_graph() is not graph or not training or not self.trainable:
+            return original(self, inputs, training=training, mask=mask)
+        sizes = sizes_of(self)
+        steps = tf.shape(inputs)[0] // sum(map(sum, sizes))
+        rows = [size * steps for micro_batch in sizes for size in micro_batch]
+        pieces = tf.split(inputs, rows)
+        masks = [None] * len(rows) if mask is None else tf.split(mask, rows)
+        statistics = [variable.value for variable in self.non_trainable_variables]
+        start = [tf.identity(variable) for variable in statistics]
+        outputs, ends, replicas = [None] * len(rows), [], len(sizes[0])
+        for replica in range(replicas):
+            for variable, value in zip(statistics, start, strict=True):
+                variable.assign(value)
+            for i in range(replica, len(rows), replicas):
+                outputs[i] = original(self, pieces[i], training=training, mask=masks[i])
+            ends.append([tf.identity(variable) for variable in statistics])
+        for variable, values in zip(statistics, zip(*ends, strict=True), strict=True):
+            variable.assign(tf.add_n(values) / replicas)
+        return tf.ensure_shape(tf.concat(outputs, 0), inputs.shape)
+
+    keras.layers.BatchNormalization.call = call
+    try:
+        yield
+    finally:
+        keras.layers.BatchNormalization.call = original
 
 
 def variable_name(variable: tf.Variable) -> str:
@@ -213,10 +254,46 @@ def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
         gradients_util._IsPartitionedCall = original
 
 
+def is_op(name: str) -> bool:
+    """Return whether TensorFlow has an op of this name (``op_def_registry``)."""
+    return op_def_registry.get(name) is not None
+
+
 def is_stateful_op(name: str) -> bool:
     """Return whether TensorFlow registers the op as stateful (``op_def_registry``); True for an unknown op."""
     definition = op_def_registry.get(name)
     return definition is None or bool(definition.is_stateful)
+
+
+def function_graph(graph: Any, name: str) -> Any:
+    """Return the FuncGraph of a function that ops of the FuncGraph ``graph`` call (``Graph._get_function``).
+
+    A function without a FuncGraph of its own (TensorFlow defines some by ``Defun``) is read from its definition
+    (``function_def_to_graph``).
+    """
+    function = graph._get_function(name)
+    if hasattr(function, "graph"):
+        return function.graph
+    with graph.as_default():
+        return function_def_to_graph.function_def_to_graph(function.definition)
+
+
+def placeholder_like(tensor: Any, shape: Any) -> Any:
+    """Return a placeholder of this shape, which has the handle data of ``tensor`` if that is a resource or variant.
+
+    The handle data (``handle_data_util``) hold the shapes of variables and of the elements of lists.
+    """
+    result = tf.compat.v1.placeholder(tensor.dtype, shape)
+    if tensor.dtype in (tf.resource, tf.variant):
+        handle_data_util.copy_handle_data(tensor, result)
+    return result
+
+
+def copy_op(graph: Any, op: Any, inputs: Sequence[Any]) -> Any:
+    """Return a copy of ``op`` with other inputs, in the FuncGraph ``graph`` (``Graph._create_op_internal``)."""
+    return graph._create_op_internal(
+        op.type, list(inputs), [output.dtype for output in op.outputs], attrs=dict(op.node_def.attr), op_def=op.op_def
+    )
 
 
 def capture_of(graph: Any, tensor: Any) -> Any:

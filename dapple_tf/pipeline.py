@@ -8,6 +8,7 @@ from typing import Any
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import Request
 from dapple_tf.errors import PlanError
+from dapple_tf.exactness import BatchLoss, Inexact
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
@@ -24,6 +25,8 @@ def pipeline(
     schedule: str = "auto",
     recompute: Recompute = False,
     sparse_gradients: str = "exact",
+    inexact: Inexact = "error",
+    batch_loss: BatchLoss = False,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -46,6 +49,12 @@ def pipeline(
             "auto".
         recompute: Layers whose activations backward computes again instead of keeping them: True (all), one flag for
             each stage, or the names of layers.
+        inexact: What to do where a step would differ from one device's: "error", "warn" (train on, with a warning that
+            says why) or "allow". See ``step.exactness``.
+        batch_loss: For losses that are no sum or mean over samples (contrastive, Dice, a correlation): True cuts the
+            model after the last tensors that hold a row for each sample; what follows runs once a step on the rows of
+            all micro-batches, and backward starts when it has. That needs the schedule "gpipe", and memory for the
+            activations of all micro-batches. "auto": only where the loss does not add up, and the schedule allows it.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.
@@ -60,7 +69,7 @@ def pipeline(
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
-    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients)
+    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss)
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:
         return PipelinedStep(function, optimizer, request, plan, devices, cluster, example_batch)

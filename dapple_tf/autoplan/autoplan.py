@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError, UsageError
+from dapple_tf.exactness import BatchLoss, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
+from graph_passes.schedules.policies import build_schedule
 from profiler.cluster import Cluster
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
@@ -90,6 +93,18 @@ class Autoplan:
         return None if self._decision is None else self._decision.simulated
 
     @property
+    def inexact(self) -> Inexact:
+        """What to do with a loss whose micro-batches would not add up to the whole batch's."""
+        return self._request.inexact
+
+    @property
+    def batch_loss(self) -> BatchLoss:
+        """Whether a loss that combines samples may run once, after the forwards of all micro-batches."""
+        if self._request.batch_loss == "auto" and not _may_wait(self._request, self._plan_given):
+            return False
+        return self._request.batch_loss
+
+    @property
     def keeps_slices(self) -> bool:
         """Whether the gradients of embeddings stay sparse."""
         return self._request.keeps_slices
@@ -108,6 +123,7 @@ class Autoplan:
         or batch, and the errors of the files that make it.
         """
         if not self.layer_names:
+            self._request = _settle_batch_loss(self._request, captured)
             self._decide_first(captured, layers, shapes, batch)
         plan, names = self.plan, self.layer_names
         recomputed = {names[i] for i in plan.recomputed}
@@ -197,6 +213,22 @@ def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None
             DappleWarning,
             stacklevel=10,
         )
+
+
+def _settle_batch_loss(request: Request, captured: Captured) -> Request:
+    """Return the request with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
+    if captured.dependence is None or captured.dependence.tail is None:
+        return dataclasses.replace(request, batch_loss=False)
+    schedule = "gpipe" if request.schedule_is_auto else request.schedule
+    return dataclasses.replace(request, batch_loss=True, schedule=schedule)
+
+
+def _may_wait(request: Request, plan: Plan | None) -> bool:
+    """Return whether the schedule may run all forwards of the last stage before its first backward."""
+    if plan is not None:
+        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        return schedule.warm_up[-1] == schedule.micro_batches
+    return request.schedule in ("auto", "gpipe") or request.micro_batches == 1
 
 
 def _choose_by_estimate(

@@ -92,7 +92,12 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     shares = {max(1, each // r) for each in measured for r in replicas}
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
     return make_problem(
-        profile(inputs.loss_fn, rows, batch_sizes=sorted((measured | shares) - {size})),
+        profile(
+            inputs.loss_fn,
+            rows,
+            batch_sizes=sorted((measured | shares) - {size}),
+            batch_loss=request.batch_loss,
+        ),
         cluster,
         global_batch_size=samples if any_size else micro_batches * size,
         micro_batch_size=None if any_size else size,

@@ -26,6 +26,16 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [share, *(tensor[low:high] for tensor in tensors)], []
 
 
+def _rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    (size,) = inputs
+    low, high = replica_bounds(size, node) if node.has("micro_batch") else (tf.zeros([], tf.int64), size)
+    return [tf.stack([low, high, size])], []
+
+
+def _one(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [tf.ones([], node.outputs[0].dtype.name)], []
+
+
 def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.cast(inputs[0], node.outputs[0].dtype.name)], []
 
@@ -56,6 +66,39 @@ def _add(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.add_n(inputs[i : i + pieces]) for i in range(0, len(inputs), pieces)], []
 
 
+def _gather_rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    count = node.integer("pieces")
+    tensors, lengths = [], []
+    for k, (axis, outer) in enumerate(zip(node.integers("axes"), node.integers("outer"), strict=True)):
+        pieces = inputs[k * count : (k + 1) * count]
+        lengths.append(tf.stack([tf.shape(piece, tf.int64)[axis] for piece in pieces]))
+        tensors.append(_join(tf.concat([_part(piece, axis, outer) for piece in pieces], axis + 1), axis))
+    return [*tensors, *lengths], []
+
+
+def _cut_rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    axes, outers = node.integers("axes"), node.integers("outer")
+    outputs = []
+    for tensor, lengths, axis, outer in zip(inputs, inputs[len(axes) :], axes, outers, strict=False):
+        pieces = tf.split(_part(tensor, axis, outer), lengths // outer, axis + 1, num=node.integer("pieces"))
+        outputs += [_join(piece, axis) for piece in pieces]
+    return outputs, []
+
+
+def _part(tensor: Any, axis: int, outer: int) -> Any:
+    """Return ``tensor`` with ``axis`` as two axes, of which the first has the length ``outer``."""
+    shape = tf.shape(tensor, tf.int64)
+    parts = [shape[:axis], [outer, shape[axis] // outer], shape[axis + 1 :]]
+    return tf.reshape(tensor, tf.concat(parts, 0))
+
+
+def _join(tensor: Any, axis: int) -> Any:
+    """Return ``tensor`` with ``axis`` and the next one as one axis."""
+    shape = tf.shape(tensor, tf.int64)
+    parts = [shape[:axis], [shape[axis] * shape[axis + 1]], shape[axis + 2 :]]
+    return tf.reshape(tensor, tf.concat(parts, 0))
+
+
 def _merge(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     merged = _merge_values(node.string("kind"), inputs[::2], inputs[1::2])
     return [check_finite(merged, "the loss") if node.has("check") else merged], []
@@ -69,6 +112,8 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
             return tf.concat(values, 0)
         case "sum":
             return tf.add_n(values)
+        case "first":
+            return tf.identity(values[0])
     return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
 
 
@@ -94,10 +139,14 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
         OpName.BATCH_SIZE: _batch_size,
         OpName.SLICE: _slice,
+        OpName.ROW_BOUNDS: _rows,
         OpName.CAST: _cast,
+        OpName.ONE: _one,
         OpName.SPLIT: _split,
         OpName.CONCAT: _concat,
         OpName.ADD: _add,
+        OpName.GATHER_ROWS: _gather_rows,
+        OpName.CUT_ROWS: _cut_rows,
         OpName.MERGE: _merge,
     }
 )

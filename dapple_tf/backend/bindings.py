@@ -11,7 +11,9 @@ from graph_passes.ir.names import nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
-_USE_COPIES = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.REFRESH, OpName.READ_STATE})
+_USE_COPIES = frozenset(
+    {OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS, OpName.REFRESH, OpName.READ_STATE}
+)
 
 
 class Buffers:
@@ -61,9 +63,9 @@ class StepVariables:
     def owner(self, name: str) -> tf.Variable:
         return self._variables[name]
 
-    def copies(self, name: str) -> Sequence[tf.Variable]:
+    def copies(self, node: Node, name: str) -> Sequence[tf.Variable]:
         copies = sorted(self._copies.items(), key=lambda item: item[0])
-        return [variable for (_, _, copied), variable in copies if copied == name]
+        return [copy for (stage, _, copied), copy in copies if (stage, copied) == (node.integer("stage"), name)]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         stage, replica = _place(node)

@@ -24,8 +24,8 @@ class Bindings(Protocol):
     def owner(self, name: str) -> tf.Variable:
         """Return the user's own variable."""
 
-    def copies(self, name: str) -> Sequence[tf.Variable]:
-        """Return the replicas' copies of a variable that forward writes."""
+    def copies(self, node: Node, name: str) -> Sequence[tf.Variable]:
+        """Return the copies of a variable that the replicas of the node's stage have in this process."""
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         """Return the buffers in which the replica of ``node`` sums the gradients of the node's variables."""

@@ -70,7 +70,7 @@ class Operations:
                 owners = [bindings.owner(name) for name in names[len(node.inputs) :]]
                 return [*owners, *(bindings.variable(node, name) for name in names)]
             case OpName.COMMIT:
-                return [v for n in node.strings("variables") for v in (bindings.owner(n), *bindings.copies(n))]
+                return [v for n in node.strings("variables") for v in (bindings.owner(n), *bindings.copies(node, n))]
         if node.has("function"):
             ports = self._context.graph.function(node.string("function")).input_ports("variable")
             return [bindings.variable(node, port.name) for _, port in ports]
@@ -117,7 +117,9 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         **batch_handlers.HANDLERS,
         **gradient_handlers.HANDLERS,
         **variable_handlers.HANDLERS,
+        OpName.RUN_ONCE: _call,
         OpName.FORWARD: _call,
+        OpName.TAIL: _call,
         OpName.BACKWARD: _call,
         OpName.WEIGHTS: _call,
         OpName.UPDATE: _call,

@@ -26,14 +26,14 @@ def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     owners = [context.bindings.owner(name) for name in node.strings("variables")]
-    values = inputs or [_merge_copies(context, name) for name in node.strings("variables")]
+    values = inputs or [_merge_copies(context, node, name) for name in node.strings("variables")]
     return [], [assign_variable(owner, value) for owner, value in zip(owners, values, strict=True)]
 
 
-def _merge_copies(context: Context, name: str) -> Any:
-    """Return the average of the replicas' copies, or the first where they are not floating-point."""
-    values = [read_variable(copy) for copy in context.bindings.copies(name)]
-    mean = len(values) > 1 and values[0].dtype.is_floating
+def _merge_copies(context: Context, node: Node, name: str) -> Any:
+    """Return the average of the replicas' copies, or the first where they are not floating-point or all equal."""
+    values = [read_variable(copy) for copy in context.bindings.copies(node, name)]
+    mean = node.integer("replicas") > 1 and len(values) > 1 and values[0].dtype.is_floating
     return tf.add_n(values) / len(values) if mean else values[0]
 
 

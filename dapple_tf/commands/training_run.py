@@ -158,9 +158,11 @@ def _train(
 
 
 def _report(report: TrainReport, step: PipelinedStep, settings: TrainSettings, model: str, ranks: Ranks) -> TrainReport:
-    """Return the report with the memory, the trace and the curves; rank 0 saves the trace."""
+    """Return the report with exactness, memory, trace and curves; rank 0 saves the trace."""
     memory = step.report
-    report = report.extended(memory=memory.to_json())
+    report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
+    if step.exactness.reasons:
+        report = report.extended(f"what differs from one device:\n{step.exactness}")
     if settings.trace and ranks.is_first:
         plan = step.plan
         title = f"{model.rpartition(':')[2]}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -12,35 +12,49 @@ import click
 from dapple_tf.commands.cluster_option import load_optional_cluster
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, load_plan, parse_request
-from dapple_tf.commands.output import print_result
+from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
+from dapple_tf.commands.workload import Workload
+from dapple_tf.distributed import membership
+from profiler.cluster import Cluster
 
 
 @click.command()
 @add_options(MODEL_OPTIONS, PLAN_OPTIONS)
 def verify(**options: Any) -> None:
-    """Compare one training step of MODEL over a pipeline with one on one device; exit 1 where they differ."""
+    """Compare one training step of MODEL over a pipeline with one on one device; exit 1 where they differ.
+
+    Under mpirun or horovodrun every process runs its stage; the first one also trains on one device, and prints.
+    """
     start_tensorflow(options["devices"])
-    from dapple_tf.commands.training_loop import repeat_batches
     from dapple_tf.verification import verify as compare
 
-    plan, request = load_plan(**options), parse_request(**options)
-    workload = load_model(**options)
+    ranks = Ranks(membership.current())
+    plan, request = ranks.run_on_all(lambda: (load_plan(**options), parse_request(**options)))
+    workload, batch, cluster = ranks.run_on_all(lambda: _load_workload(options))
     report = compare(
         workload.loss_fn,
         optimizer=workload.optimizer,
-        batch=next(repeat_batches(workload.dataset)),
+        batch=batch,
         plan=plan,
         stages=request.stages,
         replicas=request.replicas,
         micro_batches=request.micro_batches,
         schedule=request.schedule,
         recompute=request.recompute,
-        cluster=load_optional_cluster(**options),
+        cluster=cluster,
     )
-    print_result(str(report))
+    ranks.print_result(str(report))
     if options["as_json"]:
-        errors = {k: getattr(report, f"max_{k}_error") for k in ("loss", "gradient", "variable")}
-        print_result(json.dumps({"ok": report.ok, "max_errors": errors, "plan": dataclasses.asdict(report.plan)}))
+        ranks.print_result(json.dumps(report.to_json()))
+    ranks.wait_for_all()
     if not report.ok:
         sys.exit(1)
+
+
+def _load_workload(options: Mapping[str, Any]) -> tuple[Workload, tuple[Any, ...], Cluster | None]:
+    """Return the model that ``options`` name, its first batch, and the cluster."""
+    from dapple_tf.commands.training_loop import repeat_batches
+
+    workload = load_model(**options)
+    return workload, next(repeat_batches(workload.dataset)), load_optional_cluster(**options)

@@ -18,7 +18,7 @@ from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
-from dapple_tf.errors import BatchError, StepError, UsageError
+from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
 from graph_passes.passes.base import run_passes
 from graph_passes.passes.place import PlaceRank
@@ -104,11 +104,9 @@ class RankTarget:
     def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
         """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
 
-        Raises JobError if the ranks differ in TensorFlow, code, plan, model or batch, naming the difference; UsageError
-        for a step that returns gradients.
+        A step that returns gradients returns on each rank those of its stage. Raises JobError if the ranks differ in
+        TensorFlow, code, plan, model or batch, naming the difference.
         """
-        if variant is StepVariant.WITH_GRADIENTS:
-            raise UsageError("a step of several processes gives no gradients yet: leave them out")
         self._job.compare(
             {
                 "TensorFlow version": tf.__version__,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,8 @@ from dapple_tf.distributed.variable_locations import Ranks
 _MESSAGE_BYTES = 64 * 2**20
 
 T = TypeVar("T")
+Described: TypeAlias = Any
+"""What has the dtype and the shape of a value: a tf.Variable, or a tf.TensorSpec."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,22 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
             for transfer, value in zip(group, values, strict=True):
                 if receives and job.rank in transfer.receivers:
                     transfer.variable.assign(value)
+
+
+def gather_arrays(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays (NumPy) of all ranks by name, on every rank; of those with the same name the first rank's.
+
+    ``own``: this rank's. Every rank must call this.
+    """
+    described = job.gather({name: (array.dtype.name, array.shape) for name, array in own.items()})
+    found: dict[str, Any] = {}
+    for source, types in enumerate(described):
+        specs = [(name, tf.TensorSpec(shape, dtype)) for name, (dtype, shape) in types.items() if name not in found]
+        for group in _group_by_bytes(specs, lambda item: item[1]):
+            values = [own[name] for name, _ in group] if job.rank == source else None
+            arrays = _broadcast_values(job, [spec for _, spec in group], source, values, keep=True)
+            found |= {name: array for (name, _), array in zip(group, arrays, strict=True)}
+    return found
 
 
 def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator[Any]:
@@ -101,19 +119,19 @@ def to_bytes(value: Any) -> Any:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-def from_bytes(data: Any, variable: tf.Variable) -> Any:
-    """Return the value, of the dtype and shape of ``variable``, that a flat array of bytes holds."""
-    return np.ascontiguousarray(data).view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
+def from_bytes(data: Any, like: Described) -> Any:
+    """Return the value, of the dtype and shape of ``like``, that a flat array of bytes holds."""
+    return np.ascontiguousarray(data).view(like.dtype.as_numpy_dtype).reshape(like.shape)
 
 
 def _broadcast_values(
-    job: Job, variables: Sequence[tf.Variable], source: int, own: Sequence[Any] | None, *, keep: bool
+    job: Job, described: Sequence[Described], source: int, own: Sequence[Any] | None, *, keep: bool
 ) -> list[Any]:
-    """Return the values of the variables, which rank ``source`` has as ``own``, on the ranks that ``keep`` them.
+    """Return the values so ``described``, which rank ``source`` has as ``own``, on the ranks that ``keep`` them.
 
     The other ranks get None for each, and never hold more than one message.
     """
-    sizes = [_byte_size(variable) for variable in variables]
+    sizes = [_byte_size(one) for one in described]
     total = sum(sizes)
     if own is not None:
         data = np.concatenate([to_bytes(value) for value in own]) if len(own) != 1 else to_bytes(own[0])
@@ -127,9 +145,9 @@ def _broadcast_values(
             if own is None and keep:
                 data[first : first + length] = message
     if not keep:
-        return [None] * len(variables)
+        return [None] * len(described)
     parts = np.split(data, np.cumsum(sizes)[:-1])
-    return [from_bytes(part, variable) for variable, part in zip(variables, parts, strict=True)]
+    return [from_bytes(part, one) for one, part in zip(described, parts, strict=True)]
 
 
 def _broadcast(message: Any, source: int) -> Any:
@@ -139,12 +157,12 @@ def _broadcast(message: Any, source: int) -> Any:
     return hvd.broadcast(message, source, name=f"values/{source}/{len(message)}").numpy()
 
 
-def _group_by_bytes(items: Iterable[T], variable_of: Callable[[T], tf.Variable]) -> Iterator[list[T]]:
-    """Yield groups of consecutive items whose variables fit in one message; a larger variable is a group of its own."""
+def _group_by_bytes(items: Iterable[T], described: Callable[[T], Described]) -> Iterator[list[T]]:
+    """Yield groups of consecutive items whose values fit in one message; a larger value is a group of its own."""
     group: list[T] = []
     group_bytes = 0
     for item in items:
-        item_bytes = _byte_size(variable_of(item))
+        item_bytes = _byte_size(described(item))
         if group and group_bytes + item_bytes > _MESSAGE_BYTES:
             yield group
             group, group_bytes = [], 0
@@ -154,5 +172,5 @@ def _group_by_bytes(items: Iterable[T], variable_of: Callable[[T], tf.Variable])
         yield group
 
 
-def _byte_size(variable: tf.Variable) -> int:
-    return int(variable.shape.num_elements() * variable.dtype.size)
+def _byte_size(described: Described) -> int:
+    return int(described.shape.num_elements() * described.dtype.size)

@@ -7,7 +7,7 @@ argument is unknown, so that the same graph serves every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -15,10 +15,12 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, LossError
 from dapple_tf.frontend.batch import batch_signature
+from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.keras_layers import LayerRecorder
-from dapple_tf.frontend.names import unique_name
+from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from graph_passes.ir.graph import Effect, Graph, Node, attributes
+from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
+from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Captured:
     that it was read from, in which gradients are built. ``variables``: by the name of their node; ``trainable``: the
     names of those to train. ``constants``: tensors from outside of the function, by the name of their ``capture``
     node. ``aux``: the nesting of the aux outputs, or None. ``signature``: the specs of the flattened arguments.
+
+    ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
+    node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out.
     """
 
     graph: Graph
@@ -38,11 +43,49 @@ class Captured:
     constants: dict[str, tf.Tensor]
     aux: Any
     signature: tuple[tf.TensorSpec, ...]
+    rows: Any = None
+    dependence: BatchDependence | None = None
 
     @property
     def stateful(self) -> bool:
-        """Whether forward draws random numbers or writes variables, so that its result depends on the micro-batches."""
-        return any(node.effect in (Effect.WRITE, Effect.RANDOM) for node in self.graph.nodes)
+        """Whether micro-batches draw from a generator's hidden state or write variables, so that they are not equal."""
+        changing = (node for node in self.graph.nodes if node.effect in (Effect.WRITE, Effect.RANDOM))
+        return any(not node.has("once") and not node.has("tail") for node in changing)
+
+
+class CapturedTensors:
+    """The TensorFlow tensors from which IR values were read.
+
+    ``handles``: the resource placeholders of variables, by name. ``inputs``: as for ``read_graph``.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self.handles: dict[str, Any] = {}
+        self.inputs: dict[str, Node] = {}
+        self._graph = captured.func_graph
+        self._placeholders: dict[str, Any] = {}
+        for name, tensor in zip(captured.graph.inputs, self._graph.inputs, strict=False):
+            self._add(captured.graph.node(name), tensor)
+        for name, variable in captured.variables.items():
+            self.handles[name] = internals.capture_of(self._graph, variable.handle)
+            self._add(captured.graph.node(name), self.handles[name])
+        for name, constant in captured.constants.items():
+            self._add(captured.graph.node(name), internals.capture_of(self._graph, constant))
+        if captured.rows is not None:
+            self._add(captured.graph.node(ROWS_NAME), captured.rows)
+
+    def _add(self, node: Node, tensor: Any) -> None:
+        self.inputs[tensor.op.name] = node
+        self._placeholders[node.name] = tensor
+
+    def __getitem__(self, value: Value) -> Any:
+        if value.node in self._placeholders:
+            return self._placeholders[value.node]
+        return self._graph.get_tensor_by_name(tensor_name(value))
+
+    def value(self, tensor: Any) -> Value:
+        """Return the IR value of a tensor of the trace."""
+        return read_value(tensor, self.inputs)
 
 
 def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
@@ -75,6 +118,17 @@ def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
     return Captured(graph, func_graph, inputs.variables, tuple(inputs.trainable), inputs.constants, aux, specs)
+
+
+def read_again(captured: Captured, loss: Any, rows: Any) -> Captured:
+    """Return ``captured`` after ops were added to its trace: ``loss`` is its loss, and ``rows`` a further input."""
+    tensors = CapturedTensors(captured)
+    inputs = {**tensors.inputs, rows.op.name: Node(ROWS_NAME, ROWS_OP)}
+    graph = read_graph(captured.func_graph, inputs, captured.graph.name)
+    nodes = tuple(captured.graph.by_name.get(node.name, node) for node in graph.nodes)
+    outputs = (read_value(loss, inputs), *captured.graph.outputs[1:])
+    graph = graph.replace(nodes=nodes, inputs=captured.graph.inputs, outputs=outputs)
+    return replace(captured, graph=graph, rows=rows)
 
 
 def _check_signature(function: Any) -> None:

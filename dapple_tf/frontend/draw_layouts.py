@@ -78,6 +78,15 @@ def counter_layout(op: str, dtype: DType) -> CounterLayout | None:
     return None
 
 
+SEED_TO_COUNTER = "StatelessRandomGetKeyCounter"
+"""The op that makes a counter from a seed, for the draws of Keras. The low half of the counter is 0."""
+
+
+def advance_zero_low(counter: Any, count: Any) -> Any:
+    """Return ``counter`` plus the int64 ``count``, in fewer ops than ``advance``; its low half must be 0."""
+    return counter + tf.cast(count * tf.constant([1, 0], tf.int64), tf.uint64)
+
+
 def advance(counter: Any, count: Any) -> Any:
     """Return ``counter`` plus the int64 ``count``. ``counter``: two uint64, the low half of its 128 bits first."""
     added = tf.cast(count, tf.uint64)

@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.names import tensor_name
-from dapple_tf.frontend.read_graph import read_graph, read_value
+from dapple_tf.frontend.capture import Captured, CapturedTensors
+from dapple_tf.frontend.read_graph import read_graph
+from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
-from graph_passes.ir.graph import FunctionRef, Graph, Node, Value, ancestors
+from graph_passes.ir.graph import FunctionRef, Graph, Value, ancestors
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import Stage, StageGraph
 
@@ -29,12 +29,12 @@ from graph_passes.passes.partition import Stage, StageGraph
 def differentiate(
     captured: Captured, stages: StageGraph, *, sparse: bool = True
 ) -> tuple[Graph, tuple[StageGradients, ...]]:
-    """Return the joint graph of forward and backward, and the gradients of each stage.
+    """Return the joint graph of forward and backward, and the gradients of each stage, then of the tail if any.
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     Raises CaptureError for a tf.py_function between a trainable variable and the loss.
     """
-    tensors = _Tensors(captured)
+    tensors = CapturedTensors(captured)
     trained = _depend_on_training(captured)
     for node in captured.graph.nodes:
         if node.op == "EagerPyFunc" and node.name in trained:
@@ -45,6 +45,10 @@ def differentiate(
             )
     found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
+    if stages.tail:
+        with captured.func_graph.as_default(), tf.name_scope("tail_gradients"):
+            found.append(_differentiate_tail(captured, stages, tensors, trained))
+        differentiated = {value for value, _ in found[0].boundary}
     for stage in reversed(stages.stages):
         with captured.func_graph.as_default(), tf.name_scope(f"stage{stage.index}_gradients"):
             result = _differentiate_stage(captured, stages, stage, differentiated, tensors, trained)
@@ -58,8 +62,9 @@ def differentiate(
             [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
             for result in found
         ]
-    joint = _with_types_of(captured.graph, read_graph(captured.func_graph, tensors.inputs, captured.graph.name))
-    by_stage = [read_uses(joint, uses, stage.index, captured.variables, tensors.value) for stage in stages.stages]
+    joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
+    joint = _with_types_of(captured.graph, joint)
+    by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     return joint, tuple(
         StageGradients(
             result.seeds,
@@ -76,7 +81,7 @@ def _calls_functions(graph: Graph) -> bool:
     return any(isinstance(value, FunctionRef) for node in graph.nodes for _, value in node.attrs)
 
 
-def _differentiate_whole(captured: Captured, tensors: _Tensors, name: str) -> Any:
+def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str) -> Any:
     """Return the gradient of the whole loss for a variable: no stage uses its ops, they only tell an order."""
     return tf.gradients(tensors[captured.graph.outputs[0]], tensors.handles[name], name="whole_gradient")[0]
 
@@ -88,39 +93,6 @@ def _with_types_of(captured: Graph, joint: Graph) -> Graph:
         known = captured.by_name[node.name].outputs if node.name in captured.by_name else ()
         nodes.append(dataclasses.replace(node, outputs=(*known, *node.outputs[len(known) :])))
     return joint.replace(nodes=tuple(nodes))
-
-
-class _Tensors:
-    """The TensorFlow tensors from which IR values were read.
-
-    ``handles``: the resource placeholders of variables, by name. ``inputs``: as for ``read_graph``.
-    """
-
-    def __init__(self, captured: Captured) -> None:
-        self.handles: dict[str, Any] = {}
-        self.inputs: dict[str, Node] = {}
-        self._graph = captured.func_graph
-        self._placeholders: dict[str, Any] = {}
-        for name, tensor in zip(captured.graph.inputs, self._graph.inputs, strict=False):
-            self._add(captured.graph.node(name), tensor)
-        for name, variable in captured.variables.items():
-            self.handles[name] = internals.capture_of(self._graph, variable.handle)
-            self._add(captured.graph.node(name), self.handles[name])
-        for name, constant in captured.constants.items():
-            self._add(captured.graph.node(name), internals.capture_of(self._graph, constant))
-
-    def _add(self, node: Node, tensor: Any) -> None:
-        self.inputs[tensor.op.name] = node
-        self._placeholders[node.name] = tensor
-
-    def __getitem__(self, value: Value) -> Any:
-        if value.node in self._placeholders:
-            return self._placeholders[value.node]
-        return self._graph.get_tensor_by_name(tensor_name(value))
-
-    def value(self, tensor: Any) -> Value:
-        """Return the IR value of a tensor of the trace."""
-        return read_value(tensor, self.inputs)
 
 
 def _depend_on_training(captured: Captured) -> set[str]:
@@ -146,7 +118,7 @@ def _differentiate_stage(
     stages: StageGraph,
     stage: Stage,
     differentiated: Collection[Value],
-    tensors: _Tensors,
+    tensors: CapturedTensors,
     trained: Collection[str],
 ) -> _StageResult:
     """Add the gradient ops of one stage to the trace.
@@ -178,9 +150,33 @@ def _differentiate_stage(
     )
 
 
+def _differentiate_tail(
+    captured: Captured, stages: StageGraph, tensors: CapturedTensors, trained: Collection[str]
+) -> _StageResult:
+    """Add the gradient ops of the tail to the trace: of the loss, for the frontier and for the tail's variables."""
+    frontier = [entry.value for entry in stages.frontier]
+    entering = [v for v in frontier if captured.graph.type_of(v).dtype.differentiable]
+    stops = [tensors[value] for value in entering]
+    loss = captured.graph.outputs[0]
+    needed = ancestors(captured.graph, [loss.node], stop=[value.node for value in frontier])
+    names = [name for name in captured.trainable if name in needed]
+    taken = [value for value in entering if value.node in trained]
+    sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
+    with internals.stop_gradients_at_calls(stops):
+        gradients = tf.gradients(tensors[loss], sources, stop_gradients=stops, name="gradients")
+    values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients[: len(taken)]]
+    return _StageResult(
+        (),
+        tuple((v, g) for v, g in zip(taken, values, strict=True) if g is not None),
+        tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
+    )
+
+
 def _targets(captured: Captured, stages: StageGraph, stage: Stage, differentiated: Collection[Value]) -> list[Value]:
     """Return the values of a stage to differentiate: boundary tensors, and the loss on the stage that computes it."""
     targets = [value for value in stage.outputs if value in differentiated]
+    if stages.tail:
+        return targets
     loss = captured.graph.outputs[0]
     owner = stages.stage_of(loss.node)
     if (len(stages.stages) - 1 if owner is None else owner) == stage.index:

@@ -17,7 +17,15 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.draw_layouts import DRAW_INPUTS, ROW_PARAMETERS, CounterLayout, advance, counter_layout
+from dapple_tf.frontend.draw_layouts import (
+    DRAW_INPUTS,
+    ROW_PARAMETERS,
+    SEED_TO_COUNTER,
+    CounterLayout,
+    advance,
+    advance_zero_low,
+    counter_layout,
+)
 from dapple_tf.frontend.traced_nodes import replacement_nodes
 from dapple_tf.frontend.write_graph import import_graph
 from graph_passes.ir.graph import Graph, Node, Opaque, TensorType, Value
@@ -80,7 +88,9 @@ def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: se
         inputs = dict(zip((*kinds, "rows"), tensors, strict=True))
         if layout is None:
             return _slice_whole_draw(redraw, draw, _parameter_axes(node, draw, kinds), inputs)
-        return _draw_from_begin(redraw, draw, layout, _known_row_elements(node, draw), inputs)
+        from_seed = graph.node(node.inputs[2].node).op == SEED_TO_COUNTER
+        move = partial(advance_zero_low if from_seed else advance, inputs["counter"])
+        return _draw_from_begin(redraw, move, draw, layout, _known_row_elements(node, draw), inputs)
 
     typed = [(value, graph.type_of(value)) for value in (*node.inputs, rows)]
     return replacement_nodes(node, draw_own_rows, typed, taken)
@@ -118,16 +128,23 @@ def _known_row_elements(node: Node, draw: RowDraw) -> int | None:
 
 
 def _draw_from_begin(
-    redraw: Callable[[Tensors], Any], draw: RowDraw, layout: CounterLayout, known: int | None, inputs: Tensors
+    redraw: Callable[[Tensors], Any],
+    move: Callable[[Any], Any],
+    draw: RowDraw,
+    layout: CounterLayout,
+    known: int | None,
+    inputs: Tensors,
 ) -> Any:
-    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its start off."""
+    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its start off.
+
+    ``move``: gives the counter that is further on by a number of values.
+    """
     begin, shape = inputs["rows"][0], inputs["shape"]
     elements = draw.inner * _product(shape[draw.axis + 1 :]) if known is None else known
     if layout.block == 1 or (known is not None and known % layout.block == 0):
-        counter = advance(inputs["counter"], begin * (elements // layout.block * layout.counters))
-        return redraw({**inputs, "counter": counter})
+        return redraw({**inputs, "counter": move(begin * (elements // layout.block * layout.counters))})
     first = begin * elements
-    counter = advance(inputs["counter"], first // layout.block * layout.counters)
+    counter = move(first // layout.block * layout.counters)
     surplus = tf.reshape(first % layout.block, [1])
     length = tf.cast(_product(shape) + surplus, shape.dtype)
     drawn = redraw({**inputs, "counter": counter, "shape": length})

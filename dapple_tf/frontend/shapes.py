@@ -11,6 +11,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.read_graph import read_shape, read_shapes
+from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.write_graph import import_graph
 from graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
 
@@ -29,6 +30,7 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
         inputs = dict(zip(captured.graph.inputs, batch, strict=True))
         inputs |= {name: internals.capture_of(graph, v.handle) for name, v in captured.variables.items()}
         inputs |= {name: internals.capture_of(graph, value) for name, value in captured.constants.items()}
+        inputs |= {ROWS_NAME: tf.constant([0, batch_size, batch_size], tf.int64)}
         import_graph(captured.graph, inputs, _SCOPE)
         found.update(read_shapes(graph, f"{_SCOPE}/"))  # input nodes: placeholders without a shape, replaced below
         found.update({name: (read_shape(tensor),) for name, tensor in inputs.items()})
@@ -40,6 +42,21 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
     except ValueError:  # the model does not accept this batch size; no shapes is always safe
         return {}
     return found
+
+
+PROBE = 1009
+"""A batch size that divides no other length in a model: it is prime, and no usual width of a layer is a multiple."""
+
+
+def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, dict[str, tuple[Shape, ...]]]:
+    """Return a batch size that tells the lengths that depend on the batch from others, and the shapes for it.
+
+    ``batch_size``: one that the model accepts, for a model whose batches must be multiples of a number.
+    """
+    for probe in (PROBE, PROBE * batch_size):
+        if shapes := infer_shapes(captured, probe):
+            return probe, shapes
+    return batch_size, infer_shapes(captured, batch_size)
 
 
 def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, dict[str, tuple[Shape, ...]]]:

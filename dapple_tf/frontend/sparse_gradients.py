@@ -6,7 +6,7 @@ micro-batches are put together use by use: that gives them the order that they h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +103,15 @@ def read_uses(
     stage: int,
     variables: Mapping[str, tf.Variable],
     value_of: Callable[[Any], Value],
+    once: Collection[str] = (),
 ) -> tuple[SparseUse, ...]:
     """Return the uses in one ``stage`` as values of the ``joint`` graph; ``value_of`` gives the value of a tensor.
 
+    ``once``: the nodes that run once a step, on the whole batch: what only they compute is equal in all micro-batches.
     Raises CaptureError where it cannot be told how to put the slices of micro-batches together.
     """
     return tuple(
-        _read_use(joint, use, position, name, variables[name], value_of)
+        _read_use(joint, use, position, name, variables[name], value_of, once)
         for name, own in uses.items()
         for position, same in enumerate(own)
         for use in same
@@ -118,7 +120,13 @@ def read_uses(
 
 
 def _read_use(
-    joint: Graph, use: TensorUse, position: int, name: str, variable: tf.Variable, value_of: Callable[[Any], Value]
+    joint: Graph,
+    use: TensorUse,
+    position: int,
+    name: str,
+    variable: tf.Variable,
+    value_of: Callable[[Any], Value],
+    once: Collection[str],
 ) -> SparseUse:
     indices = value_of(use.indices)
     length = use.indices.shape[0] if use.indices.shape.rank else None
@@ -128,13 +136,13 @@ def _read_use(
         TensorType(DType(use.slices.dtype.name), Shape((count, *row))),
         TensorType(DType(use.indices.dtype.name), Shape((count,))),
     )
-    combine: Combine = "sum" if length is not None else _combine(joint, indices, name)
+    combine: Combine = "sum" if length is not None else _combine(joint, indices, name, once)
     return SparseUse(name, rows, value_of(use.slices), indices, kinds, combine, position, use.lookup)
 
 
-def _combine(joint: Graph, indices: Value, variable: str) -> Combine:
+def _combine(joint: Graph, indices: Value, variable: str, once: Collection[str]) -> Combine:
     """Return how micro-batches are put together where the number of indices is not known."""
-    before = [joint.node(name) for name in ancestors(joint, [indices.node])]
+    before = [joint.node(name) for name in ancestors(joint, [indices.node], stop=once)]
     if not any(node.op == "arg" for node in before):
         return "sum"
     if any(node.op in _UNIQUE for node in before):

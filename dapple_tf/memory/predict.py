@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.ir.names import micro_batch_count, replica_counts
+from graph_passes.ir.graph import Function, Graph, Value
+from graph_passes.ir.names import at, micro_batch_count, replica_counts
+from graph_passes.ir.ops import OpName
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
 
@@ -32,7 +34,9 @@ class StageMemory:
     neighbours before they are used; ``transit``, messages that a rank sends and receives; ``working``, the peak of a
     function's other tensors, by kind of action; ``slices``, the sparse gradients of one micro-batch, which stay until
     the update; ``update``, the weight update, which runs when the others are freed, with all slices. ``in_step``: the
-    peak of all these at one time. ``loops``: the number of While loops, whose insides are not counted.
+    peak of all these at one time. ``tail``: what the tail of the model takes (see ``batch_loss``), which runs on the
+    whole batch while all micro-batches are stashed. ``loops``: the number of While loops, whose insides are not
+    counted.
     """
 
     stage: int
@@ -49,6 +53,7 @@ class StageMemory:
     in_step: int
     loops: int = 0
     slices: int = 0
+    tail: int = 0
 
     @property
     def stash(self) -> int:
@@ -100,10 +105,26 @@ def predict_memory(
         {kind: sizes[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
     ]
     slices = find_slices(functions, model.sparse, variables, micro_batches, replicas)
-    return tuple(
+    stages = [
         _predict_stage(stage, own, slices[stage], schedule, model, variables, micro_batches, replicas[stage], ranks)
         for stage, own in enumerate(functions)
-    )
+    ]
+    if model.frontier:
+        stages[-1] = _with_tail(stages[-1], graph.function(at(len(replicas) - 1, what=OpName.TAIL)), batch_size)
+    return tuple(stages)
+
+
+def _with_tail(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:
+    """Return the memory of the last stage with that of the tail; unknown lengths count as ``batch_size``.
+
+    The rows, and their gradients, are there twice: in micro-batches, and put together.
+    """
+    sizes = FunctionSizes(function, {}, batch_size)
+    rows = sum(sizes.bytes_of(Value(function.graph.inputs[i])) for i, _ in function.input_ports("boundary"))
+    gradients = sum(sizes.bytes_of(function.graph.outputs[i]) for i, _ in function.output_ports("gradient"))
+    tail = 2 * rows + gradients + peak_bytes(function.graph, sizes.bytes_of)
+    in_step = max(memory.in_step, memory.in_flight * memory.stash + tail)
+    return dataclasses.replace(memory, tail=tail, in_step=in_step)
 
 
 def _predict_stage(
@@ -118,6 +139,8 @@ def _predict_stage(
     ranks: bool,
 ) -> StageMemory:
     stashed = find_stashed_tensors(functions)
+    if stage == model.stages - 1:  # gradients that the tail gives count there
+        stashed = tuple(tensor for tensor in stashed if tensor.origin != "next stage")
     transit = transfer_bytes(functions, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(

@@ -41,7 +41,7 @@ _JSON_FIELDS = {
     "most_held": "in_flight",
     **{
         name: name
-        for name in ("stash", "waiting", "transit", "working", "slices", "update", "in_step", "peak", "loops")
+        for name in ("stash", "waiting", "transit", "working", "slices", "tail", "update", "in_step", "peak", "loops")
     },
 }
 
@@ -79,6 +79,11 @@ class Report:
         looping = [str(stage.predicted.stage) for stage in self.stages if stage.predicted.loops]
         if looping:
             lines.append(f"not counted: tensors of each iteration of the While loops of stage {', '.join(looping)}")
+        for memory in (stage.predicted for stage in self.stages if stage.predicted.tail):
+            lines.append(
+                f"the loss runs once, on the rows of all micro-batches: {format_megabytes(memory.tail)} MB on stage "
+                f"{memory.stage}, while all micro-batches are stashed (batch_loss)"
+            )
         if self.measured is not None and self.predicted is not None:
             ratio = self.predicted / max(1, self.measured.above_start)
             lines.append(

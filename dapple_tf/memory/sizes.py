@@ -100,9 +100,15 @@ class _ShapeInference:
                 return internals.capture_of(self._graph, self._model.variables[port.name].handle)
             case "seed":
                 return tf.ones([], port.type.dtype.name)
+            case "rows":
+                return tf.constant([0, self._samples[stage], self._samples[stage]], tf.int64)
+            case "once":
+                return tf.compat.v1.placeholder(port.type.dtype.name, port.type.shape.dims)
             case "boundary":
                 return self._received(port, stage, stage - 1)
             case "gradient":
+                if stage + 1 == len(self._samples):  # the tail gives the gradients of the rows that forward gave
+                    return self._outputs[stage, "boundary", port.name]
                 return self._received(port, stage, stage + 1)
         return self._outputs[stage, port.role, port.name]
 

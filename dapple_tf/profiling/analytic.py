@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from profiler.measure import Floats
 from profiler.peaks import Peak, find_peak
@@ -26,7 +26,7 @@ def analytic_profile(
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_arguments(batch)
     size = batch_size(arguments)
-    facts = examine_layers(capture(loss_fn, arguments), size)
+    facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)
     return make_profile(
         facts,
         model or facts.captured.graph.name,

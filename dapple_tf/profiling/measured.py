@@ -19,8 +19,9 @@ import tensorflow as tf
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import DappleWarning
+from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from dapple_tf.profiling.one_device import describe_device, limit_to_one_device
@@ -46,13 +47,15 @@ def profile(
     batch_sizes: Sequence[int] | None = None,
     repeats: int = 9,
     model: str | None = None,
+    batch_loss: BatchLoss = False,
 ) -> Profile:
     """Measure the cost of each layer of a loss, on one of the devices that a pipeline would use.
 
     ``batch`` is the tuple of the loss's arguments; the profile is for its size. ``batch_sizes``: further sizes to
     measure at; rows of the batch are taken, and repeated where it has too few. ``repeats``: the number of rounds, of
-    which the median counts; fewer where they would take more than 8 seconds. ``model`` names the profile. All
-    variables have their values and devices back afterwards.
+    which the median counts; fewer where they would take more than 8 seconds. ``model`` names the profile.
+    ``batch_loss``: as ``dapple.pipeline`` gets it; the part of the loss that runs once is no layer then. All variables
+    have their values and devices back afterwards.
 
     On CPUs the process is limited to the cores that one device has to itself, and time that other processes took is
     subtracted. Warns (DappleWarning) where the sum over the layers differs by more than 10% from the whole model's
@@ -65,12 +68,13 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(capture(loss_fn, arguments), size)
+        facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow", batch_loss), size)
         if facts.lists:
             _warn(f"stash_bytes leaves out lists of unknown length, of the While loops in {', '.join(facts.lists)}")
         with unchanged_variables(facts.captured.variables.values()):
             result = _measure(loss_fn, arguments, facts, other_sizes, repeats, model, show)
-    if message := _disagreement_message(result):
+    message = "" if facts.layers.frontier else _disagreement_message(result)
+    if message:
         _warn(message)
     return result
 

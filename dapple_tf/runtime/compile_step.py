@@ -15,9 +15,8 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, UsageError
 from dapple_tf.frontend.batch import batch_key, batch_size
-from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.loss_check import check_loss
 from dapple_tf.frontend.shapes import infer_batch_axes
+from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import find_layers
 
@@ -78,8 +77,7 @@ def compile_step(
     key, size = batch_key(batch), batch_size(batch)
 
     def trace() -> StagedModel:
-        captured = capture(loss_fn, batch)
-        check_loss(captured)
+        captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss)
         captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         layers = find_layers(captured.graph)
         cuts = autoplan.decide(captured, layers, shapes, batch)

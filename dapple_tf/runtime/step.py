@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +16,13 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.local_target import LocalTarget
-from dapple_tf.compiler import StagedModel, StepVariant
+from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.rank_programs import RankTarget
-from dapple_tf.distributed.variable_transfer import gather_variables
+from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import UsageError
+from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
@@ -34,6 +36,15 @@ from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
 from graph_passes.passes.expose_gradients import exposed_gradients
 from profiler.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class ExposedOutputs:
+    """What a step computed, in NumPy: ``aux``, the flattened aux outputs; ``gradients``, by variable."""
+
+    loss: Any
+    aux: tuple[Any, ...]
+    gradients: dict[str, Any]
 
 
 class PipelinedStep:
@@ -85,6 +96,14 @@ class PipelinedStep:
         return self._autoplan.choice
 
     @property
+    def exactness(self) -> Exactness:
+        """Why the step that ran last differs from one device's: a table of layers, reasons and remedies.
+
+        Empty for most models. UsageError before the first batch.
+        """
+        return self._compiled_last().planned.model.exactness
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
         """Names of the model's layers, in the plan's order; empty before the first batch."""
         return self._autoplan.layer_names
@@ -116,6 +135,10 @@ class PipelinedStep:
         """Return the stages that batches like this one are compiled to, before micro-batches."""
         return self._compile(batch, StepVariant.PLAIN).planned.model
 
+    def build_exposed(self, *batch: Any) -> PlannedModel:
+        """Compile the step that ``run_exposed`` runs for batches like this one; return its model and plan."""
+        return self._compile(batch, StepVariant.WITH_GRADIENTS).planned
+
     def build(self, *batch: Any, record: bool = False) -> None:
         """Make the plan and compile the step for batches like this one, without running it.
 
@@ -135,11 +158,24 @@ class PipelinedStep:
         return step.planned.model.pack(outputs)
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy)."""
-        step, outputs = self._run(batch, StepVariant.WITH_GRADIENTS)
+        """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
+
+        In a job every rank must call it, and each gets the gradients of all.
+        """
+        outputs = self.expose(*batch)
+        return outputs.loss, outputs.gradients
+
+    def expose(self, *batch: Any) -> ExposedOutputs:
+        """Train on one batch as ``run_exposed`` does, and return the aux outputs too."""
+        step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS)
         names = exposed_gradients(step.program.graph)
-        values = [value.numpy() for value in outputs]
-        return values[0], dict(zip(names, values[len(values) - len(names) :], strict=True))
+        loss, *values = (tensor.numpy() for tensor in tensors)
+        aux = len(values) - len(names)
+        gradients = dict(zip(names, values[aux:], strict=True))
+        if self._job is not None:
+            self._job.announce_call("gather the gradients")
+            gradients = gather_arrays(self._job, gradients)
+        return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
         """Give this process the values that other ranks have trained, until the next step; every rank must call it.

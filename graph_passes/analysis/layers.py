@@ -7,6 +7,9 @@ named by its path and the op's name.
 *Floating* nodes belong to no layer: constants, reads of variables that forward does not write, shapes of the batch's
 tensors, and what is computed from these. They are repeated in each stage that uses them, so neither a weight nor a
 shape crosses a stage boundary. Weight terms do not float: see ``weight_terms``.
+
+Nodes with the attribute ``once`` belong to no layer either: they run once a step, on the whole batch, in each stage
+that uses them. Nor do those of the tail (see ``tail``).
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import difflib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from graph_passes.analysis.tail import TailInput, find_frontier, find_tail, outside_of_tail
 from graph_passes.analysis.weight_terms import find_weight_terms
 from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
+from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 
-CAPTURED_INPUTS = frozenset({"arg", "variable", "capture"})
+CAPTURED_INPUTS = frozenset({"arg", "rows", "variable", "capture"})
 """Ops of the inputs of a captured graph."""
 
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
@@ -52,7 +56,9 @@ class Cut:
 class Layers:
     """The layers of ``graph`` in a topological order, and the cut before each layer but the first.
 
-    ``floating``: the nodes of no layer. ``weight_terms``: nodes of layers that have equal results on all replicas.
+    ``floating``: the nodes of no layer; ``once``: those that run once a step. ``weight_terms``: nodes of layers that
+    have equal results on all replicas. ``tail``: the nodes that run once, after all micro-batches, on the rows of
+    ``frontier``.
     """
 
     graph: Graph
@@ -60,6 +66,9 @@ class Layers:
     cuts: tuple[Cut, ...]
     floating: frozenset[str]
     weight_terms: frozenset[str]
+    once: frozenset[str] = frozenset()
+    tail: frozenset[str] = frozenset()
+    frontier: tuple[TailInput, ...] = ()
 
     def cut(self, position: int) -> Cut:
         """Return the cut before layer ``position``, which is at least 1."""
@@ -124,22 +133,27 @@ def find_floating(graph: Graph) -> frozenset[str]:
     """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms."""
     written = written_variables(graph)
     floating = {node.name for node in graph.nodes if node.op in CAPTURED_INPUTS}
+    once = find_once(graph)
     args = {node.name for node in graph.nodes if node.op == "arg"}
     for node in graph.nodes:
-        if node.op in CAPTURED_INPUTS or node.effect not in (Effect.PURE, Effect.READ):
+        if node.op in CAPTURED_INPUTS or node.name in once or node.effect not in (Effect.PURE, Effect.READ):
             continue
         sources = set(node.predecessors())
         if sources & args and (node.op not in SHAPE_OPS or not sources <= args):
             continue
-        if sources <= floating and not any(name in written for name in variables_of(graph, node)):
+        if sources <= floating | once and not any(name in written for name in variables_of(graph, node)):
             floating.add(node.name)
     return frozenset(floating)
 
 
+def find_once(graph: Graph) -> frozenset[str]:
+    """Return the names of the nodes that run once a step, on the whole batch."""
+    return frozenset(node.name for node in graph.nodes if node.has("once"))
+
+
 def live_nodes(graph: Graph) -> set[str]:
-    """Return the names of the nodes that the outputs depend on, and of those that write or act on the outside world."""
-    acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
-    return ancestors(graph, [*(value.node for value in graph.outputs), *acting])
+    """Return the names of the nodes that micro-batches run: for the outputs, writes, and acts on the outside world."""
+    return outside_of_tail(graph, find_once(graph))
 
 
 def find_layers(graph: Graph) -> Layers:
@@ -147,14 +161,16 @@ def find_layers(graph: Graph) -> Layers:
 
     Raises PartitionError if the graph computes nothing from its arguments.
     """
-    floating, live = find_floating(graph), live_nodes(graph)
+    floating, once, live = find_floating(graph), find_once(graph), live_nodes(graph)
     in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
     if not in_layers:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
     layers = _group(in_layers)
     terms = find_weight_terms(graph, floating, live, _layer_of_nodes(layers))
     layers = _add_terms(layers, terms)
-    return Layers(graph, layers, _find_cuts(graph, layers, terms.keys()), floating - terms.keys(), frozenset(terms))
+    frontier = find_frontier(graph)
+    cuts = _find_cuts(graph, layers, terms.keys(), frontier)
+    return Layers(graph, layers, cuts, floating - terms.keys(), frozenset(terms), once, find_tail(graph), frontier)
 
 
 def _layer_of_nodes(layers: Sequence[Layer]) -> dict[str, int]:
@@ -191,9 +207,11 @@ def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _find_cuts(graph: Graph, layers: Sequence[Layer], terms: Set[str]) -> tuple[Cut, ...]:
+def _find_cuts(
+    graph: Graph, layers: Sequence[Layer], terms: Set[str], frontier: Sequence[TailInput]
+) -> tuple[Cut, ...]:
     layer_of = _layer_of_nodes(layers)
-    last_use: dict[Value, int] = {}
+    last_use = {entry.value: len(layers) - 1 for entry in frontier}  # the last stage gives all of them to the tail
     for node in graph.nodes:
         if node.name in layer_of:
             for value in node.inputs:

@@ -12,10 +12,15 @@ from graph_passes.ir.ops import OpName
 
 @dataclass(frozen=True)
 class Variables:
-    """``users``: for each variable the stages that use it, the owner first; ``state``: those that forward writes."""
+    """The use of variables by stages.
+
+    ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes;
+    ``once``: those of them that are written once a step only, to the same value on all replicas.
+    """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
     state: frozenset[str]
+    once: frozenset[str] = frozenset()
 
     def owned(self, stage: int) -> tuple[str, ...]:
         """Return the variables that ``stage`` owns."""
@@ -44,15 +49,19 @@ def find_variables(graph: Graph) -> Variables:
     """Return the use of variables by the stage functions of ``graph``."""
     users: dict[str, list[int]] = {}
     state: set[str] = set()
+    per_micro_batch: set[str] = set()
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
-        names = [at(stage, what=op) for op in (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)]
-        if names[-1] not in graph.function_by_name:  # backward is not split
-            names.pop()
-        for function in map(graph.function, names):
+        ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.RUN_ONCE, OpName.TAIL)
+        names = [at(stage, what=op) for op in ops]
+        optional = names[2:]  # where backward is split, where something runs once a step, and where there is a tail
+        for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])
                 if stage not in stages:
                     stages.append(stage)
-            state |= written_variables(function.graph).keys()
-    return Variables(tuple((name, tuple(stages)) for name, stages in users.items()), frozenset(state))
+            written = written_variables(function.graph).keys()
+            state |= written
+            per_micro_batch |= set() if function.name in names[3:] else written
+    found = tuple((name, tuple(stages)) for name, stages in users.items())
+    return Variables(found, frozenset(state), frozenset(state - per_micro_batch))

@@ -75,15 +75,18 @@ def find_weight_terms(graph: Graph, floating: Set[str], live: Set[str], layer_of
 
 def _find_candidates(graph: Graph, floating: Set[str], live: Set[str]) -> _Candidates:
     candidates = _Candidates()
-    from_shapes = {node.name for node in graph.nodes if node.op == "arg"}  # and all that depends on the batch's shape
+    # The batch, what was computed from it once, and all that depends on these.
+    from_batch = {node.name for node in graph.nodes if node.op in ("arg", "rows") or node.has("once")}
     for node in graph.nodes:
         if node.name not in floating or node.name not in live:
             continue
         own = {node.name} if node.op == "variable" else set()
         sources = list(dict.fromkeys(node.predecessors()))
-        candidates.variables[node.name] = frozenset(own.union(*(candidates.variables[name] for name in sources)))
-        if not from_shapes.isdisjoint(sources):
-            from_shapes.add(node.name)
+        candidates.variables[node.name] = frozenset(
+            own.union(*(candidates.variables.get(name, frozenset()) for name in sources))
+        )
+        if not from_batch.isdisjoint(sources):
+            from_batch.add(node.name)
         elif all(_is_sendable(kind) for kind in node.outputs):
             _classify(graph, node, candidates)
     return candidates

@@ -37,7 +37,7 @@ def extract_function(
             controls=tuple(control for control in node.controls if control.source in members),
         )
         for node in graph.nodes
-        if node.name in members and node.op not in ("arg", "variable")
+        if node.name in members and node.op not in ("arg", "rows", "variable")
     ]
     results = tuple(map(inside, values))
     ordered = sorted(inputs.values(), key=lambda entry: ROLES.index(entry[0].role))

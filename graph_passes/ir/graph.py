@@ -210,15 +210,30 @@ def attributes(attrs: Mapping[str, Attr]) -> tuple[tuple[str, Attr], ...]:
     return tuple(sorted(attrs.items()))
 
 
-Role = Literal["arg", "boundary", "gradient", "seed", "stash", "carry", "variable", "slices", "indices", "loss", "aux"]
+Role = Literal[
+    "arg",
+    "rows",
+    "once",
+    "boundary",
+    "gradient",
+    "seed",
+    "stash",
+    "carry",
+    "variable",
+    "slices",
+    "indices",
+    "loss",
+    "aux",
+]
 """The role of an input or output of a stage function; inputs are sorted in this order.
 
-``arg``: a tensor of the batch; ``boundary``: a tensor from the stage before, or to the next; ``gradient``: the gradient
-of a boundary tensor; ``seed``: the gradient of the loss, which is the micro-batch's share of the samples; ``stash``: a
-tensor that forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight
-gradients, where there is one; ``variable``: a resource, or its dense gradient; ``slices`` and ``indices``: rows of a
-variable's sparse gradient, and the numbers of these rows (a port of each for each use of the variable, in the same
-order); ``loss`` and ``aux``: outputs of the model.
+``arg``: a tensor of the batch; ``rows``: the first and the end row of the micro-batch and the batch size, an int64
+vector; ``once``: a value that the stage computed once a step, from the whole batch; ``boundary``: a tensor from the
+stage before, or to the next; ``gradient``: the gradient of a boundary tensor; ``seed``: the gradient of the loss,
+which is the micro-batch's share of the samples, or 1; ``stash``: a tensor that forward keeps for backward; ``carry``:
+a tensor that backward passes to the function of the weight gradients, where there is one; ``variable``: a resource,
+or its dense gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows
+(a port of each for each use of the variable, in the same order); ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

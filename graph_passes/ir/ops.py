@@ -26,8 +26,14 @@ class OpName(StrEnum):
     INPUT = "input"
     BATCH_SIZE = "batch_size"
     SLICE = "slice"
+    ROW_BOUNDS = "row_bounds"
+    RUN_ONCE = "run_once"
     FORWARD = "forward"
+    GATHER_ROWS = "gather_rows"
+    TAIL = "tail"
+    CUT_ROWS = "cut_rows"
     CAST = "cast"
+    ONE = "one"
     BACKWARD = "backward"
     WEIGHTS = "weights"
     SPLIT = "split"
@@ -131,6 +137,7 @@ _REPLICAS = Attribute("replicas", "int")
 _MICRO_BATCHES = Attribute("micro_batches", "int")
 _PIECES = Attribute("pieces", "int")
 _AXES = Attribute("axes", "tuple[int, ...]")
+_OUTER = Attribute("outer", "tuple[int, ...]")
 _INLINE = Attribute("inline", "bool", required=False)
 _BUCKET = Attribute("bucket", "int", required=False)
 _CHECK = Attribute("check", "bool", required=False)
@@ -158,6 +165,25 @@ _TABLE = (
         (*_CALLED, _MICRO_BATCHES, _REPLICAS),
     ),
     Op(
+        OpName.ROW_BOUNDS,
+        "The first and the end row of what a replica of a stage takes for one micro-batch, and the batch size; without "
+        "a micro-batch, of the whole batch.",
+        Operands("the batch size", 1, ("int64",)),
+        Operands("a vector of these three numbers", 1, ("int64",)),
+        tuple(
+            Attribute(name, "int", required=False)
+            for name in ("stage", "replica", "micro_batch", "micro_batches", "replicas")
+        ),
+    ),
+    Op(
+        OpName.RUN_ONCE,
+        "Call the part of a stage's forward that runs once a step, on the whole batch: statistics of the batch, seeds, "
+        "and writes that do not depend on samples.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_PLACED, _FUNCTION),
+    ),
+    Op(
         OpName.FORWARD,
         "Call a stage's forward function on one micro-batch.",
         Operands("the function's inputs, variables left out"),
@@ -165,10 +191,39 @@ _TABLE = (
         (*_CALLED, _FUNCTION),
     ),
     Op(
+        OpName.GATHER_ROWS,
+        "Put the rows of all micro-batches and replicas together, in each of the `outer` blocks of an axis.",
+        Operands("for each tensor, its pieces in sample order"),
+        Operands("the tensors, then for each tensor the lengths of its pieces"),
+        (*_PLACED, _AXES, _OUTER, _PIECES),
+    ),
+    Op(
+        OpName.TAIL,
+        "Call the tail of the model on the whole batch: the loss that combines the samples, and its gradients.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_PLACED, _FUNCTION),
+    ),
+    Op(
+        OpName.CUT_ROWS,
+        "Cut gradients of the whole batch's rows into those of micro-batches and replicas.",
+        Operands("the tensors, then for each tensor the lengths of its pieces"),
+        Operands("for each tensor, its pieces in sample order"),
+        (*_PLACED, _AXES, _OUTER, _PIECES),
+    ),
+    Op(
         OpName.CAST,
         "The share of the samples in the dtype of the loss: the gradient with which backward starts.",
         Operands("the share of the samples", 1),
         Operands("the same number", 1),
+        _CALLED,
+    ),
+    Op(
+        OpName.ONE,
+        "The number 1 in the dtype of the loss: the gradient with which backward starts where the loss is a sum over "
+        "samples.",
+        NOTHING,
+        Operands("1", 1),
         _CALLED,
     ),
     Op(
@@ -287,9 +342,9 @@ _TABLE = (
     ),
     Op(
         OpName.MERGE,
-        "Make one output of the step from those of the micro-batches: `kind` is mean (weighted by samples), sum or "
-        "concat. With `check`, the step fails if it is not finite.",
-        Operands("for each replica and micro-batch, the output and its share of the samples"),
+        "Make one output of the step from those of the micro-batches: `kind` is mean (weighted by samples), sum, "
+        "concat, or first (they are all equal). With `check`, the step fails if it is not finite.",
+        Operands("for each replica and micro-batch, the output and its share of the samples; or the tail's output"),
         Operands("the output", 1),
         (Attribute("kind", "str"), _CHECK),
     ),

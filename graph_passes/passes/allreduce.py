@@ -43,7 +43,7 @@ def reduce_gradients(graph: Graph) -> Graph:
     for node in nodes_of(graph, OpName.GRADIENTS):
         gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
     added: list[Node] = []
-    # (stage, variable) -> the gradient that this stage computes, summed over its replicas
+    # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the tail comes last
     stage_sums: dict[tuple[int, str], Value] = {}
     types: dict[str, TensorType] = {}
     for stage, count in enumerate(replicas):
@@ -53,6 +53,10 @@ def reduce_gradients(graph: Graph) -> Graph:
             for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
                 stage_sums[stage, name] = value
                 types[name] = kind
+    for node in nodes_of(graph, OpName.TAIL):  # it runs once, on one replica
+        for i, port in graph.function(node.string("function")).output_ports("variable"):
+            stage_sums[len(replicas), port.name] = node.values()[i]
+            types[port.name] = port.type
     variables = find_variables(graph)
     for stage in range(len(replicas)):
         names = tuple(name for name in variables.owned(stage) if name in types)
@@ -81,7 +85,7 @@ def _allreduce(stage: int, of_replicas: Sequence[Node]) -> Node:
 def _sum_over_stages(
     stage: int, names: tuple[str, ...], stage_sums: dict[tuple[int, str], Value], types: dict[str, TensorType]
 ) -> list[Node]:
-    """Return the ``reduced_gradients`` of a stage, and a ``tied_sum`` for each variable that other stages use too."""
+    """Return the ``reduced_gradients`` of a stage, and a ``tied_sum`` for each variable that has several gradients."""
     nodes: list[Node] = []
     inputs: list[Value] = []
     for name in names:

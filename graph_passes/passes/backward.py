@@ -98,12 +98,10 @@ def split_backward(
 ) -> tuple[tuple[Function, Function], ...]:
     """Return the forward and the backward function of each stage.
 
-    ``joint``: the graph after differentiation; ``gradients``: an entry for each stage. Raises PartitionError if a
-    gradient needs a tensor of another stage that does not cross the boundary.
+    ``joint``: the graph after differentiation; ``gradients``: an entry for each stage, and for the tail. Raises
+    PartitionError if a gradient needs a tensor of another stage that does not cross the boundary.
     """
-    return tuple(
-        _split_stage(stages, stage, joint, found) for stage, found in zip(stages.stages, gradients, strict=True)
-    )
+    return tuple(_split_stage(stages, stage, joint, gradients[stage.index]) for stage in stages.stages)
 
 
 def _split_stage(
@@ -112,13 +110,14 @@ def _split_stage(
     foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
     result_ports, results = _forward_results(stages, stage, joint)
     acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    foreign |= stages.once  # computed once a step, by a function of its own
     forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
 
     outside = foreign | {placeholder for _, placeholder in gradients.seeds}
     gradient_values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
     roots = [value.node for value in gradient_values if value not in stage.inputs]
     needed = ancestors(joint, roots, stop=outside)
-    small = _find_small(joint, needed - forward, forward | stages.floating, stage.inputs)
+    small = _find_small(joint, needed - forward, forward | stages.floating | stages.once, stage.inputs)
     forward |= ancestors(joint, small, stop=foreign)
     backward = needed - forward
     # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
@@ -129,7 +128,7 @@ def _split_stage(
     stash = _find_stash(joint, backward, forward - repeated, stage.inputs, gradient_values)
     forward_ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
     name = at(stage.index, what=OpName.FORWARD)
-    port_of = _port_of(name, joint, forward, stage, {})
+    port_of = _port_of(name, joint, forward, stages, stage, {})
     forward_function = extract_function(name, joint, forward, port_of, forward_ports, [*results, *stash])
 
     backward_ports = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
@@ -140,7 +139,7 @@ def _split_stage(
     for value, placeholder in gradients.seeds:
         entering[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
     name = at(stage.index, what=OpName.BACKWARD)
-    port_of = _port_of(name, joint, backward, stage, entering)
+    port_of = _port_of(name, joint, backward, stages, stage, entering)
     return forward_function, extract_function(name, joint, backward, port_of, backward_ports, gradient_values)
 
 
@@ -155,6 +154,8 @@ def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[li
     model_outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
     model_outputs += [("aux", str(i), value) for i, value in enumerate(aux)]
     for role, name, value in model_outputs:
+        if value.node in stages.tail:
+            continue
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
             ports.append(Port(role, name, joint.type_of(value)))
@@ -196,7 +197,12 @@ def _find_stash(
 
 
 def _port_of(
-    name: str, joint: Graph, members: set[str], stage: Stage, entering: Mapping[Value, tuple[Role, str]]
+    name: str,
+    joint: Graph,
+    members: set[str],
+    stages: StageGraph,
+    stage: Stage,
+    entering: Mapping[Value, tuple[Role, str]],
 ) -> PortOf:
     """Return the ports of a function of ``stage``: boundary tensors, values ``entering``, arguments and variables."""
 
@@ -206,8 +212,11 @@ def _port_of(
             return "boundary", str(value)
         if value in entering:
             return entering[value]
-        if source.op == "arg":
-            return "arg", source.name
+        if value.node in stages.once:
+            return "once", str(value)
+        match source.op:
+            case "arg" | "rows":
+                return source.op, source.name
         if source.op == "variable":
             return "variable", source.name
         if value.node in members:

@@ -2,8 +2,9 @@
 
 A variable has one owner. Once a step its value is sent to the other devices that use it: other replicas, and other
 stages for tied weights. What forward writes (batch norm, counters, seed states) is written to a copy, in micro-batch
-order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. A
-step that fails before its barrier thus changes no variable.
+order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. What
+is written once a step has the same value on all replicas, and each commits its own. A step that fails before its
+barrier thus changes no variable.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from graph_passes.ir.names import at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
-_CALLS = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)
+_CALLS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS)
+_WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,28 @@ def copy_variables(graph: Graph) -> Graph:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
                 name = at(stage, replica, what=OpName.REFRESH)
                 refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
-        state = tuple(name for name in variables.owned(stage) if name in variables.state)
-        if state:
-            attrs = attributes({"replica": 0, "replicas": replicas, "stage": stage, "variables": state})
-            commits.append(Node(at(stage, what=OpName.COMMIT), OpName.COMMIT, attrs=attrs))
+        state = [name for name in variables.owned(stage) if name in variables.state]
+        for what, count, names in (
+            (str(OpName.COMMIT), replicas, tuple(name for name in state if name not in variables.once)),
+            (f"{OpName.COMMIT}_once", 1, tuple(name for name in state if name in variables.once)),
+        ):
+            if names:
+                attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
+                commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
     for i, commit in enumerate(commits):
-        for node in nodes_of(graph, OpName.FORWARD):
+        for node in nodes_of(graph, *_WRITERS):
             if node.integer("stage") == commit.integer("stage"):
-                commit = commit.after(node.name, "commit: every forward has written its copy")
+                commit = commit.after(node.name, "commit: every write to the copies is done")
         commits[i] = commit
     nodes: list[Node] = []
+    added: set[str] = set()
     for node in graph.nodes:
         place = (node.integer("stage"), node.integer("replica")) if node.op in _CALLS else None
         if place in refreshes:
             refresh = refreshes[place]
-            if node.op == OpName.FORWARD and not node.integer("micro_batch"):
+            if refresh.name not in added:
                 nodes.append(refresh)
+                added.add(refresh.name)
             node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
         nodes.append(node)
     return graph.replace(nodes=(*nodes, *commits))

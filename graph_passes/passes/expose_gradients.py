@@ -15,7 +15,7 @@ from graph_passes.passes.gather_slices import dense_type
 
 @dataclass(frozen=True)
 class ExposeGradients:
-    """Add the gradients of all variables as last outputs, in the order of ``exposed_gradients``."""
+    """Add the gradients of all variables as last outputs; ``exposed_gradients`` gives their order."""
 
     name: str = "expose_gradients"
     contract: ClassVar[Contract] = Contract(
@@ -51,6 +51,15 @@ def _densify(gathered: Node) -> Node:
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:
-    """Return the variables whose gradients ``ExposeGradients`` adds as outputs, in order."""
-    dense = [name for node in nodes_of(graph, OpName.REDUCED_GRADIENTS) for name in node.strings("variables")]
-    return (*dense, *(node.string("variable") for node in nodes_of(graph, OpName.GATHER_SLICES)))
+    """Return the variables whose gradients are outputs, in order: on a rank those that its stage owns.
+
+    They follow the loss and the aux outputs.
+    """
+    found: list[str] = []
+    for value in graph.outputs:
+        node = graph.node(value.node)
+        if node.op == OpName.REDUCED_GRADIENTS:
+            found.append(node.strings("variables")[value.index])
+        elif node.op == OpName.DENSIFY:
+            found.append(node.string("variable"))
+    return tuple(found)

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
-from graph_passes.ir.names import at, micro_batch_count, replica_counts, weight_gradient_op
+from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
@@ -31,6 +31,8 @@ added, where the model takes each index once (``tf.unique``), in order of their 
 @dataclass(frozen=True)
 class SparsePart:
     """What ``stage`` gives of a use of a ``variable`` of ``rows`` rows: its ``pair``-th pair of slices and indices.
+
+    The stage after the last stands for the tail.
 
     ``position``: of the use among those of the variable on one device. Parts of one position are of several stages that
     look up the same rows, which do not depend on the batch.
@@ -92,6 +94,9 @@ def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
     for stage in range(len(replica_counts(graph))):
         function = graph.function(at(stage, what=weight_gradient_op(graph, stage)))
         found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
+    for call in nodes_of(graph, OpName.TAIL):
+        function, stage = graph.function(call.string("function")), len(replica_counts(graph))
+        found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
     if given != found:
         raise GraphError(f"the stages give slices {found} (stage, pair, variable), but the pass gathers {given}")
 
@@ -128,6 +133,10 @@ def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
 
 def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:
     """Return the slices and indices of a part from each micro-batch and replica, in sample order."""
+    if part.stage == len(replica_counts(graph)):  # the tail
+        (call,) = nodes_of(graph, OpName.TAIL)
+        slices, indices = slice_ports(graph.function(call.string("function")))[part.pair]
+        return [(call.values()[slices], call.values()[indices])]
     op = weight_gradient_op(graph, part.stage)
     slices, indices = slice_ports(graph.function(at(part.stage, what=op)))[part.pair]
     calls = (

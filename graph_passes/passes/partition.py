@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.tail import TailInput
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Graph, Value
 
@@ -32,13 +33,18 @@ class Stage:
 class StageGraph:
     """A captured graph and its stages; the graph's first output is the loss, the others are aux.
 
-    ``floating``: the nodes of no stage. ``shared``: boundary tensors that are equal on all replicas of a stage.
+    ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
+    uses them. ``shared``: boundary tensors that are equal on all replicas of a stage. ``tail``: the nodes that run
+    once, after all micro-batches; they take the tensors ``frontier``, which are the outputs of the last stage.
     """
 
     graph: Graph
     stages: tuple[Stage, ...]
     floating: frozenset[str]
     shared: frozenset[Value]
+    once: frozenset[str] = frozenset()
+    tail: frozenset[str] = frozenset()
+    frontier: tuple[TailInput, ...] = ()
 
     def stage_of(self, node: str) -> int | None:
         """Return the stage of ``node``, or None for a floating node."""
@@ -68,10 +74,10 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
     for index, (first, end) in enumerate(itertools.pairwise(bounds)):
         nodes = tuple(name for layer in layers.layers[first:end] for name in layer.nodes)
         inputs = layers.cut(first).crossing if first else ()
-        outputs = layers.cut(end).crossing if end < count else ()
+        outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.frontier)
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
     shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.weight_terms)
-    return StageGraph(layers.graph, tuple(stages), layers.floating, shared)
+    return StageGraph(layers.graph, tuple(stages), layers.floating, shared, layers.once, layers.tail, layers.frontier)
 
 
 def _nearest(layers: Layers, position: int) -> str:

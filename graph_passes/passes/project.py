@@ -66,9 +66,11 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
-    The graph's last output collects the tokens of exchanges, sums and barriers, so that TensorFlow never leaves out one
-    whose results this rank does not need but for which others wait. Raises GraphError unless ``ranks`` give each
-    replica of each stage a rank of its own.
+
+    Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
+    gradients of its stage (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
+    barriers, so that TensorFlow never leaves out one whose results this rank does not need but for which others wait.
+    Raises GraphError unless ``ranks`` give each replica of each stage a rank of its own.
     """
     _check_ranks(graph, ranks)
     placement = _Placement(graph, ranks)
@@ -86,7 +88,8 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
     tokens = tuple(node.values()[-1] for node in nodes if node.op in OPS_WITH_TOKEN)
     if tokens:
         nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
-    outputs = (*graph.outputs, Value(TOKENS_NAME)) if tokens else graph.outputs
+    outputs = tuple(value for value in graph.outputs if value.node in names)
+    outputs = (*outputs, Value(TOKENS_NAME)) if tokens else outputs
     called = {node.string("function") for node in nodes if node.has("function")}
     functions = tuple(function for function in graph.functions if function.name in called)
     return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()

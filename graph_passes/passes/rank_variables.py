@@ -19,6 +19,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.AVERAGE_STATE})
+_WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,14 @@ def _average(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> lis
     for replica in range(commit.integer("replicas")):
         attrs = attributes({"replica": replica, "stage": stage, "variables": names})
         state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
-        for node in nodes_of(graph, OpName.FORWARD):
+        for node in nodes_of(graph, *_WRITERS):
             if (node.integer("stage"), node.integer("replica")) == (stage, replica):
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())
     attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage})
     average = Node(_average_name(stage), OpName.AVERAGE_STATE, inputs, kinds, attrs)
-    controls = tuple(c for c in commit.controls if graph.node(c.source).op != OpName.FORWARD)
+    controls = tuple(c for c in commit.controls if graph.node(c.source).op not in _WRITERS)
     return [*states, average, dataclasses.replace(commit, inputs=average.values(), controls=controls)]
 
 

@@ -23,7 +23,8 @@ from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, topologi
 from graph_passes.ir.names import at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.microbatch import BATCH_SIZE_NAME
+from graph_passes.passes.batch_loss import TAIL_OPS, piece_of_replica, replicate_tail
+from graph_passes.passes.stage_calls import BATCH_SIZE_NAME
 
 _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
@@ -74,11 +75,14 @@ def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = f
             nodes.append(_merge_all(node, graph, replicas) if node.op == OpName.MERGE else node)
             continue
         stage = node.integer("stage")
+        if node.op in TAIL_OPS:
+            nodes.append(replicate_tail(node, replicas[stage], _of_replica))
+            continue
         for replica in range(replicas[stage]):
             inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
             copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs)
             copy = copy.with_attrs(replica=replica)
-            if node.op == OpName.SLICE:
+            if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
                 copy = copy.with_attrs(replicas=replicas[stage])
             nodes.append(copy)
     return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
@@ -90,6 +94,8 @@ def _of_replica(name: str, replica: int) -> str:
 
 def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
     """Return the merge of the (value, share of the samples) pairs of all replicas, in sample order."""
+    if len(node.inputs) == 1:  # an output of the tail, which runs on one replica
+        return node
     inputs: list[Value] = []
     for value, share in zip(node.inputs[::2], node.inputs[1::2], strict=True):
         for replica in range(replicas[graph.node(value.node).integer("stage")]):
@@ -117,6 +123,8 @@ class _Boundaries:
         if not producer.has("stage"):
             return value
         here, there = node.integer("stage"), producer.integer("stage")
+        if producer.op == OpName.CUT_ROWS:
+            return piece_of_replica(value, replica, self.replicas[here])
         if here == there or self.replicas[here] == self.replicas[there]:
             return Value(_of_replica(value.node, replica), value.index)
         if not self._is_shared(value):

@@ -79,7 +79,7 @@ def verify_copies(graph: Graph) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
     variables = find_variables(graph)
     refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
-    for node in nodes_of(graph, OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS):
         stage, replica = node.integer("stage"), node.integer("replica")
         copied = variables.copied(stage, replica)
         refresh = refreshed.get((stage, replica))
@@ -112,7 +112,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         if name in reached:
             reached.update(edges.predecessors(name))
     consumers = graph.consumers()
-    for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS):
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:

@@ -96,7 +96,13 @@ def test_without_an_optimizer_nothing_is_applied(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "added"), [(StepVariant.PLAIN, []), (StepVariant.CHECKED, []), (StepVariant.TIMED, ["instrument"])]
+    ("variant", "added"),
+    [
+        (StepVariant.PLAIN, []),
+        (StepVariant.CHECKED, []),
+        (StepVariant.WITH_GRADIENTS, []),
+        (StepVariant.TIMED, ["instrument"]),
+    ],
 )
 def test_a_rank_s_graph_is_projected_from_the_whole_one_and_timed_after_that(
     loss: Any, variant: StepVariant, added: list[str]

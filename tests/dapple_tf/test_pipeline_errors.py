@@ -25,7 +25,7 @@ from dapple_tf.errors import (
     UsageError,
 )
 from profiler.presets import config
-from tests.dapple_tf.builders import X, chain, layers_of, make_plan, step_of
+from tests.dapple_tf.builders import X, chain, make_plan, step_of
 
 Loss = Callable[..., tf.Tensor]
 
@@ -114,7 +114,7 @@ def test_impossible_options_are_refused(
 
 def test_errors_are_value_or_runtime_errors() -> None:
     kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
-    assert len(kinds) == 18
+    assert len(kinds) == 19
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 
 
@@ -211,24 +211,23 @@ def test_a_stage_cannot_start_where_no_tensor_crosses() -> None:
     w, count = matrix(), tf.Variable(0.0, trainable=False, name="count")
 
     def loss(x: tf.Tensor) -> tf.Tensor:
-        count.assign_add(1.0)
+        count.assign_add(tf.reduce_sum(x @ w))
         return tf.reduce_mean(tf.tanh(x @ w))
 
-    layers = layers_of(loss)
-    second = layers.layers[1].name
-    with pytest.raises(PartitionError, match=f"no stage can start at layer {second!r}: no tensor crosses here, so the"):
-        step_of(loss, stages=[second])(X)
+    with pytest.raises(PartitionError, match="no stage can start at layer 'matmul_1': no tensor crosses here, so the"):
+        step_of(loss, stages=["matmul_1"])(X)
 
 
 def test_a_variable_cannot_be_written_by_two_stages() -> None:
     w, count = matrix(), tf.Variable(0.0, trainable=False, name="count")
 
     def loss(x: tf.Tensor) -> tf.Tensor:
-        y = tf.tanh(x @ w) + count.assign_add(1.0)
-        return tf.reduce_mean(tf.exp(y)) * count.assign_add(1.0)
+        y = tf.tanh(x @ w)
+        y += count.assign_add(tf.reduce_mean(y))
+        return tf.reduce_mean(tf.exp(y)) * count.assign_add(tf.reduce_mean(y))
 
     with pytest.raises(PartitionError, match="'Exp': forward writes variable 'count' and uses it on both sides"):
-        step_of(loss, stages=["Exp"])(X)
+        step_of(loss, stages=["Exp"], inexact="allow")(X)
 
 
 def test_a_boundary_without_a_batch_axis_cannot_be_split_over_unequal_replicas() -> None:
@@ -241,11 +240,10 @@ def test_a_boundary_without_a_batch_axis_cannot_be_split_over_unequal_replicas()
     message = (
         r"whose replica counts differ \(\(2, 1\)\), but it has no single batch axis .*: cut elsewhere, or give both"
     )
-    warned = pytest.warns(DappleWarning, match="after samples were combined")
-    with warned, pytest.raises(PartitionError, match=message):
-        step_of(loss, stages=["Exp"], replicas=[2, 1])(X)
-    with pytest.warns(DappleWarning, match="after samples were combined"):
-        assert step_of(loss, stages=["Exp"])(X).shape == ()
+    with pytest.raises(PartitionError, match=message):
+        step_of(loss, stages=["Exp"], replicas=[2, 1], inexact="allow")(X)
+    with pytest.warns(DappleWarning, match="does not equal one device's"):
+        assert step_of(loss, stages=["Exp"], inexact="warn")(X).shape == ()
 
 
 def test_a_custom_gradient_cannot_use_a_tensor_of_another_stage() -> None:
@@ -278,8 +276,8 @@ def test_a_boundary_without_a_gradient_warns_of_what_is_not_trained() -> None:
 
 def test_a_warning_of_the_loss_points_at_the_users_line() -> None:
     w = matrix()
-    step = step_of(lambda x: tf.reduce_sum(x @ w) / tf.reduce_sum(x), stages=1)
-    with pytest.warns(DappleWarning, match="which is computed from the batch's data") as caught:
+    step = step_of(lambda x: tf.reduce_sum(x @ w), stages=1)
+    with pytest.warns(DappleWarning, match="is a sum over the batch") as caught:
         step(X + 2)
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -291,7 +289,6 @@ def test_a_warning_of_the_loss_points_at_the_users_line() -> None:
     ("make", "error", "message"),
     [
         (lambda x, w: x @ w, LossError, r"has shape \(None, 4\), not \(\)"),
-        (lambda x, w: tf.reduce_sum(x @ w), LossError, "is a sum over the batch .* use tf.reduce_mean"),
         (lambda x, w: tf.cast(tf.reduce_mean(x @ w), tf.int32), LossError, "is int32, not a float"),
         (lambda x, w: tf.reduce_mean(x), CaptureError, "uses no trainable variable, so there is nothing to train"),
         (lambda x, w: tf.reduce_sum(w * w), PartitionError, "computes nothing from its arguments"),

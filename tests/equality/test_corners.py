@@ -36,7 +36,7 @@ def test_the_update_starts_from_what_forward_wrote(micro_batches: int) -> None:
         return tf.reduce_mean(0.0 * x @ w + tf.reduce_sum(w) - y * 0.0)
 
     dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.125), stages=1, micro_batches=micro_batches)(X, Y)
-    np.testing.assert_allclose(w.numpy(), start * 0.5**micro_batches - 0.125, rtol=1e-12)
+    np.testing.assert_allclose(w.numpy(), start * 0.5 - 0.125, rtol=1e-12)  # written once a step
 
 
 def test_rows_that_are_not_in_sample_order_are_not_split() -> None:
@@ -181,4 +181,4 @@ def test_a_py_function_that_needs_a_gradient_is_refused() -> None:
         return tf.reduce_mean(tf.py_function(tf.square, [x @ w - y], tf.float64))
 
     with pytest.raises(CaptureError, match=r"is a tf\.py_function between a variable and the loss"):
-        dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2)(X, Y)
+        dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2, inexact="allow")(X, Y)

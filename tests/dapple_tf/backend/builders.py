@@ -35,7 +35,7 @@ class NamedVariables:
     def owner(self, name: str) -> tf.Variable:
         return self.owners[name]
 
-    def copies(self, name: str) -> Sequence[tf.Variable]:
+    def copies(self, node: Node, name: str) -> Sequence[tf.Variable]:
         return self.replica_copies[name]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:

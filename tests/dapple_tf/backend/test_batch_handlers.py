@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -122,3 +123,54 @@ def test_a_checked_loss_must_be_finite() -> None:
     assert loss == 1
     with pytest.raises(tf.errors.InvalidArgumentError, match="the loss is not finite"):
         run(OpName.MERGE, 1.0, 0.5, float("nan"), 0.5, kind="mean", check=True)
+
+
+@pytest.mark.parametrize(
+    ("axis", "outer", "counts"), [(0, 1, (2, 3, 0)), (1, 1, (4, 1)), (0, 2, (2, 3)), (1, 3, (1, 2))]
+)
+def test_rows_of_micro_batches_are_put_together_and_cut_again(axis: int, outer: int, counts: tuple[int, ...]) -> None:
+    """Each piece has ``outer`` blocks of its samples; the whole has ``outer`` blocks of all samples."""
+    blocks = np.arange(outer * sum(counts) * 2.0).reshape(outer, sum(counts), 2)
+    ends = np.cumsum((0, *counts))
+    parts = [blocks[:, low:high].reshape(-1, 2) for low, high in itertools.pairwise(ends)]
+    whole = blocks.reshape(-1, 2)
+    pieces = [part if axis == 0 else part.T for part in parts]
+    attrs = {"axes": (axis,), "outer": (outer,), "pieces": len(pieces)}
+    found, lengths = run(OpName.GATHER_ROWS, *pieces, **attrs)
+    np.testing.assert_array_equal(found, whole if axis == 0 else whole.T)
+    assert list(lengths) == [outer * count for count in counts]
+    for piece, cut in zip(pieces, run(OpName.CUT_ROWS, found, lengths, **attrs), strict=True):
+        np.testing.assert_array_equal(cut, piece)
+
+
+def test_several_tensors_of_rows_are_cut_each_by_its_own_lengths() -> None:
+    attrs = {"axes": (0, 0), "outer": (1, 1), "pieces": 2}
+    first, second = np.arange(3.0), np.arange(6)
+    first_whole, second_whole, *lengths = run(OpName.GATHER_ROWS, first[:1], first[1:], second[:4], second[4:], **attrs)
+    np.testing.assert_array_equal(first_whole, first)
+    np.testing.assert_array_equal(second_whole, second)
+    cut = run(OpName.CUT_ROWS, first, second, *lengths, **attrs)
+    assert [list(piece) for piece in cut] == [[0], [1, 2], [0, 1, 2, 3], [4, 5]]
+
+
+def test_row_bounds_are_the_rows_that_a_replica_takes_and_the_batch_size() -> None:
+    place = {"micro_batch": 1, "micro_batches": 2, "replica": 2, "replicas": 3}
+    (found,) = run(OpName.ROW_BOUNDS, np.int64(10), **place)
+    assert (list(found), found.dtype) == ([8, 10, 10], np.int64)
+
+
+def test_row_bounds_without_a_micro_batch_are_the_whole_batch() -> None:
+    (found,) = run(OpName.ROW_BOUNDS, np.int64(10), replica=0, stage=0)
+    assert (list(found), found.dtype) == ([0, 10, 10], np.int64)
+
+
+def test_the_seed_of_a_sum_is_one_in_the_dtype_of_the_loss() -> None:
+    (seed,) = run(OpName.ONE, outputs=(tensor("float16"),))
+    assert (seed, seed.dtype, seed.shape) == (1, np.float16, ())
+
+
+def test_a_shared_output_is_that_of_the_first_micro_batch() -> None:
+    (found,) = run(OpName.MERGE, [1, 2], 0.5, [3, 4], 0.5, kind="first")
+    assert list(found) == [1, 2]
+    (text,) = run(OpName.MERGE, "a", 0.5, "b", 0.5, kind="first")
+    assert text == b"a"

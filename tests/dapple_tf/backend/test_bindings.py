@@ -46,8 +46,9 @@ def test_replicas_with_a_copy_use_it_and_others_the_owner() -> None:
     assert found.variable(node_at(OpName.UPDATE, 0, 1), "w") is own["w"]
     assert found.variable(node_at(OpName.READ_VARIABLE, 0, 1), "w") is own["w"]
     assert found.owner("w") is own["w"]
-    assert list(map(id, found.copies("w"))) == [id(copy)]
-    assert found.copies("v") == []
+    assert list(map(id, found.copies(node_at(OpName.COMMIT, 0, 0), "w"))) == [id(copy)]
+    assert found.copies(node_at(OpName.COMMIT, 0, 0), "v") == []
+    assert found.copies(node_at(OpName.COMMIT, 1, 0), "w") == []  # of another stage
 
 
 def test_each_replica_accumulates_in_buffers_of_its_own() -> None:

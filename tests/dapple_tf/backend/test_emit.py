@@ -64,9 +64,9 @@ def test_reads_and_writes_happen_in_the_order_of_the_edges() -> None:
     read = attributes({"stage": 0, "replica": 0, "variables": ("v",)})
     nodes = [
         Node("before", OpName.READ_VARIABLE, outputs=(tensor("float32"),), attrs=read),
-        Node("commit", OpName.COMMIT, attrs=attributes({"stage": 0, "replica": 0, "variables": ("w",)})).after(
-            "before", "for the test"
-        ),
+        Node(
+            "commit", OpName.COMMIT, attrs=attributes({"stage": 0, "replica": 0, "replicas": 2, "variables": ("w",)})
+        ).after("before", "for the test"),
         Node("after", OpName.READ_VARIABLE, outputs=(tensor("float32"),), attrs=read).after("commit", "for the test"),
     ]
     function = emit_graph(nodes, ["before", "after"], bindings)

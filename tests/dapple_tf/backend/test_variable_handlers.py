@@ -29,16 +29,16 @@ def test_refresh_sets_the_copies_of_one_replica_to_the_owners_values() -> None:
     bindings = two_replicas()
     node = make_node(OpName.REFRESH, stage=0, replica=1, variables=NAMES)
     HANDLERS[OpName.REFRESH](make_context(bindings), node, [])
-    assert [copy.numpy().tolist() for copy in bindings.copies("mean")] == [[3, 4], [1, 2]]
-    assert [copy.numpy() for copy in bindings.copies("count")] == [5, 1]
+    assert [copy.numpy().tolist() for copy in bindings.copies(node, "mean")] == [[3, 4], [1, 2]]
+    assert [copy.numpy() for copy in bindings.copies(node, "count")] == [5, 1]
 
 
 def test_refresh_takes_the_values_that_other_ranks_send() -> None:
     bindings = two_replicas()
     node = make_node(OpName.REFRESH, stage=0, replica=0, variables=NAMES)
     HANDLERS[OpName.REFRESH](make_context(bindings), node, [tf.constant([9.0, 9.0])])
-    assert bindings.copies("mean")[0].numpy().tolist() == [9, 9]
-    assert bindings.copies("count")[0].numpy() == 1  # of which nothing was sent: read at the owner
+    assert bindings.copies(node, "mean")[0].numpy().tolist() == [9, 9]
+    assert bindings.copies(node, "count")[0].numpy() == 1  # of which nothing was sent: read at the owner
 
 
 def test_commit_averages_floats_and_takes_other_values_from_the_first_replica() -> None:
@@ -47,6 +47,13 @@ def test_commit_averages_floats_and_takes_other_values_from_the_first_replica() 
     HANDLERS[OpName.COMMIT](make_context(bindings), node, [])
     assert bindings.owners["mean"].numpy().tolist() == [4, 6]
     assert bindings.owners["count"].numpy() == 5
+
+
+def test_commit_of_what_is_written_once_takes_the_first_replica() -> None:
+    bindings = two_replicas()
+    node = make_node(OpName.COMMIT, stage=0, replica=0, replicas=1, variables=NAMES)
+    HANDLERS[OpName.COMMIT](make_context(bindings), node, [])
+    assert bindings.owners["mean"].numpy().tolist() == [3, 4]
 
 
 def test_commit_stores_averages_that_ranks_have_computed() -> None:

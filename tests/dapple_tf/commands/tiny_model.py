@@ -13,15 +13,15 @@ def tiny(
     width: int = 4,
     batch_size: int = 8,
     seed: int = 1,
-    masked: bool = False,
+    noisy: bool = False,
     empty: bool = False,
     infinite: bool = False,
     fails: bool = False,
 ) -> dapple.Workload:
     """Return two dense layers on four batches of random numbers.
 
-    ``masked``: the loss is divided by a sum over the batch, so micro-batches change it. ``empty``: there are no
-    batches. ``infinite``: the third batch is infinite. ``fails``: the loss cannot be computed.
+    ``noisy``: the loss draws numbers that no other run draws. ``empty``: there are no batches. ``infinite``: the third
+    batch is infinite. ``fails``: the loss cannot be computed.
     """
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
@@ -34,9 +34,9 @@ def tiny(
     def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         if fails:
             tf.debugging.assert_less(tf.reduce_max(x), -1e9, "positive")
-        keep = tf.cast(y, tf.float32)
-        error = tf.square(model(x) - 1)
-        return tf.reduce_sum(error * keep) / tf.reduce_sum(keep) if masked else tf.reduce_mean(error * keep)
+        if noisy:
+            x += tf.raw_ops.RandomStandardNormal(shape=tf.shape(x), dtype=x.dtype)
+        return tf.reduce_mean(tf.square(model(x) - 1) * tf.cast(y, tf.float32))
 
     return dapple.Workload(loss, keras.optimizers.Adam(0.01), [] if empty else data)
 

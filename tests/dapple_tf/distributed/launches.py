@@ -77,6 +77,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         ],
         environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
     ),
+    "two ranks that verify": JobLaunch(2, [("verified", [])]),
     # Profiling takes longer than the time after which a silent rank is given up.
     "slow planning": JobLaunch(2, [("automatic_plan", [1.5])], environment={"DAPPLE_TIMEOUT_SECONDS": "2"}),
     # TensorFlow's oneDNN kernels come with an allocator that keeps freed memory for the next tensors: without them the
@@ -91,7 +92,9 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         },
     ),
     "three ranks": JobLaunch(
-        3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])], launcher=HOROVODRUN
+        3,
+        [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"]), ("exposed_gradients", [])],
+        launcher=HOROVODRUN,
     ),
     "three ranks by mpirun": JobLaunch(3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]),
     "four ranks": JobLaunch(4, [("training_cases", QUICK_CASES[4])]),

@@ -17,6 +17,7 @@ pytestmark = [needs_horovod, pytest.mark.slow, pytest.mark.timeout(1200)]
 NAMES = (
     *("MeanSquaredError", "masked_lm", "sum", "pinball", "aux_several", "state_steps", "l2_in_masked_loss"),
     *("embedding_tied_to_head", "repeated_ids_adam", "dropout_0.5", "distillation_ema_teacher", "simclr"),
+    *("simclr_batch_loss", "clip_batch_loss", "dice_batch_loss", "state_running_mean_of_loss_batch_loss"),
 )
 
 

@@ -40,7 +40,6 @@ DIFFER = "JobError: the ranks differ in their "
             "long texts",
             [f"{DIFFER}text: rank 0 has ... aaa", "aaanotherbbb", "bbb ..., rank 1 has ... aaa", "aaaonebbb"],
         ),
-        ("gradients", ["UsageError: a step of several processes gives no gradients yet"]),
     ],
 )
 def test_every_rank_says_what_is_wrong(launches: Launches, case: str, parts: list[str]) -> None:

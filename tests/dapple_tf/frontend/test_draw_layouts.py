@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.frontend.draw_layouts import DRAW_INPUTS, advance, counter_layout
+from dapple_tf.frontend.draw_layouts import (
+    DRAW_INPUTS,
+    SEED_TO_COUNTER,
+    advance,
+    advance_zero_low,
+    counter_layout,
+)
 from graph_passes.ir.graph import DType
 
 LAST = 2**64 - 1
@@ -75,6 +81,15 @@ def test_a_draw_starts_at_any_block_with_an_advanced_counter(op: str, dtype: str
 def test_advancing_carries_into_the_high_half(counter: tuple[int, int], count: int, expected: tuple[int, int]) -> None:
     advanced = advance(tf.constant(counter, tf.uint64), tf.constant(count, tf.int64))
     np.testing.assert_array_equal(advanced, np.array(expected, np.uint64))
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (1, 2), (-1, -1), (2**31 - 1, -(2**31)), (123456789, 987654321)])
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
+def test_the_counter_of_a_seed_is_0_in_its_low_half(seed: tuple[int, int], dtype: tf.DType) -> None:
+    _, counter = getattr(tf.raw_ops, SEED_TO_COUNTER)(seed=tf.constant(seed, dtype))
+    assert (counter[0].numpy(), counter.shape) == (0, (2,))
+    far = tf.constant(2**62 + 5, tf.int64)
+    np.testing.assert_array_equal(advance_zero_low(counter, far), advance(counter, far))
 
 
 def test_draws_from_a_seed_have_no_counter_to_advance() -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.row_draws import RowDraw, can_draw_rows
-from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.graph import Graph, Node, ancestors
 from tests.dapple_tf.frontend.divided_draws import draws_of, samples_of, trace, with_rows
 
 
@@ -27,6 +27,15 @@ def test_a_draw_whose_rows_are_whole_blocks_gets_another_counter_and_nothing_els
     drawn = graph.node(node.name)
     assert drawn.op == node.op
     assert [value == old for value, old in zip(drawn.inputs, node.inputs, strict=True)] == [True, True, False, True]
+
+
+def test_a_draw_whose_rows_are_whole_blocks_costs_a_few_small_ops() -> None:
+    node, graph = rewritten_draw(lambda x: tf.random.stateless_uniform([samples_of(x), 8], [1, 2]))
+    own = ancestors(graph, [node.inputs[0].node, node.inputs[1].node, "rows"])  # shape, key and seed
+    new = [graph.node(name) for name in ancestors(graph, [graph.node(node.name).inputs[2].node], stop=own)]
+    new = [n for n in new if n.op != "Const"]
+    assert 0 < len(new) <= 5
+    assert all(kind.shape.elements() <= 2 for n in new for kind in n.outputs)
 
 
 # --- refusals

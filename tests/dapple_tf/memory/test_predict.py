@@ -149,6 +149,7 @@ def test_a_model_that_refuses_its_samples_fails_in_the_step_and_not_in_the_repor
         stages=["pairs"],
         micro_batches=2,
         example_batch=(batch,),
+        inexact="allow",
     )
     assert step.report.stages[0].predicted.stash == 3 * WIDTH * 4
     with pytest.raises(StepError, match="stage 1"):

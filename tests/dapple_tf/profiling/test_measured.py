@@ -243,6 +243,18 @@ def test_invalid_options_are_refused(batch: Any, options: Any, error: type[Excep
         dapple.profile(lambda *x: tf.reduce_mean(x[0] @ a), batch, **options)
 
 
+def test_the_part_of_a_loss_that_runs_once_is_no_layer() -> None:
+    a, b = matrix(3, 3), matrix(3, 3)
+
+    def loss(x: Any) -> Any:
+        z = tf.tanh(tf.tanh(x @ a) @ b)
+        return tf.reduce_mean(tf.nn.softmax(z @ tf.transpose(z)) ** 2)
+
+    found = profiled(loss, batch_loss=True)
+    assert [layer.name for layer in found.layers] == ["matmul", "Tanh", "matmul_1", "Tanh_1"]
+    assert len(profiled(loss).layers) > 4
+
+
 def test_losses_that_a_pipeline_refuses_are_refused() -> None:
     with pytest.raises(CaptureError, match="uses no trainable variable"):
         profiled(lambda x: tf.reduce_mean(x))

@@ -181,7 +181,7 @@ def test_branches_of_the_model_and_the_optimizer_are_still_defined_when_the_trac
         return tf.cond(value > 100.0, lambda: value * 2.0, lambda: value)
 
     optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)  # a tf.cond in its update
-    step = step_of(loss, stages=1, micro_batches=1, optimizer=optimizer, example_batch=(X,))
+    step = step_of(loss, stages=1, micro_batches=1, optimizer=optimizer, example_batch=(X,), inexact="allow")
     gc.collect()
     expected = float(loss(tf.constant(X)))
     assert float(step(X)) == expected

@@ -63,3 +63,12 @@ def test_updates_reads_and_commits_use_the_variables_themselves() -> None:
         *STAGE,
     )
     assert resident_variables(graph) == {"w", "m", "steps", "t", "n", "k"}
+
+
+def test_what_runs_once_uses_variables_or_their_copies() -> None:
+    once = function("stage1/run_once", "variable t, variable k", writes=["k"])
+    call = "%o = run_once() {function='stage1/run_once', replica=0, stage=1}"
+    assert resident_variables(calls(call, *STAGE, once)) == {"t", "k"}
+    refresh = "%got = exchange() {ranks=[0, 1]} -> (float32[9])\n%r = refresh(%got:0) {replica=0, stage=1, "
+    copied = calls(f"{refresh}variables=['t', 'k']}}\n{call}", *STAGE, once)
+    assert resident_variables(copied) == {"k"}  # the copy of its own variable was read here

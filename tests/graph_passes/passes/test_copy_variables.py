@@ -101,3 +101,44 @@ def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_o
     graph = Order(build_schedule("dapple-a", 2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
     forwards = {f"stage0/replica{replica}/mb{m}/forward" for replica in (0, 1) for m in range(3)}
     assert forwards <= ancestors(graph, ["stage0/commit"])
+
+
+ONCE = (  # stage 0 counts once a step, and has statistics of each micro-batch
+    function("stage0/run_once", "variable count", writes=["count"]),
+    function("stage0/forward", "arg x, variable mean", "boundary h", writes=["mean"]),
+    function("stage0/backward", "gradient h"),
+)
+
+
+def test_variables_written_once_a_step_only_are_known() -> None:
+    variables = find_variables(calls("", *ONCE))
+    assert variables.state == {"count", "mean"}
+    assert variables.once == {"count"}
+
+
+def test_a_variable_that_micro_batches_write_too_is_not_written_once() -> None:
+    both = function("stage0/run_once", "variable mean", writes=["mean"])
+    assert find_variables(calls("", both, *ONCE[1:])).once == frozenset()
+
+
+def test_what_is_written_once_is_committed_apart_from_what_replicas_average() -> None:
+    text = "%stage0/replica0/run_once = run_once() {replica=0, stage=0}\n" + "".join(
+        f"%stage0/replica{i}/mb0/forward = forward() {{micro_batch=0, replica={i}, stage=0}}\n" for i in (0, 1)
+    )
+    graph = CopyVariables()(calls(text, *ONCE))
+    commits = {node.name: dict(node.attrs) for node in graph.nodes if node.op == "commit"}
+    assert commits == {
+        "stage0/commit": {"replica": 0, "replicas": 2, "stage": 0, "variables": ("mean",)},
+        "stage0/commit_once": {"replica": 0, "replicas": 1, "stage": 0, "variables": ("count",)},
+    }
+    sources = {control.source for control in graph.node("stage0/commit_once").controls}
+    assert sources == {"stage0/replica0/run_once", "stage0/replica0/mb0/forward", "stage0/replica1/mb0/forward"}
+
+
+def test_what_runs_once_waits_for_the_copies() -> None:
+    text = """
+        %stage0/replica0/run_once = run_once() {replica=0, stage=0}
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+    """
+    controls = CopyVariables()(calls(text, *ONCE)).node("stage0/replica0/run_once").controls
+    assert [control.source for control in controls] == ["stage0/replica0/refresh"]

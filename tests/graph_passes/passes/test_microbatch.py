@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from graph_passes.errors import GraphError
-from graph_passes.ir.graph import DType, Shape, TensorType, tensor
+from graph_passes.ir.graph import DType, Graph, Shape, TensorType, tensor
 from graph_passes.ir.verify import verify
 from graph_passes.passes.microbatch import Microbatch, merge_kind
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
@@ -116,7 +118,7 @@ def test_aux_outputs_are_merged_by_kind_where_they_are_computed() -> None:
         function("stage1/forward", "boundary h", "loss loss, aux 0 float32[?]"),
         function("stage1/backward", "seed loss"),
     )
-    result = Microbatch(2, 1, (tensor("float32", None), tensor("int32")))(calls(X, *functions))
+    result = Microbatch(2, 1, ("concat", "sum"))(calls(X, *functions))
     merged = "\n".join(
         f"{node.name} {node.string('kind')} {node.inputs[0]} {node.inputs[1]}" for node in result.nodes[-3:]
     )
@@ -170,3 +172,74 @@ def test_an_aux_output_whose_batch_is_not_on_axis_0_is_refused(kind: TensorType)
 def test_an_aux_output_that_cannot_be_merged_is_refused(dtype: str) -> None:
     with refused(GraphError, f"an aux output of type {dtype} without a batch axis cannot be merged"):
         merge_kind(TensorType(DType(dtype), Shape(())))
+
+
+# --- what runs once a step, row bounds, sums
+
+
+ONCE = (
+    function("stage0/run_once", "arg x, rows r int64[3], variable n", "once c:0 float32[]"),
+    function("stage0/forward", "arg x, rows r int64[3], once c:0 float32[], variable w", "boundary h"),
+    function("stage0/backward", "gradient h, once c:0 float32[]", "variable w"),
+    function("stage1/forward", "boundary h, variable v", "loss loss"),
+    function("stage1/backward", "boundary h, seed loss", "gradient h, variable v"),
+)
+
+
+def inputs_of(result: Graph, name: str) -> list[str]:
+    return [str(value).removeprefix("%") for value in result.node(name).inputs]
+
+
+def test_what_runs_once_takes_the_whole_batch_before_the_micro_batches() -> None:
+    result = Microbatch(2, 2)(calls(X, *ONCE))
+    verify(result)
+    assert [node.name for node in result.nodes if node.op == "run_once"] == ["stage0/replica0/run_once"]
+    assert inputs_of(result, "stage0/replica0/run_once") == ["x:0", "stage0/replica0/row_bounds:0"]
+    assert inputs_of(result, "stage0/replica0/row_bounds") == ["batch/size:0"]
+    assert not result.node("stage0/replica0/row_bounds").has("micro_batch")
+    for m in (0, 1):
+        forward = result.node(f"stage0/replica0/mb{m}/forward")
+        assert "stage0/replica0/run_once" in [control.source for control in forward.controls]
+        assert "stage0/replica0/run_once:0" in inputs_of(result, forward.name)
+        assert "stage0/replica0/run_once:0" in inputs_of(result, f"stage0/replica0/mb{m}/backward")
+
+
+def test_each_micro_batch_is_given_its_row_bounds() -> None:
+    result = Microbatch(2, 2)(calls(X, *ONCE))
+    for m in (0, 1):
+        bounds = result.node(f"stage0/replica0/mb{m}/row_bounds")
+        assert (bounds.integer("micro_batch"), bounds.integer("micro_batches")) == (m, 2)
+        assert f"{bounds.name}:0" in inputs_of(result, f"stage0/replica0/mb{m}/forward")
+
+
+def test_a_stage_that_needs_neither_has_none() -> None:
+    result = Microbatch(2, 2)(calls(X, *ONCE))
+    assert not [node.name for node in result.nodes if node.op in ("run_once", "row_bounds") and "stage1" in node.name]
+    plain = Microbatch(2, 2)(calls(X, *two_stages()))
+    assert not [node.name for node in plain.nodes if node.op in ("run_once", "row_bounds", "one")]
+
+
+def test_backward_of_a_sum_starts_from_one() -> None:
+    result = Microbatch(2, 2, loss="sum")(calls(X, *two_stages()))
+    verify(result)
+    ones = [node for node in result.nodes if node.op == "one"]
+    assert [node.name for node in ones] == [f"stage1/replica0/mb{m}/seed" for m in (0, 1)]
+    assert all(not node.inputs and node.outputs == (tensor("float32"),) for node in ones)
+    assert not [node for node in result.nodes if node.op == "cast"]
+    assert result.node("loss").string("kind") == "sum"
+
+
+def test_aux_outputs_are_merged_as_they_are_told() -> None:
+    functions = (*two_stages()[:2], function("stage1/forward", "boundary h, variable v", LOSS_AND_AUX), two_stages()[3])
+    result = Microbatch(2, 2, aux=("first", "sum"))(calls(X, *functions))
+    assert [result.node(f"aux/{i}").string("kind") for i in (0, 1)] == ["first", "sum"]
+    assert result.node("aux/0").op == "merge"
+
+
+LOSS_AND_AUX = "loss loss, stash b, aux 0 int32[], aux 1 int32[]"
+
+
+@pytest.mark.parametrize("options", [{"loss": "max"}, {"aux": ("last",)}])
+def test_unknown_merges_are_refused(options: Any) -> None:
+    with refused(GraphError, "merged by one of concat, mean, sum, first, not by"):
+        Microbatch(2, 2, **options)(calls(X, *two_stages()))

@@ -10,7 +10,8 @@ from hypothesis import given
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.ir.verify import verify
-from graph_passes.passes.project import Project, parse_exchange_name
+from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
+from graph_passes.passes.project import Project, parse_exchange_name, project
 from graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
 from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of
@@ -246,6 +247,22 @@ def origin(graphs: tuple[Graph, ...], rank: int, value: Value) -> Value:
     sender = graphs[source].node(value.node)
     pairs = zip(sender.inputs, sender.integers("to"), strict=True)
     return [sent for sent, to in pairs if to == rank][place]
+
+
+@given(kinds())
+def test_a_rank_returns_the_loss_and_the_gradients_of_its_stage(kind: Kind) -> None:
+    whole = ExposeGradients()(graph_for_ranks(kind))
+    parts = [project(whole, kind.ranks, rank) for rank in range(kind.size)]
+    verify_ranks(parts)
+    exposed = [exposed_gradients(part) for part in parts]
+    for stage, ranks in enumerate(kind.ranks):
+        shared = [name for name, used in (("tied", kind.tied), ("e", kind.sparse)) if used and stage == 0]
+        owned = {f"w{stage}", *shared}
+        assert [set(exposed[rank]) for rank in ranks] == [owned] * len(ranks)
+    for part, names in zip(parts, exposed, strict=True):
+        verify(part)
+        assert part.outputs[0] == whole.outputs[0]  # the loss
+        assert len(part.outputs) == 1 + len(names) + any(node.op == "collect_tokens" for node in part.nodes)
 
 
 @given(kinds())

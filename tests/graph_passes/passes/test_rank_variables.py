@@ -117,3 +117,39 @@ def test_the_state_of_a_single_replica_is_not_averaged() -> None:
         | ^%stage1/replica0/mb0/forward 'commit: written'
     """
     assert_graph(on_ranks(before, *TIED), before)
+
+
+def test_state_written_once_a_step_is_read_after_it_and_committed_by_each_rank() -> None:
+    """Ranks write equal values, so nothing is averaged: the commit keeps its edge from what runs once."""
+    functions = (
+        function("stage0/run_once", "variable n", writes=["n"]),
+        function("stage0/forward", "variable w"),
+        function("stage0/backward"),
+    )
+    before = """
+        %stage0/replica0/refresh = refresh() {replica=0, stage=0, variables=['n']}
+        %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0}
+        | ^%stage0/replica0/refresh 'refresh: copies'
+        %stage0/commit_once = commit() {replica=0, replicas=1, stage=0, variables=['n']}
+        | ^%stage0/replica0/run_once 'commit: written'
+    """
+    assert_graph(on_ranks(before, *functions), before)
+
+
+def test_averaged_state_waits_for_what_runs_once_too() -> None:
+    functions = (
+        function("stage0/run_once", "variable n", writes=["n"]),
+        function("stage0/forward", "variable n", writes=["n"]),
+        function("stage0/backward"),
+    )
+    text = "".join(
+        f"%stage0/replica{i}/run_once = run_once() {{function='stage0/run_once', replica={i}, stage=0}}\n"
+        f"%stage0/replica{i}/mb0/forward = forward() "
+        f"{{function='stage0/forward', micro_batch=0, replica={i}, stage=0}}\n"
+        for i in (0, 1)
+    )
+    commit = "%stage0/commit = commit() {replica=0, replicas=2, stage=0, variables=['n']}"
+    result = on_ranks(text + commit, *functions)
+    for i in (0, 1):
+        sources = {control.source for control in result.node(f"stage0/replica{i}/read_state").controls}
+        assert sources == {f"stage0/replica{i}/run_once", f"stage0/replica{i}/mb0/forward"}

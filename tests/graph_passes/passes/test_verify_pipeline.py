@@ -297,3 +297,37 @@ def test_a_call_that_does_not_wait_for_the_refresh_of_its_copies_is_refused() ->
     text = refreshed(0, 1, calls_wait=False)
     with refused(GraphError, "no control edge makes 'stage0/replica0/mb0/forward' wait for 'stage0/replica0/refresh'"):
         VerifyPipeline(build_schedule("dapple-a", 1, 1))(calls(text, *COPYING))
+
+
+COUNTED = (
+    function("stage0/run_once", "variable n", "once c:0 float32[]", writes=["n"]),
+    function("stage0/forward", "once c:0 float32[]", "stash a"),
+    FUNCTIONS[1],
+)
+WITH_ONCE = """
+    %stage0/replica0/refresh = refresh() {replica=0, stage=0, variables=['n']} @'a'
+    %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0} -> (float32[]) @'a'
+    | ^%stage0/replica0/refresh 'refresh: copies'
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/run_once:0) {micro_batch=0, replica=0, stage=0}
+    | -> (float32[?,4]) @'a' ^%stage0/replica0/refresh 'refresh: copies'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    | ^%stage0/replica0/refresh 'refresh: copies'
+"""
+
+
+def test_what_runs_once_must_wait_for_its_copies() -> None:
+    schedule = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    good = calls(WITH_ONCE, *COUNTED)
+    assert schedule(good) == good
+    edge = "-> (float32[]) @'a'\n    | ^%stage0/replica0/refresh 'refresh: copies'"
+    assert edge in WITH_ONCE
+    with refused(GraphError, "no control edge makes 'stage0/replica0/run_once' wait for 'stage0/replica0/refresh'"):
+        schedule(calls(WITH_ONCE.replace(edge, "-> (float32[]) @'a'"), *COUNTED))
+
+
+def test_what_runs_once_must_have_copies_of_what_it_writes() -> None:
+    with refused(GraphError, "no refresh gives stage 0, replica 0 its copy of 'n'"):
+        VerifyPipeline(build_schedule("dapple-a", 1, 1))(
+            calls(WITH_ONCE.replace("variables=['n']", "variables=[]"), *COUNTED)
+        )

@@ -1,0 +1,75 @@
+"""Why a pipelined step differs from the step of one device: a table of reasons, empty for most models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from dapple_tf.drawing.table import format_table
+from dapple_tf.errors import PlanError
+
+_WIDTH = 120  # characters of a line of the table
+
+Inexact = Literal["error", "warn", "allow"]
+"""What to do with a loss whose micro-batches would not add up to the whole batch's."""
+
+BatchLoss = bool | Literal["auto"]
+"""Whether a loss that combines samples runs once on the rows of all micro-batches; "auto": where it does not add up."""
+
+
+def check_inexact(inexact: str) -> None:
+    """Raise PlanError unless ``inexact`` is one of "error", "warn" and "allow"."""
+    if inexact not in get_args(Inexact):
+        raise PlanError(f"inexact={inexact!r}: give one of {', '.join(map(repr, get_args(Inexact)))}")
+
+
+def check_batch_loss(batch_loss: object) -> None:
+    """Raise PlanError unless ``batch_loss`` is False, True or "auto"."""
+    if batch_loss not in (False, True, "auto"):
+        raise PlanError(f"batch_loss={batch_loss!r}: give False, True or 'auto'")
+
+
+@dataclass(frozen=True)
+class Inexactness:
+    """A reason for which a step over micro-batches differs from a step on one device.
+
+    ``layer``: the layer or op that causes it; ``why``: what it does; ``remedy``: what the user can do. ``documented``:
+    a training step is allowed to differ for this reason (batch norm in training mode, draws without a seed); any other
+    reason is an error unless the user allows it.
+    """
+
+    layer: str
+    why: str
+    remedy: str
+    documented: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.why}. {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """All reasons for which a step differs from one device's; its ``str`` is a table, or says that there are none."""
+
+    reasons: tuple[Inexactness, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether a step equals one device's: there is no reason."""
+        return not self.reasons
+
+    @property
+    def undocumented(self) -> tuple[Inexactness, ...]:
+        """The reasons that are errors unless the user allows them."""
+        return tuple(reason for reason in self.reasons if not reason.documented)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the reasons as JSON objects."""
+        return [asdict(reason) for reason in self.reasons]
+
+    def __str__(self) -> str:
+        if not self.reasons:
+            return "exact: loss, gradients, variables and state equal those of one device"
+        rows: Sequence[Sequence[str]] = [(reason.layer, reason.why, reason.remedy) for reason in self.reasons]
+        return "\n".join(format_table(("layer", "why the step differs", "remedy"), rows, left=3, width=_WIDTH))

@@ -1,0 +1,264 @@
+"""Find the kind of every tensor of a captured loss; see ``kinds``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dapple_tf import internals
+from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random
+from dapple_tf.frontend.dependence.bodies import Body, read_body
+from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, coupled, rows, shared
+from dapple_tf.frontend.dependence.numbers import Numbers, constant_value, evaluate, strided_index, varies
+from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope
+from graph_passes.analysis.layers import SHAPE_OPS
+from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value
+
+_RULES = {
+    **layout.RULES,
+    **contract.RULES,
+    **pick.RULES,
+    **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
+}
+_READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
+_SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
+_BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
+
+
+@dataclass
+class Analysis:
+    """The kinds of all values of a graph, and what was found on the way.
+
+    ``trainable``: names of the trained variables. ``once_written``: variables of which every write is known not to
+    depend on the batch. ``written``: all variables that forward writes. ``batch``: samples for which ``shapes`` were
+    inferred. ``batch_norms``: layers whose normalisation by the micro-batch is accepted, as documented.
+    ``hidden_draws``: nodes that draw from a generator's hidden state.
+    """
+
+    func_graph: Any
+    trainable: Collection[str]
+    written: Collection[str]
+    once_written: Collection[str]
+    batch: int
+    batch_norms: dict[str, str] = field(default_factory=dict)
+    hidden_draws: list[Node] = field(default_factory=list)
+    _owner: Any = None  # the FuncGraph of the body that is being looked at
+    _bodies: dict[tuple[str, tuple[Shape, ...]], Body] = field(default_factory=dict)
+
+    def run(self, graph: Graph, shapes: Mapping[str, Sequence[Shape]], whole: frozenset[Value]) -> Scope:
+        """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
+        scope = Scope(graph, shapes, self.batch, whole=whole)
+        for node in graph.nodes:
+            self._visit(scope, node)
+        return scope
+
+    def _visit(self, scope: Scope, node: Node) -> None:
+        if node.op in ("arg", "variable", "capture", "rows") and not scope.nested:
+            for value in node.values():
+                scope.kinds[value] = self._input_kind(node)
+            return
+        if node.op == "arg":  # of a nested body: given by its caller
+            return
+        kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
+        _evaluate(scope, node)
+        found = self._find(scope, node, kinds)
+        results = found if isinstance(found, list) else [found] * len(node.outputs)
+        if len(results) < len(node.outputs):
+            results = [*results, *[results[-1] if results else CONSTANT] * (len(node.outputs) - len(results))]
+        for value, kind in zip(node.values(), results, strict=False):
+            scope.kinds[value] = self._complete(scope, node, value, kind, kinds)
+
+    def _input_kind(self, node: Node) -> Kind:
+        match node.op:
+            case "arg":
+                return rows()
+            case "rows":
+                return Kind(Form.SHARE)
+            case "variable":
+                return shared(trained=node.name in self.trainable)
+        return CONSTANT
+
+    def _find(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+        """Return the kinds of a node's outputs, before ``_complete``."""
+        if node.op == "Const" or not node.outputs:
+            return CONSTANT
+        if node.op == "IdentityN":
+            return list(kinds)
+        if node.op in _READS:
+            return self._read(node, kinds)
+        if node.effect is Effect.RANDOM:
+            return self._hidden_draw(scope, node, kinds)
+        if node.op in control_flow.CALLS:
+            name = dict(node.attrs)["f"].name  # type: ignore[union-attr]  # a call names its function
+            return self._call_body(scope, node, name, kinds)
+        if node.op in control_flow.CONDITIONS:
+            return control_flow.condition(scope, node, kinds, self._call_body)
+        if node.op in control_flow.LOOPS:
+            return control_flow.loop(scope, node, kinds, self._call_body)
+        if node.op in control_flow.TENSOR_LISTS:
+            return control_flow.tensor_list(scope, node, kinds)
+        if random.is_stateless_draw(node.op):
+            found = random.stateless_draw(scope, node, kinds)
+            if scope.nested and found.rows:
+                return scope.couple(node, "draws random numbers for samples inside a nested function or loop")
+            return found
+        rule = _RULES.get(node.op)
+        if rule is not None:
+            if any(kind.coupled for kind in kinds) and node.op not in SHAPE_OPS:
+                return next(kind for kind in kinds if kind.coupled)
+            return rule(scope, node, kinds)
+        if not internals.is_op(node.op):  # an old-style call: the op has the name of the function
+            return self._call_body(scope, node, node.op, kinds)
+        return self._unknown(scope, node, kinds)
+
+    def _unknown(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+        if any(kind.coupled for kind in kinds):
+            return next(kind for kind in kinds if kind.coupled)
+        if all(kind.shared for kind in kinds):
+            return shared()
+        return scope.couple(node, f"applies {node.op}, which is not known to treat samples one by one")
+
+    def _read(self, node: Node, kinds: Sequence[Kind]) -> Kind:
+        name = node.inputs[0].node
+        if node.op == "ReadVariableOp" and name in self.written:
+            if name in self.once_written:
+                return dataclasses.replace(kinds[0], once=True)
+            return coupled(node.name, f"reads {name}, which each micro-batch writes", trained=True)
+        return kinds[0] if node.op == "ReadVariableOp" else CONSTANT
+
+    def _hidden_draw(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+        self.hidden_draws.append(node)
+        axes = scope.batch_axes(Value(node.name))
+        if node.op == "RandomShuffle" or any(not kind.shared and kind.form is not Form.SIZE for kind in kinds):
+            return scope.couple(node, "draws random numbers with parameters that depend on samples")
+        if not axes:
+            return shared(once=True)
+        return rows(axes[0][0], 1, axes[0][1], trained=True)
+
+    def _call_body(self, scope: Scope, node: Node, name: str, operands: Sequence[Kind]) -> list[Kind]:
+        """Return the kinds of the outputs of the function ``name``; ``operands``: of the last inputs of ``node``."""
+        values = node.inputs[len(node.inputs) - len(operands) :]
+        shapes = tuple(Shape(scope.dims(value)) for value in values)
+        owner = self._owner if scope.nested else self.func_graph
+        key = (name, shapes)
+        if key not in self._bodies:
+            self._bodies[key] = read_body(owner, name, shapes)
+        body = self._bodies[key]
+        inner = Scope(body.graph, body.shapes, self.batch, nested=True)
+        for argument, kind in zip(body.graph.inputs, operands, strict=True):
+            inner.kinds[Value(argument)] = kind
+        before, self._owner = self._owner, body.func_graph
+        for inside in body.graph.nodes:
+            self._visit(inner, inside)
+        self._owner = before
+        return [self._leave(inner, node, value) for value in body.graph.outputs]
+
+    def _leave(self, inner: Scope, node: Node, value: Value) -> Kind:
+        """Return the kind that a nested function's output has outside: what must be computed once cannot be inside."""
+        kind = inner.kinds.get(value, CONSTANT)
+        if kind.form is Form.SUM and kind.mixed:
+            return coupled(node.name, "adds sums and means inside a nested function or loop", trained=kind.trained)
+        return kind
+
+    def _complete(self, scope: Scope, node: Node, value: Value, kind: Kind, kinds: Sequence[Kind]) -> Kind:
+        """Return ``kind`` with what follows from the operands."""
+        if node.op in SHAPE_OPS:
+            return kind
+        trained = kind.trained or any(operand.trained for operand in kinds)
+        if kind.form is Form.SIZE and value in scope.numbers:
+            return dataclasses.replace(kind, trained=False) if varies(scope.numbers[value]) else CONSTANT
+        if node.has("batch_norm") and (kind.coupled or kind.total) and trained:
+            return self._batch_norm(scope, node, value)
+        if kind.coupled and kind.documented:
+            return kind
+        weighted = any(operand.form is Form.SHARE for operand in kinds)  # a term of each micro-batch
+        if (kind.total or (kind.coupled and scope.fixed(value))) and not trained and not weighted:
+            if scope.nested:
+                return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
+            return shared(once=True)
+        if kind.shared:
+            once = kind.once or any(operand.once for operand in kinds if operand.shared)
+            return dataclasses.replace(kind, trained=trained, once=once)
+        if kind.rows and node.effect is not Effect.RANDOM and kind.trained != trained:
+            return dataclasses.replace(kind, trained=trained)
+        return kind if kind.trained == trained else dataclasses.replace(kind, trained=trained)
+
+    def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
+        """Return the kind of a value of a batch norm layer in training mode, which couples samples as documented."""
+        self.batch_norms.setdefault(node.string("layer") if node.has("layer") else node.name, _BATCH_NORM)
+        axes = scope.batch_axes(value)
+        if axes:
+            return rows(axes[0][0], 1, axes[0][1], trained=True)
+        return coupled(node.name, _BATCH_NORM, trained=True, documented=True)
+
+
+def _evaluate(scope: Scope, node: Node) -> None:
+    """Find the small integers that a node gives, and the layouts of sizes."""
+    if node.op == "Const":
+        value = constant_value(node)
+        if value is not None and value.dtype.kind in "iub":
+            scope.numbers[Value(node.name)] = (value,) * len(MULTIPLES)
+        return
+    if node.op in SHAPE_OPS:
+        _evaluate_shape(scope, node)
+        return
+    _track_layout(scope, node)
+    inputs = [scope.numbers.get(value) for value in node.inputs]
+    if not inputs or None in inputs:
+        return
+    found = [evaluate(node, [numbers[i] for numbers in inputs if numbers is not None]) for i in range(len(MULTIPLES))]
+    if all(outputs is not None for outputs in found):
+        for i, value in enumerate(node.values()):
+            scope.numbers[value] = tuple(outputs[i] for outputs in found if outputs is not None)
+
+
+def _evaluate_shape(scope: Scope, node: Node) -> None:
+    for i, value in enumerate(node.values()):
+        source = node.inputs[i]
+        dims = scope.dims(source)
+        if dims is None or None in dims:
+            continue
+        kind = scope.kinds.get(source, CONSTANT)
+        found: list[Any] = []
+        for multiple in MULTIPLES:
+            lengths = [int(d or 0) * (multiple if scope.factor(source, axis) else 1) for axis, d in enumerate(dims)]
+            if node.op == "Size":
+                found.append(np.asarray(int(np.prod(lengths, dtype=np.int64))))
+            else:
+                found.append(np.asarray(len(lengths) if node.op == "Rank" else lengths, np.int64))
+        scope.numbers[value] = tuple(found)
+        if kind.rows and not kind.origin and kind.outer and node.op in ("Shape", "ShapeN"):
+            scope.layouts[value] = tuple(
+                (kind.outer, kind.inner) if axis == kind.axis else None for axis in range(len(dims))
+            )
+
+
+def _track_layout(scope: Scope, node: Node) -> None:
+    """Follow the entries of a shape through slices and stacks."""
+    known = [scope.layouts.get(value) for value in node.inputs]
+    if not any(known):
+        return
+    result: Numbers | tuple[Any, ...] | None = None
+    if node.op in _SAME_LAYOUT:
+        result = known[0]
+    elif node.op == "StridedSlice" and known[0] is not None:
+        parts = [scope.number(value) for value in node.inputs[1:]]
+        if all(part is not None for part in parts):
+            index = strided_index(dict(node.attrs), *parts)
+            if len(index) == 1 and isinstance(index[0], int | slice):
+                picked = known[0][index[0]]
+                result = picked if isinstance(index[0], slice) else (picked,)
+    elif node.op == "Pack":
+        result = tuple(entry[0] if entry else None for entry in known)
+    elif node.op == "ConcatV2":
+        entries: list[Any] = []
+        for value, entry in zip(node.inputs[:-1], known, strict=False):
+            number = scope.number(value)
+            entries += entry or (None,) * (0 if number is None else number.size)
+        result = tuple(entries)
+    if result:
+        scope.layouts[Value(node.name)] = tuple(result)

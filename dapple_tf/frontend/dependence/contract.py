@@ -1,0 +1,275 @@
+"""Rules of ops that reduce or contract axes, and of ops that work on each entry of axis 0 by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from dapple_tf.frontend.dependence.elementwise import scale_total
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
+from dapple_tf.frontend.dependence.layout import Rule, only_rows
+from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from graph_passes.ir.graph import Node, Value
+
+_REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
+_ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
+_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement", "SoftmaxGrad"})
+# Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
+_ENTRY_BY_ENTRY = op_names(
+    "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv "
+    "Conv3DBackpropInputV2 CropAndResize DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
+    "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
+    "HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 LRN LRNGrad MaxPool MaxPool3D MaxPoolGrad "
+    "MaxPool3DGrad MaxPoolV2 MaxPoolGradV2 RGBToHSV ResizeArea ResizeBicubic ResizeBilinear ResizeBilinearGrad "
+    "ResizeBicubicGrad ResizeNearestNeighbor ResizeNearestNeighborGrad AdjustContrastv2 AdjustHue "
+    "AdjustSaturation SpaceToDepth SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits"
+)
+# Ops among them whose second operand holds weights, which have no entries of that axis.
+_WEIGHTED = op_names(
+    "BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv Conv3DBackpropInputV2 DepthwiseConv2dNative "
+    "DepthwiseConv2dNativeBackpropInput Dilation2D FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
+)
+# Ops on the last two axes; all axes before them hold independent matrices.
+_MATRICES = op_names(
+    "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
+    "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
+    "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad BatchMatMulGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"
+)
+
+
+def first_stopped(kinds: Sequence[Kind]) -> Kind | None:
+    """Return the first coupled kind, or None."""
+    return next((kind for kind in kinds if kind.coupled or kind.form is Form.LIST), None)
+
+
+def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    kind = kinds[0]
+    if kinds[1].rows or kinds[1].total:
+        return scope.couple(node, "reduces axes that depend on samples")
+    if not kind.rows:
+        if kind.total and node.op not in ("Sum", "Mean"):
+            return scope.couple(node, f"applies {node.op} to a sum or mean over the batch, which is not linear")
+        return kind if kind.total or kind.form in (Form.SIZE, Form.SHARE) else shared()
+    rank = scope.rank(node.inputs[0])
+    axes = None if rank is None else scope.axes(node.inputs[1], rank)
+    if rank is None or axes is None:
+        return scope.couple(node, "reduces axes that cannot be inferred")
+    if kind.slope and (kind.axis in axes or len(kind.slope) > 1):
+        return scope.couple(node, "uses positions of samples in the batch as numbers")
+    if kind.axis not in axes:
+        return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
+    return _reduce_batch(scope, node, kind, axes)
+
+
+def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> Kind:
+    if node.op == "Sum":
+        return Kind(Form.SUM)
+    if node.op == "Mean" and not kind.origin:
+        return Kind(Form.MEAN)
+    if node.op == "Mean":
+        dims = scope.graph.type_of(node.inputs[0]).shape.dims or ()
+        if all(axis == kind.axis or (axis < len(dims) and (dims[axis] or 0) > 0) for axis in axes):
+            return Kind(Form.SUM, mixed=True)
+    return scope.couple(node, f"takes the {node.op.lower()} over the batch")
+
+
+def _l2_loss(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    if kinds[0].total:
+        return scope.couple(node, "squares a sum or mean over the batch")
+    return Kind(Form.SUM) if kinds[0].rows else shared()
+
+
+def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    first, second = kinds[:2]
+    if not first.rows and not second.rows:
+        return _multilinear(scope, node, kinds)
+    ranks = [scope.rank(value) for value in node.inputs[:2]]
+    if None in ranks or any(kind.slope for kind in kinds):
+        return scope.couple(node, "multiplies matrices of unknown rank, or positions of samples")
+    rank = max(int(r or 0) for r in ranks)
+    flip_first = attr(node, "transpose_a", False) or attr(node, "adj_x", False)
+    flip_second = attr(node, "transpose_b", False) or attr(node, "adj_y", False)
+    # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; "k" is contracted.
+    labels: list[int | None] = []
+    for kind, r, flip, free in ((first, ranks[0], flip_first, 0), (second, ranks[1], flip_second, 1)):
+        if not kind.rows:
+            labels.append(None)
+            continue
+        axis = kind.axis - int(r or 0)
+        if axis < -2:
+            labels.append(axis)
+            continue
+        place = (axis + 2) ^ int(bool(flip))  # 0: row, 1: column
+        labels.append((-2 if free == 0 else -1) if place == free else 0)
+    return _contracted(scope, node, kinds[:2], labels, rank)
+
+
+def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequence[int | None], rank: int) -> Kind:
+    """Return the kind of a product: ``labels`` are axes of the result from the right, 0 is contracted."""
+    found = {label for label in labels if label is not None}
+    if len(found) > 1:
+        return scope.couple(node, "multiplies samples with each other")
+    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
+    if len(layouts) > 1:
+        return scope.couple(node, "multiplies rows of the batch that are in different orders")
+    if any(kind.total for kind in kinds):
+        return scope.couple(node, "multiplies samples with a sum or mean over the batch")
+    label = found.pop()
+    if label == 0:
+        return Kind(Form.SUM)
+    first = next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
+    return dataclasses.replace(first, axis=rank + label)
+
+
+def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a product without rows."""
+    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+        return scale_total(scope, node, kinds)
+    if any(kind.form is Form.SIZE for kind in kinds):
+        return scope.couple(node, "multiplies sizes")
+    return shared()
+
+
+def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    if not only_rows(kinds):
+        return _multilinear(scope, node, kinds)
+    if any(kind.slope for kind in kinds):
+        return scope.couple(node, "multiplies positions of samples")
+    equation = attr(node, "equation", b"").decode().replace(" ", "")
+    left, _, right = equation.partition("->")
+    labels: list[int | None] = []
+    result = scope.rank(Value(node.name))
+    for value, kind, term in zip(node.inputs, kinds, left.split(","), strict=True):
+        rank = scope.rank(value)
+        if not kind.rows:
+            labels.append(None)
+            continue
+        if rank is None or result is None:
+            return scope.couple(node, "contracts tensors of unknown rank")
+        label = _expanded(term, rank)[kind.axis]
+        output = _expanded(right, result)
+        if output.count(label) > 1 or _expanded(term, rank).count(label) > 1:
+            return scope.couple(node, "takes a diagonal over the batch")
+        labels.append(output.index(label) - result if label in output else 0)
+        if label not in output:
+            contracted = [_expanded(t, scope.rank(v) or 0) for v, t in zip(node.inputs, left.split(","), strict=True)]
+            if any(label in t and not k.rows for t, k in zip(contracted, kinds, strict=True)):
+                return scope.couple(node, "contracts the batch axis with a tensor that has no samples")
+    if 0 in labels and len({_label_of(scope, n, k, t) for n, k, t in _terms(node, kinds, left) if k.rows}) > 1:
+        return scope.couple(node, "multiplies samples with each other")
+    return _contracted(scope, node, kinds, labels, result or 0)
+
+
+def _terms(node: Node, kinds: Sequence[Kind], left: str) -> list[tuple[Value, Kind, str]]:
+    return list(zip(node.inputs, kinds, left.split(","), strict=True))
+
+
+def _label_of(scope: Scope, value: Value, kind: Kind, term: str) -> str:
+    return _expanded(term, scope.rank(value) or 0)[kind.axis]
+
+
+def _expanded(term: str, rank: int) -> list[str]:
+    """Return the labels of the axes of an einsum term; those of its ellipsis are "...3", counted from the right."""
+    if "..." not in term:
+        return list(term)
+    before, after = term.split("...")
+    missing = rank - len(before) - len(after)
+    return [*before, *(f"...{i}" for i in range(missing, 0, -1)), *after]
+
+
+def _along_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    kind = kinds[0]
+    if kind.total:
+        linear = node.op == "Cumsum"
+        return kind if linear else scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
+    if not kind.rows:
+        return SIZE if kind.form is Form.SIZE else shared()
+    rank = scope.rank(node.inputs[0])
+    axes = None if rank is None else scope.axes(node.inputs[1], rank)
+    if axes is None or axes[0] == kind.axis or kind.slope:
+        return scope.couple(node, f"applies {node.op} along the batch axis")
+    removed = node.op in ("ArgMax", "ArgMin") and axes[0] < kind.axis
+    return kind.at(kind.axis - removed)
+
+
+def _last_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+    if stopped := first_stopped(kinds):
+        return stopped
+    found = only_rows(kinds)
+    if any(kind.total for kind in kinds):
+        return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
+    if not found:
+        return shared()
+    rank = scope.rank(node.inputs[0])
+    if rank is None or any(kind.axis == rank - 1 or kind.slope for kind in found[:1]) or not _same_rows(found):
+        return scope.couple(node, f"applies {node.op} along the batch axis")
+    return found[0]
+
+
+def _same_rows(found: Sequence[Kind]) -> bool:
+    return len({kind.axis for kind in found}) == 1 and len({kind.layout for kind in found if kind.outer}) <= 1
+
+
+def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+    if stopped := first_stopped(kinds):
+        return stopped
+    found = only_rows(kinds)
+    if node.op.startswith("FusedBatchNorm") and attr(node, "is_training", True) and found:
+        return scope.couple(node, "normalises by the mean and variance of the batch")
+    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+        return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
+    if not found:
+        return shared()
+    if node.op in _WEIGHTED and any(kind.rows for kind in kinds[1:2]):
+        return scope.couple(node, f"uses samples as weights of {node.op}")
+    if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
+        return scope.couple(node, f"applies {node.op}, which mixes the entries of all axes but the first")
+    if node.op == "CropAndResize":
+        return scope.couple(node, "picks images of the batch by index")
+    kind = next((kind for kind in found if kind.outer), found[0])
+    if node.op.startswith("FusedBatchNorm"):
+        return [kind, *[shared()] * (len(node.outputs) - 1)]
+    return kind
+
+
+def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+    if stopped := first_stopped(kinds):
+        return stopped
+    found = only_rows(kinds)
+    if any(kind.total for kind in kinds):
+        return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
+    if not found:
+        return shared()
+    rank = scope.rank(node.inputs[0])
+    core = 1 if node.op in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3", "FFT", "IFFT", "RFFT", "IRFFT") else 2
+    if rank is None or not kinds[0].rows or kinds[0].axis >= rank - core or not _same_rows(found) or kinds[0].slope:
+        return scope.couple(node, f"applies {node.op} to a matrix of samples")
+    return found[0]
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(_REDUCTIONS, _reduce),
+        **dict.fromkeys(_ALONG_AXIS, _along_axis),
+        **dict.fromkeys(_LAST_AXIS, _last_axis),
+        **dict.fromkeys(_ENTRY_BY_ENTRY, _entry_by_entry),
+        **dict.fromkeys(_MATRICES, _matrices),
+        "L2Loss": _l2_loss,
+        "MatMul": _matmul,
+        "BatchMatMul": _matmul,
+        "BatchMatMulV2": _matmul,
+        "BatchMatMulV3": _matmul,
+        "Einsum": _einsum,
+    }
+)

@@ -1,0 +1,270 @@
+"""Decide from the kinds of a loss's tensors how micro-batches compute it: what runs once, weights, draws, merges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.dependence.analyse import Analysis
+from dapple_tf.frontend.dependence.cut_tail import cut_tail
+from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
+from dapple_tf.frontend.dependence.kinds import Form, Kind
+from dapple_tf.frontend.dependence.numbers import affine
+from dapple_tf.frontend.dependence.random import is_stateless_draw
+from dapple_tf.frontend.dependence.result import BatchDependence, Tail, WholeSize
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.row_draws import RowDraw
+from graph_passes.analysis.layers import SHAPE_OPS, live_nodes, written_variables
+from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value, ancestors
+from graph_passes.passes.microbatch import MergeKind
+
+_NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
+_WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
+_DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
+
+
+def find_dependence(
+    captured: Captured, shapes: Mapping[str, Sequence[Shape]], batch: int, batch_loss: BatchLoss = False
+) -> BatchDependence:
+    """Return how the micro-batches of ``captured`` make up the whole batch.
+
+    ``shapes``: of every node for a batch of ``batch`` samples, a number that divides no other length of an axis.
+    """
+    graph, live = captured.graph, live_nodes(captured.graph)
+    writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
+    written = written_variables(graph).keys()
+    once_written, whole = set(written), frozenset[Value]()
+    while True:
+        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch)
+        scope = analysis.run(graph, shapes, whole)
+        per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
+        both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
+        if not per_micro_batch & once_written and not both:
+            break
+        once_written -= per_micro_batch
+        whole |= both
+    return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss).result()
+
+
+def _writes_once(scope: Scope, node: Node) -> bool:
+    """Return whether what the node writes does not depend on samples."""
+    for i, value in enumerate(node.inputs):
+        kind = scope.kinds[value]
+        if kind.form is Form.SIZE:
+            kind = whole_size(scope, node, i)
+        if not kind.shared:
+            return False
+    return True
+
+
+class _Decision:
+    """Collects the parts of a ``BatchDependence``."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        analysis: Analysis,
+        scope: Scope,
+        live: set[str],
+        writes: Sequence[Node],
+        once_written: set[str],
+        batch_loss: BatchLoss,
+    ) -> None:
+        self.captured = captured
+        self.graph: Graph = captured.graph
+        self.analysis = analysis
+        self.scope = scope
+        self.live = live
+        self.writes = writes
+        self.once_written = once_written
+        self.reasons: list[Inexactness] = []
+        self.once = self._once()
+        self.tail = self._find_tail() if batch_loss is True or (batch_loss and self._couples()) else None
+
+    def result(self) -> BatchDependence:
+        loss, *aux = self.graph.outputs
+        kind = self.scope.kinds[loss]
+        if kind.coupled and not kind.documented and not self.tail:
+            self._couple(kind, "the loss", _NO_SUM)
+        for name, why in self.analysis.batch_norms.items():
+            remedy = "documented; pass batch_norm='deferred' for moving statistics of the whole batch"
+            self._add(Inexactness(name, why, remedy, documented=True))
+        for node in self.analysis.hidden_draws:
+            if node.name in self.live:
+                why = f"draws random numbers from a generator's hidden state ({node.op}), other ones than one device"
+                self._add(Inexactness(_layer(node), why, _DRAW, documented=True))
+        merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
+        self._check_writes()
+        self._check_reads()
+        return BatchDependence(
+            loss="sum" if kind.form is Form.SUM else "mean",
+            mixed=kind.form is Form.SUM and kind.mixed and not self.tail,
+            grows=kind.form is Form.SUM and not self._divided(loss),
+            aux=merges,
+            once=self.once,
+            draws=self._draws(),
+            sizes=self._sizes(),
+            shapes=self._shapes(self.once),
+            exactness=Exactness(tuple(self.reasons)),
+            kinds=self.scope.kinds,
+            tail=self.tail,
+        )
+
+    def _couples(self) -> bool:
+        """Return whether the loss, or an aux output, does not add up over micro-batches."""
+        loss, *aux = (self.scope.kinds[value] for value in self.graph.outputs)
+        return any(kind.coupled and not kind.documented for kind in (loss, *aux))
+
+    def _find_tail(self) -> Tail | None:
+        """Return the tail that gives the loss, and the aux outputs and writes that need the whole batch too."""
+        writes = [node.name for node in self.writes if node.name not in self.once and not self._in_batch_norm(node)]
+        return cut_tail(self.graph, self.scope.kinds, self.once, writes)
+
+    def _divided(self, loss: Value) -> bool:
+        """Return whether a sum over the batch is scaled by anything on its way to the loss."""
+        pending, seen = [loss], set()
+        while pending:
+            value = pending.pop()
+            kind = self.scope.kinds[value]
+            if value in seen or kind.form is not Form.SUM:
+                continue
+            seen.add(value)
+            node = self.graph.node(value.node)
+            if node.op in SCALING:
+                return True
+            pending += node.inputs
+        return False
+
+    def _sizes(self) -> tuple[WholeSize, ...]:
+        """Return the sizes of the whole batch: floats wherever they are used, integers for single operands."""
+        found: dict[tuple[str, int | None], WholeSize] = {}
+        for (name, operand), value in self.scope.sizes.items():
+            coefficients = affine(self.scope.numbers[value])
+            if name not in self.live or coefficients is None:
+                continue
+            scale, offset = coefficients[0] // self.scope.batch, coefficients[1]
+            key: tuple[str, int | None]
+            number = self.graph.type_of(value).dtype.differentiable
+            key = (value.node, None) if number else (name, operand)
+            found[key] = WholeSize(key[0], key[1], scale, offset)
+        return tuple(found.values())
+
+    def _shapes(self, once: frozenset[str]) -> tuple[WholeSize, ...]:
+        """Return the shapes of activations that nodes which run once need: they are computed from the batch size."""
+        scope, found = self.scope, []
+        activations = {
+            node.name
+            for node in self.graph.nodes
+            if node.op in SHAPE_OPS and any(scope.kinds[value].trained for value in node.inputs)
+        }
+        for name in sorted(ancestors(self.graph, once) & activations):
+            coefficients = [affine(scope.numbers[value]) for value in self.graph.node(name).values()]
+            for index, pair in enumerate(coefficients):
+                if pair is not None:
+                    found.append(WholeSize(name, index, pair[0] // scope.batch, pair[1]))
+        return tuple(found)
+
+    def _add(self, reason: Inexactness) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def _couple(self, kind: Kind, what: str, remedy: str) -> None:
+        node = self.graph.by_name.get(kind.node)
+        layer = _layer(node) if node is not None else kind.node
+        op = f" ({kind.node!r}, {node.op})" if node is not None and layer != kind.node else ""
+        why = f"{what} is no sum or mean over samples: this{op} {kind.why}"
+        self._add(Inexactness(layer, why, remedy, kind.documented))
+
+    def _aux(self, index: int, value: Value) -> MergeKind | None:
+        """Return how to merge an aux output; None for its type to decide."""
+        kind = self.scope.kinds[value]
+        if self.tail and value.node in self.tail.own:
+            return "first"
+        match kind.form:
+            case Form.SHARED:
+                return "first"
+            case Form.SUM if not kind.mixed:
+                return "sum"
+            case Form.MEAN:
+                return "mean"
+            case Form.ROWS if kind.axis == 0 and kind.outer == 1 and not kind.slope:
+                return "concat"
+            case Form.SIZE:
+                return "sum"
+        if kind.coupled and not kind.documented:
+            self._couple(kind, f"aux output {index}", "return it per sample, or compute it from the outputs")
+        elif not kind.coupled:
+            why = f"aux output {index} does not have the batch on axis 0, so it cannot be put together"
+            self._add(Inexactness(value.node, why, "return it per sample, with the batch on axis 0"))
+        return None
+
+    def _check_writes(self) -> None:
+        for node in self.writes:
+            names = node.strings("writes")
+            if all(name in self.once_written for name in names) or self._in_batch_norm(node):
+                continue
+            if self.tail and node.name in self.tail.own:
+                continue
+            kinds = [self.scope.kinds[value] for value in node.inputs]
+            sums = [kind for kind in kinds if kind.form is Form.SUM and not kind.mixed]
+            adds = node.op in ("AssignAddVariableOp", "AssignSubVariableOp") and len(sums) == 1
+            if adds and all(kind.shared or kind in sums for kind in kinds) and not self._is_read(names):
+                continue
+            layer = _layer(node)
+            why = f"writes {', '.join(names)} once for each micro-batch, a value that depends on its samples"
+            documented = any(kind.documented for kind in kinds)
+            self._add(Inexactness(layer, why, _WRITE, documented))
+
+    def _in_batch_norm(self, node: Node) -> bool:
+        return node.has("batch_norm")
+
+    def _is_read(self, names: Sequence[str]) -> bool:
+        reads = [n for n in self.graph.nodes if n.effect is Effect.READ and n.name in self.live]
+        return any(value.node in names for node in reads for value in node.inputs)
+
+    def _once(self) -> frozenset[str]:
+        """Return the nodes that run once a step, on the whole batch."""
+        found = {node.name for node in self.writes if all(v in self.once_written for v in node.strings("writes"))}
+        for node in self.graph.nodes:  # prints, checks, Python code
+            shared = all(self.scope.kinds[value].shared for value in node.inputs)
+            if node.effect is Effect.SIDE and node.name in self.live and shared:
+                found.add(node.name)
+        found |= {value.node for value in self.scope.once_sizes if value.node in self.live}
+        for node in self.graph.nodes:
+            kinds = [self.scope.kinds.get(value) for value in node.values()]
+            if node.name in self.live and kinds and all(k and k.shared and k.once and not k.trained for k in kinds):
+                found.add(node.name)
+        return frozenset(found)
+
+    def _check_reads(self) -> None:
+        """Note reads of variables that are written once a step, and that micro-batches read too early."""
+        once = self.once
+        acting = [n.name for n in self.graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
+        read = ancestors(self.graph, [*(v.node for v in self.graph.outputs), *acting], stop=once)
+        for write in self.writes:
+            if write.name not in once:
+                continue
+            for node in self.graph.nodes:
+                direct = {value.node for value in node.inputs} & set(write.strings("writes"))
+                if not direct or node.name not in read or node.effect is not Effect.READ:
+                    continue
+                if write.name not in ancestors(self.graph, [node.name]):
+                    name = ", ".join(sorted(direct))
+                    why = f"reads {name} before the loss writes it, for each micro-batch"
+                    self._add(Inexactness(_layer(node), why, f"read {name} after it is written, or write it later"))
+
+    def _draws(self) -> tuple[RowDraw, ...]:
+        found = []
+        for node in self.graph.nodes:
+            kind = self.scope.kinds.get(Value(node.name))
+            if node.name in self.live and is_stateless_draw(node.op) and kind is not None and kind.rows:
+                found.append(RowDraw(node.name, kind.axis, kind.outer, kind.inner))
+        return tuple(found)
+
+
+def _layer(node: Node) -> str:
+    for key in ("layer", "within"):
+        if node.has(key):
+            return node.string(key)
+    return node.name

@@ -1,0 +1,188 @@
+"""Rules of ops that combine tensors entry by entry, with broadcasting, and of linear ops on sums and means."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
+from dapple_tf.frontend.dependence.numbers import affine, varies
+from dapple_tf.frontend.dependence.scope import Scope, op_names
+from graph_passes.ir.graph import Node
+
+UNARY = op_names(
+    "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0e BesselI1e BesselI0 BesselI1 Bitcast Cast Ceil "
+    "CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh DeepCopy Digamma Elu Enter Erf Erfc Erfinv Exp Expm1 "
+    "Floor Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike "
+    "PreventGradient QuantizeAndDequantizeV4Grad Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign "
+    "Sin Sinh Snapshot Softplus Softsign Sqrt Square StopGradient StringLength Tan Tanh ZerosLike EnsureShape "
+    "FakeQuantWithMinMaxArgs AsString StringLower StringUpper StringStrip StringToHashBucketFast StringToNumber"
+)
+BINARY = op_names(
+    "Add AddN AddV2 ApproximateEqual Atan2 Betainc BiasAddV1 BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex "
+    "Div DivNoNan Equal FakeQuantWithMinMaxVars FloorDiv FloorMod Greater GreaterEqual Igamma IgammaGradA Igammac "
+    "LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma "
+    "Pow QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RealDiv RightShift Select "
+    "SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta EluGrad InvGrad "
+    "LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
+    "SqrtGrad TanhGrad"
+)
+ELEMENTWISE = UNARY | BINARY
+
+_ADDING = frozenset({"Add", "AddV2", "AddN", "Sub"})
+_CHOOSING = frozenset({"Select", "SelectV2"})
+_DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
+SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
+_LINEAR_UNARY = op_names(
+    "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
+    "Imag Conj Cast DeepCopy"
+)
+
+
+def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of an op that works entry by entry."""
+    for kind in kinds:
+        if kind.coupled or kind.form is Form.LIST:
+            return kind
+    kinds = _whole_sizes(scope, node, kinds)
+    if stopped := next((kind for kind in kinds if kind.coupled), None):
+        return stopped
+    if any(kind.form is Form.SIZE for kind in kinds):
+        return SIZE
+    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+        return _of_totals(scope, node, kinds)
+    if any(kind.rows for kind in kinds):
+        return _of_rows(scope, node, kinds)
+    return shared(once=any(kind.once for kind in kinds))
+
+
+def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a sum, a choice, or a concatenation of sums, means and shared values."""
+    if any(kind.rows for kind in kinds):
+        return scope.couple(node, "combines samples with a sum or mean over the batch")
+    if any(kind.form is Form.SHARE for kind in kinds):
+        return kinds[0] if all(kind.form is Form.SHARE for kind in kinds) else scope.couple(node, "uses shares")
+    sums = [kind for kind in kinds if kind.form is Form.SUM]
+    if not sums:
+        return Kind(Form.MEAN)
+    mixed = len(sums) < len(kinds) or any(kind.mixed for kind in sums)
+    return Kind(Form.SUM, mixed=mixed)
+
+
+def scale_total(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a product of a sum or mean and shared values."""
+    totals = [kind for kind in kinds if kind.total or kind.form is Form.SHARE]
+    if any(kind.rows for kind in kinds):
+        return scope.couple(node, "scales samples by a sum or mean over the batch")
+    shares = [kind for kind in totals if kind.form is Form.SHARE]
+    if shares:
+        others = [kind for kind in kinds if kind.form is not Form.SHARE]
+        if len(shares) == 1 and all(kind.shared or kind.form is Form.MEAN for kind in others) and others:
+            return Kind(Form.SUM)
+        return shares[0] if not others else scope.couple(node, "uses shares")
+    if len(totals) > 1:
+        return scope.couple(node, "multiplies two sums or means over the batch")
+    return totals[0]
+
+
+def _whole_sizes(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds of the operands, where sizes that meet data are those of the whole batch."""
+    sizes = [i for i, kind in enumerate(kinds) if kind.form is Form.SIZE]
+    if not sizes or all(kind.form is Form.SIZE or (kind.shared and not kind.once) for kind in kinds):
+        return [SIZE if sizes else kind for kind in kinds]
+    if node.op in _DIVIDING and kinds[0].form is Form.SUM and not kinds[0].mixed and sizes == [1]:
+        found = scope.numbers.get(node.inputs[1])
+        coefficients = None if found is None else affine(found)
+        proportional = coefficients is not None and coefficients[0].shape == () and not coefficients[1]
+        if proportional and node.inputs[1] not in scope.whole:
+            scope.mean_sizes.add(node.inputs[1])
+            return [Kind(Form.MEAN), shared()]
+    result = list(kinds)
+    for i in sizes:
+        result[i] = whole_size(scope, node, i)
+    return result
+
+
+def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
+    """Return the kind of a size that must be the whole batch's, which the operand takes from now on."""
+    value = node.inputs[operand]
+    kind = scope.kinds[value]
+    if scope.nested:
+        return scope.couple(node, "uses the size of the micro-batch as a number, inside a nested function")
+    found = scope.numbers.get(value)
+    if found is not None and not varies(found):
+        return shared()
+    if found is not None and affine(found) is not None:
+        scope.sizes[node.name, operand] = value
+        return shared()
+    if not kind.trained and scope.graph.type_of(value).dtype.differentiable:  # no shape: all its uses are numbers
+        scope.once_sizes.add(value)
+        return shared(once=True)
+    return scope.couple(node, "uses the size of the micro-batch as a number")
+
+
+def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if any(kind.coupled for kind in kinds):
+        return next(kind for kind in kinds if kind.coupled)
+    if node.op in _LINEAR_UNARY:
+        if node.op == "Cast" and not node.outputs[0].dtype.differentiable and kinds[0].form is not Form.SHARE:
+            return scope.couple(node, "rounds a sum or mean over the batch")
+        return kinds[0]
+    if node.op in _ADDING:
+        return add_totals(scope, node, kinds)
+    if node.op in _CHOOSING and kinds[0].shared:
+        return add_totals(scope, node, kinds[1:])
+    divides = node.op in _DIVIDING
+    if divides and kinds[0].form is Form.SHARE and kinds[1].form is Form.SHARE:
+        return kinds[0]
+    if node.op in SCALING and not (divides and not kinds[1].shared):
+        return scale_total(scope, node, kinds)
+    return scope.couple(node, f"applies {node.op} to a sum or mean over the batch, which is not linear")
+
+
+def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    batched = [(value, kind) for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows]
+    ranks = [scope.rank(value) for value in node.inputs]
+    if None in ranks:
+        return scope.couple(node, "combines tensors of unknown rank")
+    known = [rank for rank in ranks if rank is not None]
+    from_right = {kind.axis - (scope.rank(value) or 0) for value, kind in batched}
+    if len(from_right) > 1 and not (node.op == "Select" and from_right):
+        return scope.couple(node, "pairs each sample with others (its operands have the batch on different axes)")
+    layouts = {kind.layout for _, kind in batched if kind.outer}
+    if len(layouts) > 1:
+        return scope.couple(node, "combines rows of the batch in different orders, or chosen by different data")
+    first = next((kind for _, kind in batched if kind.outer), batched[0][1])
+    axis = max(known) + (batched[0][1].axis - (scope.rank(batched[0][0]) or 0))
+    return _positions(scope, node, kinds, dataclasses.replace(first.plain(), axis=axis))
+
+
+def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) -> Kind:
+    """Return ``result`` with its slope, where operands are positions of rows."""
+    if not any(kind.slope for kind in kinds):
+        return result
+    slopes = [kind.slope or (0,) for kind in kinds]
+    if node.op in ("Identity", "Cast", "StopGradient", "EnsureShape", "IdentityN"):
+        return dataclasses.replace(result, slope=slopes[0])
+    width = max(len(slope) for slope in slopes)
+    wide = [slope * width if len(slope) == 1 else slope for slope in slopes]
+    if node.op in ("Add", "AddV2"):
+        total = tuple(sum(column) for column in zip(*wide, strict=True))
+        return dataclasses.replace(result, slope=total if any(total) else ())
+    if node.op == "Sub":
+        total = tuple(a - b for a, b in zip(*wide, strict=True))
+        return dataclasses.replace(result, slope=total if any(total) else ())
+    if node.op == "Mul":
+        for i, j in ((0, 1), (1, 0)):
+            number = scope.number(node.inputs[j])
+            if kinds[i].slope and kinds[j].shared and number is not None and number.ndim < 2:
+                factors = [int(factor) for factor in number.reshape(-1)]
+                own = slopes[i] * len(factors) if len(slopes[i]) == 1 else slopes[i]
+                factors = factors * len(own) if len(factors) == 1 else factors
+                slope = tuple(s * factor for s, factor in zip(own, factors, strict=True))
+                return dataclasses.replace(result, slope=slope if any(slope) else ())
+    if node.op in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual") and wide[0] == wide[1]:
+        return result
+    if node.op in ("SelectV2", "Select") and not kinds[0].slope and wide[1] == wide[2]:
+        return dataclasses.replace(result, slope=wide[1])
+    return scope.couple(node, "uses positions of samples in the batch as numbers")

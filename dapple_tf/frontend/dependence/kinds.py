@@ -1,0 +1,113 @@
+"""The kinds of dependence of a tensor on the batch: what a micro-batch computes in place of the whole batch's value.
+
+Let v be a tensor's value on the whole batch of N samples, and v_m its value on micro-batch m, which has the samples
+[a, b). Its kind says how the values of the micro-batches make up the whole batch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Form(Enum):
+    """How the values v_m of the micro-batches make up the value v of the whole batch."""
+
+    SHARED = "shared"
+    """v_m = v, provided that what is marked ``once`` is computed once, on the whole batch."""
+    ROWS = "rows"
+    """v is the concatenation of the v_m along one factor of an axis."""
+    SUM = "sum"
+    """v is the sum of the v_m."""
+    MEAN = "mean"
+    """v is the mean of the v_m, weighted by their numbers of samples."""
+    SHARE = "share"
+    """The first and the end row of the micro-batch and the batch size, and what is computed from these alone."""
+    SIZE = "size"
+    """Integers computed from the shapes of rows; they serve as shapes, ranges and indices of the micro-batch."""
+    LIST = "list"
+    """A TensorList whose elements are of the kind ``element``."""
+    COUPLED = "coupled"
+    """None of these: samples were combined in another way."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of one tensor.
+
+    ``trained``: its value depends on a trained variable. ``once`` (shared): it depends on the batch or on variables
+    that forward writes, so it must be computed once a step.
+
+    Rows: ``axis`` is the axis with the batch; its length is ``outer`` x N x ``inner``, in row-major order. Where data
+    choose the rows (``tf.boolean_mask``) the length is unknown, and ``origin`` names the mask that chose them.
+    ``slope``: the whole batch's value is v_m + slope x a; it is not zero for positions of rows, such as
+    ``tf.range(tf.shape(x)[0])``; one number for each entry of the last axis where these differ.
+
+    ``mixed`` (sum): it is a sum only if terms that do not depend on samples, or are means, are weighted first.
+
+    Coupled: ``node`` combined the samples, ``why`` says how; ``documented``: a step may differ for this reason.
+    """
+
+    form: Form
+    trained: bool = False
+    once: bool = False
+    axis: int = 0
+    outer: int = 1
+    inner: int = 1
+    origin: str = ""
+    slope: tuple[int, ...] = ()
+    mixed: bool = False
+    node: str = ""
+    why: str = ""
+    documented: bool = False
+    element: Kind | None = None
+
+    @property
+    def shared(self) -> bool:
+        return self.form is Form.SHARED
+
+    @property
+    def rows(self) -> bool:
+        return self.form is Form.ROWS
+
+    @property
+    def coupled(self) -> bool:
+        return self.form is Form.COUPLED
+
+    @property
+    def total(self) -> bool:
+        """Whether it is a sum or a mean over the batch."""
+        return self.form in (Form.SUM, Form.MEAN)
+
+    @property
+    def layout(self) -> tuple[int, int, str]:
+        """What rows of two tensors must have in common to belong to the same samples."""
+        return self.outer, self.inner, self.origin
+
+    def at(self, axis: int) -> Kind:
+        """Return these rows on another axis."""
+        return dataclasses.replace(self, axis=axis)
+
+    def plain(self) -> Kind:
+        """Return these rows without being positions."""
+        return dataclasses.replace(self, slope=())
+
+
+CONSTANT = Kind(Form.SHARED)
+SIZE = Kind(Form.SIZE)
+
+
+def shared(*, trained: bool = False, once: bool = False) -> Kind:
+    """Return the kind of a value that all micro-batches share."""
+    return Kind(Form.SHARED, trained=trained, once=once)
+
+
+def rows(axis: int = 0, outer: int = 1, inner: int = 1, *, trained: bool = False, origin: str = "") -> Kind:
+    """Return the kind of a tensor of rows."""
+    return Kind(Form.ROWS, trained=trained, axis=axis, outer=outer, inner=inner, origin=origin)
+
+
+def coupled(node: str, why: str, *, trained: bool = False, documented: bool = False) -> Kind:
+    """Return the kind of a tensor in which ``node`` combined samples."""
+    return Kind(Form.COUPLED, trained=trained, node=node, why=why, documented=documented)

@@ -1,0 +1,222 @@
+"""Rules of ops that pick entries by index, choose rows by data, or sum rows by their labels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from dapple_tf.frontend.dependence.contract import first_stopped
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
+from dapple_tf.frontend.dependence.layout import Rule, only_rows
+from dapple_tf.frontend.dependence.scope import Scope, attr
+from graph_passes.analysis.layers import CAPTURED_INPUTS
+from graph_passes.ir.graph import Effect, Node, Value
+
+_RESHAPING = frozenset({"Reshape", "Squeeze", "ExpandDims", "Identity"})
+_DEEPEST = 8  # ops of an expression; what is computed from more is known by its name
+
+
+def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    source, index = kinds[0], kinds[1]
+    ranks = [scope.rank(value) for value in node.inputs[:2]]
+    batch_dims = attr(node, "batch_dims", 0)
+    number = scope.number(node.inputs[2]) if node.op == "GatherV2" else None
+    if not source.rows and not index.rows:
+        return _gather_shared(scope, node, source, index)
+    if source.total or index.total:
+        return scope.couple(node, "gives samples entries of a sum or mean over the batch")
+    if node.op == "ResourceGather":
+        return index.plain().at(index.axis) if not index.slope else _positions_as_numbers(scope, node)
+    if None in ranks or (node.op == "GatherV2" and number is None):
+        return scope.couple(node, "picks entries of tensors of unknown rank")
+    source_rank, index_rank = (int(r or 0) for r in ranks)
+    axis = int(number) % source_rank if number is not None else 0
+    if batch_dims < 0:
+        batch_dims += index_rank
+    if not source.rows:
+        if index.slope:
+            return _positions_as_numbers(scope, node)
+        return index.at(axis + index.axis - (batch_dims if index.axis >= batch_dims else axis))
+    if source.axis < min(batch_dims, axis):
+        if index.rows and index.axis == source.axis and index.layout == source.layout and not index.slope:
+            return source.plain()
+        return scope.couple(node, "picks entries of other samples")
+    if source.axis != axis:
+        if index.rows:
+            return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
+        return source.at(source.axis + (index_rank - batch_dims - 1 if source.axis > axis else 0))
+    # The gathered axis is the batch's: each index must point to the sample that it belongs to.
+    if index.rows and index.slope == (source.inner,) and source.outer == 1 and not source.origin and not source.slope:
+        return index.plain().at(axis + index.axis)
+    return scope.couple(node, "picks samples of the batch by index")
+
+
+def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
+    if source.total:
+        return source if index.shared else scope.couple(node, "picks entries by the batch")
+    if Form.SHARE in (source.form, index.form):
+        return source
+    if Form.SIZE in (source.form, index.form):
+        return SIZE
+    return shared()
+
+
+def _positions_as_numbers(scope: Scope, node: Node) -> Kind:
+    return scope.couple(node, "uses positions of samples in the batch as numbers")
+
+
+def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    source, index = kinds[0], kinds[1]
+    if not source.rows and not index.rows:
+        return _gather_shared(scope, node, source, index)
+    if source.total or index.total:
+        return scope.couple(node, "gives samples entries of a sum or mean over the batch")
+    dims, index_rank = scope.dims(node.inputs[1]), scope.rank(node.inputs[1])
+    if dims is None or dims[-1] is None or index_rank is None or attr(node, "batch_dims", 0):
+        return scope.couple(node, "picks entries of tensors of unknown rank")
+    depth = int(dims[-1])
+    slopes = index.slope or (0,)
+    wide = slopes * depth if len(slopes) == 1 else slopes
+    if index.rows and index.axis == index_rank - 1:
+        return scope.couple(node, "picks entries by an index that spans samples")
+    if not source.rows:
+        return _positions_as_numbers(scope, node) if any(wide) else index.plain()
+    if source.axis >= depth:
+        if index.rows:
+            return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
+        return source.at(source.axis - depth + index_rank - 1)
+    others = [slope for axis, slope in enumerate(wide) if axis != source.axis]
+    if index.rows and wide[source.axis] == source.inner and not any(others) and source.outer == 1 and not source.origin:
+        return index.plain()
+    return scope.couple(node, "picks samples of the batch by index")
+
+
+def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    if kinds[0].slope:
+        return scope.couple(node, "compares each sample's position with others (one_hot or eye of the batch's size)")
+    if any(kind.form is Form.SIZE or kind.rows or kind.total for kind in kinds[1:]):
+        return scope.couple(node, "makes one entry for each sample of the batch (one_hot or eye of the batch's size)")
+    if not kinds[0].rows:
+        return shared()
+    rank = scope.rank(Value(node.name))
+    axis = attr(node, "axis", -1)
+    if rank is None:
+        return scope.couple(node, "has an unknown rank")
+    return kinds[0].at(kinds[0].axis + (axis % rank <= kinds[0].axis))
+
+
+def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of the coordinates of the true entries: rows that data chose, and positions."""
+    if stopped := first_stopped(kinds):
+        return stopped
+    if not kinds[0].rows:
+        return scope.couple(node, "chooses by a sum over the batch") if kinds[0].total else shared()
+    rank = scope.rank(node.inputs[0])
+    if rank is None or kinds[0].axis or kinds[0].outer != 1 or kinds[0].slope:
+        return scope.couple(node, "chooses entries of a tensor whose first axis is not the batch")
+    slope = (kinds[0].inner,) if rank == 1 else (kinds[0].inner, *[0] * (rank - 1))
+    origin = _expression(scope, node.inputs[0], _DEEPEST)
+    return dataclasses.replace(rows(0, 1, 1), origin=origin, slope=slope)
+
+
+def _expression(scope: Scope, value: Value, depth: int) -> str:
+    """Return a text that is equal for equal entries in the same order, whatever the shape: ops, constants, inputs."""
+    node = scope.graph.by_name.get(value.node)
+    if node is None or node.effect is not Effect.PURE or node.op in CAPTURED_INPUTS or not depth:
+        return str(value)
+    if node.op in _RESHAPING:
+        return _expression(scope, node.inputs[0], depth)
+    places = ("layer", "within", "batch_norm")
+    attrs = ", ".join(f"{name}={item!r}" for name, item in node.attrs if name not in places)
+    inputs = ", ".join(_expression(scope, operand, depth - 1) for operand in node.inputs)
+    return f"{node.op}:{value.index}[{attrs}]({inputs})"
+
+
+def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a sum of rows by label, as ``tf.math.unsorted_segment_sum`` computes it."""
+    if stopped := first_stopped(kinds):
+        return stopped
+    if not only_rows(kinds):
+        return scope.couple(node, "sums a sum over the batch by label") if any(k.total for k in kinds) else shared()
+    data, labels, count = kinds
+    aligned = data.rows and labels.rows and data.axis == labels.axis == 0 and data.layout == labels.layout
+    if aligned and not data.slope and not labels.slope and count.shared:
+        return Kind(Form.SUM)
+    return scope.couple(node, "sums samples by label")
+
+
+def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if stopped := first_stopped(kinds):
+        return stopped
+    if any(kind.total for kind in kinds):
+        return scope.couple(node, "counts values of a sum over the batch")
+    if not only_rows(kinds):
+        return shared()
+    if scope.rank(node.inputs[0]) == 1 and not attr(node, "binary_output", False) and not kinds[0].slope:
+        return Kind(Form.SUM)
+    return scope.couple(node, "counts values of the samples")
+
+
+def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of rows written to their own positions."""
+    if stopped := first_stopped(kinds):
+        return stopped
+    if node.op == "ScatterNd":
+        index, updates, shape = kinds
+        sizes = scope.batch_axes(Value(node.name))
+        target = rows(0) if shape.form is Form.SIZE and sizes == [(0, 1)] else shared()
+    else:
+        target, index, updates = kinds
+    if not only_rows([target, index, updates]):
+        return scope.couple(node, "writes sums over the batch") if any(k.total for k in kinds) else shared()
+    dims = scope.dims(node.inputs[0 if node.op == "ScatterNd" else 1])
+    depth = None if dims is None else dims[-1]
+    wide = index.slope * (depth or 1) if len(index.slope) == 1 else index.slope
+    plain = target.rows and target.axis == 0 and target.outer == 1 and not target.origin
+    if plain and index.rows and index.axis == 0 and wide[:1] == (target.inner,) and not any(wide[1:]):
+        own = updates.rows and updates.axis == 0 and updates.origin == index.origin
+        return target if updates.shared or own else scope.couple(node, "writes samples to positions of others")
+    if index.shared and updates.rows and target.rows and depth is not None and depth <= target.axis:
+        return target
+    return scope.couple(node, "writes samples to positions of others")
+
+
+def _ctc(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+    if stopped := first_stopped(kinds):
+        return stopped
+    logits, index, values, lengths = kinds[:4]
+    if not only_rows(kinds):
+        return shared()
+    aligned = logits.rows and logits.axis == 1 and logits.layout == (1, 1, "") and lengths.rows and lengths.axis == 0
+    if aligned and index.rows and index.slope[:1] == (1,) and not any(index.slope[1:]) and values.rows:
+        return [rows(0), rows(1)]
+    return scope.couple(node, "aligns labels with other samples")
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "GatherV2": _gather,
+        "Gather": _gather,
+        "ResourceGather": _gather,
+        "GatherNd": _gather_nd,
+        "ResourceGatherNd": _gather_nd,
+        "OneHot": _one_hot,
+        "Where": _where,
+        "UnsortedSegmentSum": _segment_sum,
+        "DenseBincount": _count_by_value,
+        "Bincount": _count_by_value,
+        "ScatterNd": _scatter_nd,
+        "TensorScatterUpdate": _scatter_nd,
+        "TensorScatterAdd": _scatter_nd,
+        "TensorScatterSub": _scatter_nd,
+        "CTCLoss": _ctc,
+        "CTCLossV2": _ctc,
+    }
+)

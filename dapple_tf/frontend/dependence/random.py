@@ -1,0 +1,43 @@
+"""Rules of random draws: a stateless draw with a batch axis gives rows of the whole batch's draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dapple_tf.frontend.dependence.contract import first_stopped
+from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
+from dapple_tf.frontend.dependence.scope import Scope
+from graph_passes.ir.graph import Node, Value
+
+_PREFIX = "Stateless"
+_DISTRIBUTIONS = ("Random", "Truncated", "Parameterized", "Multinomial", "Binomial", "Gamma", "Poisson", "Shuffle")
+SEED_OPS = frozenset({"StatelessRandomGetKeyCounter", "StatelessRandomGetAlg", "StatelessRandomGetKeyCounterAlg"})
+
+
+def is_stateless_draw(op: str) -> bool:
+    """Return whether the op draws numbers from the seed, or the key and counter, that it is given."""
+    return op.startswith(_PREFIX) and op not in SEED_OPS and any(word in op for word in _DISTRIBUTIONS)
+
+
+def stateless_draw(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a stateless draw: rows where its shape has the batch's size."""
+    if stopped := first_stopped(kinds):
+        return stopped
+    shape, seeds = kinds[0], kinds[1:]
+    if any(not kind.shared for kind in seeds):
+        return scope.couple(node, "draws random numbers from a seed or with parameters that depend on samples")
+    if shape.shared:
+        return shared()
+    if shape.form is not Form.SIZE:
+        return scope.couple(node, "draws random numbers for the samples by an op that micro-batches cannot repeat")
+    axes, known = scope.batch_axes(Value(node.name)), scope.layouts.get(node.inputs[0])
+    if len(axes) != 1:
+        return scope.couple(node, "draws random numbers in a shape that cannot be inferred")
+    axis, factor = axes[0]
+    layout = known[axis] if known is not None and axis < len(known) else None
+    if layout is None and factor != 1:
+        return scope.couple(node, "draws random numbers for several rows a sample, in an order that cannot be inferred")
+    outer, inner = layout or (1, 1)
+    if outer * inner != factor:
+        return scope.couple(node, "draws random numbers for several rows a sample, in an order that cannot be inferred")
+    return rows(axis, outer, inner)

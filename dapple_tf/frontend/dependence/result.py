@@ -1,0 +1,64 @@
+"""How micro-batches compute what one device computes from the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dapple_tf.exactness import Exactness
+from dapple_tf.frontend.dependence.kinds import Kind
+from dapple_tf.frontend.row_draws import RowDraw
+from graph_passes.analysis.tail import TailInput
+from graph_passes.ir.graph import Value
+from graph_passes.passes.microbatch import MergeKind
+
+
+@dataclass(frozen=True)
+class WholeSize:
+    """A size that is ``scale`` x batch size + ``offset`` (NumPy arrays) instead of the micro-batch's size.
+
+    It takes the place of an operand of ``node`` (its position), or of the node's only output where that is None.
+    """
+
+    node: str
+    operand: int | None
+    scale: Any
+    offset: Any
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a loss that runs once, on the rows ``frontier`` of all micro-batches.
+
+    ``nodes``: all that it has; ``own``: those that no micro-batch runs.
+    """
+
+    nodes: frozenset[str]
+    own: frozenset[str]
+    frontier: tuple[TailInput, ...]
+
+
+@dataclass(frozen=True)
+class BatchDependence:
+    """What ``find_dependence`` finds.
+
+    ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
+    were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,
+    None where its type decides. ``once``: the nodes that run once a step on the whole batch. ``draws``: stateless draws
+    that give rows. ``sizes``: sizes used as numbers, which are the whole batch's; ``shapes``: outputs (node, position)
+    of shapes of activations that what runs once needs. ``exactness``: what differs from one device nevertheless.
+    ``kinds``: of all values. ``tail``: what runs once on the rows of all micro-batches, where the loss is cut so.
+    """
+
+    loss: Literal["mean", "sum"]
+    mixed: bool
+    grows: bool
+    aux: tuple[MergeKind | None, ...]
+    once: frozenset[str]
+    draws: tuple[RowDraw, ...]
+    sizes: tuple[WholeSize, ...]
+    shapes: tuple[WholeSize, ...]
+    exactness: Exactness
+    kinds: Mapping[Value, Kind] = field(repr=False)
+    tail: Tail | None = None

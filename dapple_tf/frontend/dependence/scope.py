@@ -1,0 +1,106 @@
+"""What the rules of ops know of the graph that they look at: kinds found so far, lengths of axes, small integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dapple_tf.frontend.dependence.kinds import Kind, coupled
+from dapple_tf.frontend.dependence.numbers import Numbers
+from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, Value
+
+MULTIPLES = (1, 2, 3)
+"""Small integers are evaluated for these multiples of the batch size at which shapes were inferred."""
+
+
+@dataclass
+class Scope:
+    """A graph, or the body of a function, in which kinds are found.
+
+    ``shapes``: of every node's outputs for a batch of ``batch`` samples. ``kinds`` and ``numbers``: of the values found
+    so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
+    the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
+    sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
+    mean; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``: this is
+    the body of a function, whose ops cannot take anything else than they do.
+    """
+
+    graph: Graph
+    shapes: Mapping[str, Sequence[Shape]]
+    batch: int
+    kinds: dict[Value, Kind] = field(default_factory=dict)
+    numbers: dict[Value, Numbers] = field(default_factory=dict)
+    layouts: dict[Value, tuple[tuple[int, int] | None, ...]] = field(default_factory=dict)
+    sizes: dict[tuple[str, int], Value] = field(default_factory=dict)
+    mean_sizes: set[Value] = field(default_factory=set)
+    once_sizes: set[Value] = field(default_factory=set)
+    whole: frozenset[Value] = frozenset()
+    nested: bool = False
+
+    def dims(self, value: Value) -> tuple[int | None, ...] | None:
+        """Return the lengths of the axes of ``value``, None where one is unknown; None for an unknown rank."""
+        inferred = self.shapes.get(value.node, ())
+        found = inferred[value.index].dims if value.index < len(inferred) else None
+        traced = self.graph.type_of(value).shape.dims
+        dims: list[int | None] = list(found if found is not None else traced or ())
+        if found is None and traced is None:
+            return None
+        for axis, dim in enumerate(traced if traced is not None and len(traced) == len(dims) else ()):
+            if dims[axis] is None or dims[axis] == OTHER:
+                dims[axis] = dim if dim is not None and dim >= 0 else None
+        kind = self.kinds.get(value)
+        if kind is not None and kind.rows and kind.outer and kind.inner > 0 and not kind.origin:
+            dims[kind.axis] = dims[kind.axis] or kind.outer * self.batch * kind.inner
+        return tuple(dims)
+
+    def rank(self, value: Value) -> int | None:
+        """Return the number of axes of ``value``, or None."""
+        dims = self.dims(value)
+        return None if dims is None else len(dims)
+
+    def factor(self, value: Value, axis: int) -> int:
+        """Return c where the axis has c entries a sample; 0 where its length does not depend on the batch."""
+        dims = self.dims(value)
+        if dims is None or not -len(dims) <= axis < len(dims):
+            return 0
+        length, known = dims[axis], self.graph.type_of(value).shape.dims
+        if length is None:
+            return 0
+        if known is not None and (known[axis] or 0) > 0:
+            return 0
+        return length // self.batch if length % self.batch == 0 else 0
+
+    def batch_axes(self, value: Value) -> list[tuple[int, int]]:
+        """Return the axes whose length is a multiple of the batch size, each with its entries a sample."""
+        found = ((axis, self.factor(value, axis)) for axis in range(self.rank(value) or 0))
+        return [(axis, factor) for axis, factor in found if factor]
+
+    def fixed(self, value: Value) -> bool:
+        """Return whether the shape of ``value`` is known and does not depend on the batch."""
+        dims = self.dims(value)
+        return dims is not None and None not in dims and not self.batch_axes(value)
+
+    def number(self, value: Value) -> Any | None:
+        """Return the NumPy value of small integers at the first batch size, or None where they are unknown."""
+        found = self.numbers.get(value)
+        return None if found is None else found[0]
+
+    def axes(self, value: Value, rank: int) -> list[int] | None:
+        """Return the axes that an operand names, as non-negative ints, or None where they are unknown."""
+        found = self.number(value)
+        return None if found is None else [int(axis) % rank if rank else 0 for axis in found.reshape(-1)]
+
+    def couple(self, node: Node, why: str) -> Kind:
+        """Return the kind of a tensor whose samples ``node`` combines."""
+        return coupled(node.name, why)
+
+
+def op_names(text: str) -> frozenset[str]:
+    """Return the names of ops in ``text``, which spaces separate."""
+    return frozenset(text.split())
+
+
+def attr(node: Node, name: str, default: Attr) -> Any:
+    """Return an attribute of a node, or ``default``."""
+    return dict(node.attrs).get(name, default)

@@ -1,0 +1,75 @@
+"""Rewrite the ops that need to know which rows of the batch a micro-batch has."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
+from dapple_tf.frontend.row_draws import draw_rows
+from dapple_tf.frontend.traced_nodes import replacement_nodes
+from graph_passes.ir.graph import Graph, Node, Value, tensor
+
+ROWS_NAME = "micro_batch/rows"
+"""The input node of the micro-batch's first and end row and the batch size, an int64 vector."""
+
+ROWS_OP = "rows"
+_ROWS = tensor("int64", 3)
+
+
+def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
+    """Return the graph whose draws give rows of the whole batch's, and whose sizes used as numbers are the batch's.
+
+    Raises CaptureError for a draw that cannot be given rows.
+    """
+    if dependence is None or not (dependence.draws or dependence.sizes or dependence.shapes):
+        return graph
+    if ROWS_NAME not in graph.by_name:
+        graph = graph.replace(nodes=(Node(ROWS_NAME, ROWS_OP, (), (_ROWS,)), *graph.nodes))
+    graph = _use_whole_sizes(graph, dependence)
+    # A draw outside of Keras layers is one layer with the ops that give it its rows.
+    named = {draw.node for draw in dependence.draws if not _has_layer(graph.node(draw.node))}
+    nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
+    return draw_rows(graph.replace(nodes=tuple(nodes)), dependence.draws, Value(ROWS_NAME))
+
+
+def _has_layer(node: Node) -> bool:
+    return node.has("layer") or node.has("within")
+
+
+def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
+    by_node: dict[str, list[WholeSize]] = {}
+    for size in dependence.sizes:
+        by_node.setdefault(size.node, []).append(size)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        sizes = by_node.get(node.name, [])
+        if any(size.operand is None for size in sizes):
+            nodes += _size_nodes(graph, node, sizes[0])
+            continue
+        inputs = list(node.inputs)
+        for size in sizes:
+            assert size.operand is not None, "sizes of a node's output were handled above"
+            kind = graph.type_of(node.inputs[size.operand])
+            place = {key: value for key, value in node.attrs if key in ("layer", "within")}
+            result = Node(f"{node.name}/batch_size{size.operand}", "Cast", (), (kind,)).with_attrs(**place)
+            nodes += _size_nodes(graph, result, size)
+            inputs[size.operand] = Value(result.name)
+        nodes.append(dataclasses.replace(node, inputs=tuple(inputs)))
+    for size in dependence.shapes:
+        value = Value(size.node, size.operand or 0)
+        name = f"{size.node}/of_batch{value.index}"
+        *added, last = _size_nodes(graph, Node(name, "Cast", (), (graph.type_of(value),)), size)
+        nodes += [*added, last.with_attrs(stands_for=str(value))]
+    return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
+    """Return the nodes that compute a size of the whole batch; the last one has the name and type of ``result``."""
+
+    def compute(rows: Any) -> Any:
+        return tf.cast(size.scale * rows[2] + size.offset, result.outputs[0].dtype.name)
+
+    return replacement_nodes(result, compute, [(Value(ROWS_NAME), _ROWS)], set(graph.by_name))

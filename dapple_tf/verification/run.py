@@ -1,0 +1,122 @@
+"""Run a step over the pipeline and on one device, from the same variables, and compare them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dapple_tf import internals
+from dapple_tf.autoplan.recompute_option import Recompute
+from dapple_tf.autoplan.request import Request
+from dapple_tf.backend.saved_variables import unchanged_variables
+from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.devices import list_devices
+from dapple_tf.distributed import membership
+from dapple_tf.exactness import BatchLoss, Inexact
+from dapple_tf.plan import Plan
+from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.verification.comparison import TOLERANCE, compare
+from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of
+from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
+from graph_passes.analysis.variable_use import find_variables
+from profiler.cluster import Cluster
+
+
+def verify(
+    loss_fn: Callable[..., Any],
+    *,
+    optimizer: Any,
+    batch: Sequence[Any],
+    plan: Plan | None = None,
+    stages: int | Sequence[str] | str = "auto",
+    replicas: Sequence[int] | None = None,
+    micro_batches: int | str = 8,
+    schedule: str = "auto",
+    recompute: Recompute = False,
+    sparse_gradients: str = "exact",
+    inexact: Inexact = "error",
+    batch_loss: BatchLoss = False,
+    devices: Sequence[str | int] | None = None,
+    cluster: Cluster | None = None,
+) -> Report:
+    """Run one step over the pipeline and one plain training step from the same variables, and compare them.
+
+    Arguments are those of ``pipeline``; ``batch`` is the tuple of the step's arguments. All variables (weights, state,
+    optimizer slots) have their old values afterwards. The plain step is what a Keras user would write: one GradientTape
+    over the whole batch, one call of the loss, ``optimizer.apply_gradients``, on the first device, which must hold the
+    whole model.
+
+    Where the model has a documented exception, the step is also compared with one device that runs the same
+    micro-batches one after the other, and the report shows both; except with ``batch_loss``, since no micro-batch has a
+    loss of its own then.
+
+    In a job every rank must call it; rank 0 trains on one device, and every rank gets the same report, and rank 0's
+    values of variables that no step has trained yet.
+    """
+    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss)
+    step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
+    planned = step.build_exposed(*batch)
+    variables = planned.model.variables
+    step.gather()
+    with unchanged_variables(variables.values()):
+        outputs = step.expose(*batch)
+        step.gather()
+        found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values_of(variables))
+    trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
+    one = OneDevice(loss_fn, optimizer, trained, variables, list_devices(devices)[0])
+    report = functools.partial(_compare, one, planned, batch, found)
+    job = membership.current()
+    return report() if job is None else job.run_on_rank_0(report)
+
+
+def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found: Outcome) -> Report:
+    """Train on one device and compare ``found``; all variables have their old values afterwards."""
+    model, plan = planned.model, planned.plan
+
+    def undone(work: Callable[[], Any]) -> Any:
+        with unchanged_variables(one.variables.values()):
+            internals.move_variables([(variable, one.device) for variable in one.variables.values()])
+            return work()
+
+    def apply(gradients: Mapping[str, Any]) -> Mapping[str, Any]:
+        one.apply([gradients[name] for name in one.trained])
+        return values_of(one.variables)
+
+    def compare_with(wanted: Outcome) -> Any:
+        state = find_variables(model.graph).state
+        return compare(found, wanted, lambda g: undone(lambda: apply(g)), state, _coarsest_tolerance(model))
+
+    plain = compare_with(undone(lambda: one.train(batch)))
+    exactness = model.exactness
+    if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # a tail's loss has no parts
+        return Report(plan, plain, exactness)
+    parts = cut_samples(planned.batch_size, plan.micro_batches)
+    in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))
+    if not in_turn.ok:  # dropout draws for the whole batch, and counts are taken over it: only batch norm is divided
+        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned))))
+        if divided.ok:
+            return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
+    return Report(plan, plain, exactness, in_turn)
+
+
+def _find_pieces(planned: PlannedModel) -> Callable[[Any], list[list[int]]]:
+    """Return a function that returns how a batch norm layer's stage cuts the batch: see ``divide_batch_norm``."""
+    model, plan = planned.model, planned.plan
+    owners = {id(model.variables[name]): stages[0] for name, stages in find_variables(model.graph).users}
+
+    def sizes_of(layer: Any) -> list[list[int]]:
+        owner = owners.get(id(layer.moving_mean.value))
+        replicas = 1 if owner is None else plan.replicas[owner]
+        parts = cut_samples(planned.batch_size, plan.micro_batches)
+        return [[piece.stop - piece.start for piece in cut_samples(part.stop - part.start, replicas)] for part in parts]
+
+    return sizes_of
+
+
+def _coarsest_tolerance(model: StagedModel) -> float:
+    """Return the tolerance of the least precise reduced-precision type in the stages; 0 where there is none."""
+    types = {
+        kind.dtype.name for f in model.graph.functions for node in f.graph.nodes for kind in node.outputs
+    } & TOLERANCE.keys()
+    return max((TOLERANCE[name] for name in types if name not in ("float32", "float64")), default=0.0)

@@ -1,0 +1,116 @@
+"""Call the tail of a model once a step, on the rows of all micro-batches (see ``analysis.tail``).
+
+The last stage's forward gives the rows of the frontier. When all micro-batches have run forward, ``gather_rows`` puts
+their rows together in sample order, ``tail`` computes the loss and its gradients from them, and ``cut_rows`` cuts the
+gradients of the rows again, with which backward starts. All three run on the first replica of the last stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from graph_passes.analysis.tail import TailInput
+from graph_passes.errors import ScheduleError
+from graph_passes.ir.graph import Attr, Function, Node, Port, TensorType, Value, attributes, tensor
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.schedules.schedule import Schedule
+
+TAIL_OPS = frozenset({OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS})
+"""Ops that run once a step, on the first replica of the last stage."""
+
+
+def check_forwards_first(schedule: Schedule) -> None:
+    """Raise ScheduleError unless the last stage runs all forwards before its first backward."""
+    last, m = len(schedule.stages) - 1, schedule.micro_batches
+    if schedule.warm_up[-1] < m:
+        raise ScheduleError(
+            f"with batch_loss the loss needs the rows of all M={m} micro-batches, but stage {last} runs backward after "
+            f"K={schedule.warm_up[-1]} of them: use schedule 'gpipe' (or 'auto')"
+        )
+
+
+def call_tail(
+    function: Function,
+    stage: int,
+    frontier: Sequence[TailInput],
+    pieces: Callable[[str], Sequence[Value]],
+    source: Callable[[Port], Value],
+) -> tuple[list[Node], dict[str, list[Value]]]:
+    """Return the nodes that run the tail after ``stage``, and for each gradient of a frontier tensor its pieces.
+
+    ``pieces``: returns the values of a frontier tensor from each micro-batch. ``source``: returns what the function
+    takes as any other input. The second of the nodes is the call of ``function``.
+    """
+    kinds = {port.name: port.type for _, port in function.input_ports("boundary")}
+    kinds |= {port.name: port.type for _, port in function.output_ports("gradient")}
+    taken = [entry for entry in frontier if str(entry.value) in kinds]
+    names = [str(entry.value) for entry in taken]
+    gather = _gather(stage, taken, [kinds[name] for name in names], [pieces(name) for name in names])
+    whole = dict(zip(names, gather.values(), strict=False))
+    lengths = dict(zip(names, gather.values()[len(names) :], strict=True))
+    inputs = tuple(
+        whole[port.name] if port.role == "boundary" else source(port)
+        for port in function.inputs
+        if port.role != "variable"
+    )
+    outputs = tuple(port.type for port in function.outputs)
+    attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
+    call = Node(at(stage, 0, what=OpName.TAIL), OpName.TAIL, inputs, outputs, attrs)
+    given = {port.name: call.values()[i] for i, port in function.output_ports("gradient")}
+    if not given:
+        return [gather, call], {}
+    count, taken = gather.integer("pieces"), [entry for entry in taken if str(entry.value) in given]
+    names = [str(entry.value) for entry in taken]
+    tensors = [*(given[name] for name in names), *(lengths[name] for name in names)]
+    cut = _cut(stage, taken, [kinds[name] for name in names], tensors, count)
+    return [gather, call, cut], {name: list(cut.values()[k * count :][:count]) for k, name in enumerate(names)}
+
+
+def _gather(
+    stage: int, taken: Sequence[TailInput], kinds: Sequence[TensorType], pieces: Sequence[Sequence[Value]]
+) -> Node:
+    count = len(pieces[0])
+    inputs = tuple(value for own in pieces for value in own)
+    outputs = (*kinds, *(tensor("int64", count) for _ in taken))
+    attrs = _row_attributes(stage, taken, count)
+    return Node(at(stage, 0, what=OpName.GATHER_ROWS), OpName.GATHER_ROWS, inputs, outputs, attrs)
+
+
+def _cut(
+    stage: int, taken: Sequence[TailInput], kinds: Sequence[TensorType], inputs: Sequence[Value], count: int
+) -> Node:
+    outputs = tuple(kind for kind in kinds for _ in range(count))
+    attrs = _row_attributes(stage, taken, count)
+    return Node(at(stage, 0, what=OpName.CUT_ROWS), OpName.CUT_ROWS, tuple(inputs), outputs, attrs)
+
+
+def _row_attributes(stage: int, taken: Sequence[TailInput], count: int) -> tuple[tuple[str, Attr], ...]:
+    axes, outer = tuple(entry.axis for entry in taken), tuple(entry.outer for entry in taken)
+    return attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
+
+
+def replicate_tail(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:
+    """Return ``node``, one of ``TAIL_OPS``, for ``replicas`` replicas of the last stage.
+
+    ``of_replica`` returns the name of a node of the first replica on another one. The pieces of a tensor are then those
+    of all replicas of the first micro-batch, then those of the second one, and so on: the order of the samples.
+    """
+    if node.op == OpName.TAIL or replicas == 1:
+        return node
+    count = node.integer("pieces")
+    if node.op == OpName.CUT_ROWS:
+        outputs = tuple(kind for kind in node.outputs for _ in range(replicas))
+        node = dataclasses.replace(node, outputs=outputs)
+    else:
+        tensors = len(node.integers("axes"))
+        inputs = tuple(Value(of_replica(v.node, r), v.index) for v in node.inputs for r in range(replicas))
+        lengths = tuple(tensor("int64", count * replicas) for _ in range(tensors))
+        node = dataclasses.replace(node, inputs=inputs, outputs=(*node.outputs[:tensors], *lengths))
+    return node.with_attrs(pieces=count * replicas)
+
+
+def piece_of_replica(value: Value, replica: int, replicas: int) -> Value:
+    """Return the piece that ``replica`` takes where one replica would take ``value``, an output of ``cut_rows``."""
+    return Value(value.node, value.index * replicas + replica)

@@ -1,0 +1,108 @@
+"""Build the functions that run once a step: what a stage takes from the whole batch instead of a micro-batch.
+
+Statistics of the batch (a count of unmasked tokens), seeds of random draws, and writes that do not depend on samples
+(counters, moving averages of weights) are computed once, before the micro-batches, from the whole batch. Each stage
+computes what it uses: in a job of several processes no rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graph_passes.ir.extract import extract_function
+from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.partition import StageGraph
+
+
+def build_once(
+    stages: StageGraph, joint: Graph, functions: Sequence[tuple[Function, ...]]
+) -> tuple[Function | None, ...]:
+    """Return, for each stage, the function of what its ``functions`` take as ``once``, and of the writes it owns.
+
+    None for a stage without any. ``joint``: the graph after differentiation.
+    """
+    joint = _use_shapes_of_batch(joint)
+    values = {str(value): value for name in stages.once for value in joint.node(name).values()}
+    taken: list[list[Value]] = []
+    for pair in functions:
+        names = dict.fromkeys(port.name for function in pair for _, port in function.input_ports("once"))
+        taken.append([values[name] for name in names])
+    writes = _assign_writes(stages, joint, functions, taken)
+    return tuple(
+        _once_function(stages, stage, joint, taken[stage], writes[stage]) if taken[stage] or writes[stage] else None
+        for stage in range(len(functions))
+    )
+
+
+def _use_shapes_of_batch(joint: Graph) -> Graph:
+    """Return the graph in which the shapes of activations are computed from the batch size.
+
+    A node with the attribute ``stands_for``, a value as it prints, computes such a shape.
+    """
+    of_batch = {node.string("stands_for"): Value(node.name) for node in joint.nodes if node.has("stands_for")}
+    nodes = (replace(n, inputs=tuple(of_batch.get(str(value), value) for value in n.inputs)) for n in joint.nodes)
+    return joint.replace(nodes=tuple(nodes)).sorted() if of_batch else joint
+
+
+def _assign_writes(
+    stages: StageGraph,
+    joint: Graph,
+    functions: Sequence[tuple[Function, ...]],
+    taken: Sequence[Sequence[Value]],
+) -> list[list[str]]:
+    """Return the nodes of each stage that write, or act on the outside world.
+
+    A variable is written by the first stage that uses it, or else by the first stage that uses a variable from which
+    the new value is computed, so that no further stage needs a copy of that.
+    """
+    users: dict[str, int] = {}
+    for stage in reversed(range(len(functions))):
+        ports = {port.name for function in functions[stage] for _, port in function.input_ports("variable")}
+        inside = _needed(stages, joint, [value.node for value in taken[stage]])
+        users.update(dict.fromkeys((*ports, *(n for n in inside if joint.node(n).op == "variable")), stage))
+    found: list[list[str]] = [[] for _ in functions]
+    owners: dict[str, int] = {}
+    for node in joint.nodes:
+        if node.name not in stages.once or node.effect not in (Effect.WRITE, Effect.SIDE):
+            continue
+        own = list(node.strings("writes")) if node.effect is Effect.WRITE else []
+        needed = [name for name in _needed(stages, joint, [node.name]) if joint.node(name).op == "variable"]
+        used = [users[name] for name in own if name in users] or [users[name] for name in needed if name in users]
+        stage = next((owners[name] for name in own if name in owners), min(used, default=len(functions) - 1))
+        owners |= dict.fromkeys(own, stage)
+        found[stage].append(node.name)
+    return found
+
+
+def _needed(stages: StageGraph, joint: Graph, roots: Sequence[str]) -> set[str]:
+    """Return ``roots`` and all nodes that they need: those of control edges only if they run once too."""
+    found: set[str] = set()
+    pending = list(roots)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            node = joint.node(name)
+            pending += [value.node for value in node.inputs]
+            pending += [control.source for control in node.controls if control.source in stages.once]
+    return found
+
+
+def _once_function(
+    stages: StageGraph, stage: int, joint: Graph, values: Sequence[Value], writes: Sequence[str]
+) -> Function:
+    # Where a value is read after another stage's write, the members include that write, to this stage's own copy.
+    members = _needed(stages, joint, [*(value.node for value in values), *writes])
+
+    def port_of(value: Value) -> tuple[Role, str] | None:
+        source = joint.node(value.node)
+        match source.op:
+            case "arg" | "rows" | "variable":
+                return source.op, source.name
+        return None
+
+    ports = [Port("once", str(value), joint.type_of(value)) for value in values]
+    return extract_function(at(stage, what=OpName.RUN_ONCE), joint, members, port_of, ports, values)

@@ -1,0 +1,186 @@
+"""The calls of a stage's functions on a micro-batch, and of the tail, with what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graph_passes.analysis.tail import TailInput
+from graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.batch_loss import call_tail
+
+BATCH_SIZE_NAME = "batch/size"
+"""The node of the number of samples in the batch."""
+
+_SHARE = tensor("float64")
+_ROWS = tensor("int64", 3)
+
+
+class StageCalls:
+    """Makes the nodes of each stage and micro-batch, and notes the values that later ones take.
+
+    ``values``: the value for a role, port name, stage and micro-batch. ``results``: for each name of an output, its
+    value and its share of the samples, for each micro-batch; or the value alone that the tail gives. ``types``: the
+    types of all calls' outputs.
+    """
+
+    def __init__(self, graph: Graph, micro_batches: int, loss: str) -> None:
+        self.graph = graph
+        self.micro_batches = micro_batches
+        self.loss = loss
+        self.types: dict[Value, TensorType] = {}
+        self.values: dict[tuple[str, str, int, int], Value] = {}
+        self.shares: dict[tuple[int, int], Value] = {}  # by stage and micro-batch
+        self.seeds: dict[tuple[int, int], Value] = {}  # the share, or 1, in the dtype of the loss
+        self.results: dict[str, list[tuple[Value, ...]]] = {}
+
+    def once(self, stage: int) -> list[Node]:
+        """Return the call of a stage's function that runs once a step, on the whole batch, and what it takes."""
+        function = self.graph.function_by_name.get(at(stage, what=OpName.RUN_ONCE))
+        if function is None:
+            return []
+        nodes: list[Node] = []
+        inputs = []
+        for port in function.inputs:
+            if port.role == "arg":
+                inputs.append(Value(port.name))
+            elif port.role == "rows":
+                name = at(stage, 0, what=OpName.ROW_BOUNDS)
+                nodes.append(Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage)))
+                inputs.append(Value(name))
+        kinds = tuple(port.type for port in function.outputs)
+        call = Node(
+            at(stage, 0, what=OpName.RUN_ONCE), OpName.RUN_ONCE, tuple(inputs), kinds, _once_place(stage, function)
+        )
+        for value, port in zip(call.values(), function.outputs, strict=True):
+            self.values["once", port.name, stage, 0] = value
+        return [*nodes, call]
+
+    def forward(self, stage: int, m: int) -> list[Node]:
+        function = self.graph.function(at(stage, what=OpName.FORWARD))
+        names = (at(stage, what=op) for op in (OpName.BACKWARD, OpName.WEIGHTS))
+        others = [self.graph.function_by_name[name] for name in names if name in self.graph.function_by_name]
+        slices = self._slice(stage, m, function, *others)
+        inputs = []
+        for port in function.inputs:
+            if port.role in ("arg", "rows"):
+                inputs.append(self.values[port.role, port.name, stage, m])
+            elif port.role == "once":
+                inputs.append(self.values["once", port.name, stage, 0])
+            elif port.role == "boundary":
+                inputs.append(self.values["boundary", port.name, stage - 1, m])
+        node = self._call(function, stage, m, OpName.FORWARD, inputs)
+        if at(stage, what=OpName.RUN_ONCE) in self.graph.function_by_name:
+            node = node.after(
+                at(stage, 0, what=OpName.RUN_ONCE), "once: what runs once a step comes before micro-batches"
+            )
+        for value, port in zip(node.values(), function.outputs, strict=True):
+            self.values[port.role, port.name, stage, m] = value
+            if port.role in ("loss", "aux"):
+                self.results.setdefault(port.name, []).append((value, self.shares[stage, m]))
+        return [*slices, node]
+
+    def tail(self, stage: int, frontier: Sequence[TailInput]) -> list[Node]:
+        """Return the call of the tail after the last ``stage``, if there is one, and what it takes."""
+        function = self.graph.function_by_name.get(at(stage, what=OpName.TAIL))
+        if function is None:
+            return []
+        bounds = Value(at(stage, 0, what=OpName.ROW_BOUNDS))
+
+        def source(port: Port) -> Value:
+            match port.role:
+                case "arg":
+                    return Value(port.name)
+                case "rows":
+                    return bounds
+            return self.values[port.role, port.name, stage, 0]
+
+        def pieces(name: str) -> list[Value]:
+            return [self.values["boundary", name, stage, m] for m in range(self.micro_batches)]
+
+        nodes, gradients = call_tail(function, stage, frontier, pieces, source)
+        call = nodes[1]
+        self.types.update(zip(call.values(), call.outputs, strict=True))
+        for i, port in function.output_ports("loss", "aux"):
+            self.results[port.name] = [(call.values()[i],)]
+        for name, cut in gradients.items():
+            self.values |= {("gradient", name, stage + 1, m): value for m, value in enumerate(cut)}
+        once = self.graph.function_by_name.get(at(stage, what=OpName.RUN_ONCE))
+        has_bounds = once is not None and once.input_ports("rows")
+        if function.input_ports("rows") and not has_bounds:
+            nodes = [
+                Node(bounds.node, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage)),
+                *nodes,
+            ]
+        return nodes
+
+    def backward(self, stage: int, m: int, op: OpName) -> list[Node]:
+        """Return the call of a stage's backward or weights function, which ``op`` is."""
+        function = self.graph.function(at(stage, what=op))
+        nodes: list[Node] = []
+        inputs = []
+        for port in function.inputs:
+            if port.role == "variable":
+                continue
+            if port.role == "gradient":
+                inputs.append(self.values["gradient", port.name, stage + 1, m])
+            elif port.role == "once":
+                inputs.append(self.values["once", port.name, stage, 0])
+            elif port.role == "boundary":
+                inputs.append(self.values["boundary", port.name, stage - 1, m])
+            elif port.role == "seed":
+                if (stage, m) not in self.seeds:
+                    nodes.append(self._seed(stage, m, port.type))
+                inputs.append(self.seeds[stage, m])
+            else:
+                inputs.append(self.values[port.role, port.name, stage, m])
+        node = self._call(function, stage, m, op, inputs)
+        for value, port in zip(node.values(), function.outputs, strict=True):
+            self.values[port.role, port.name, stage, m] = value
+        return [*nodes, node]
+
+    def _seed(self, stage: int, m: int, kind: TensorType) -> Node:
+        """Return the share of the stage's rows in the type of the loss, or 1 where the loss is a sum."""
+        op, inputs = (OpName.ONE, ()) if self.loss == "sum" else (OpName.CAST, (self.shares[stage, m],))
+        node = Node(at(stage, 0, m, "seed"), op, inputs, (kind,), _place(stage, m))
+        self.seeds[stage, m] = Value(node.name)
+        return node
+
+    def _slice(self, stage: int, m: int, *functions: Function) -> list[Node]:
+        """Return the nodes of the rows of each argument that the functions take, and of their share and bounds."""
+        nodes = []
+        attrs = _place(stage, m, micro_batches=self.micro_batches, replicas=1)
+        for name in dict.fromkeys(port.name for f in functions for _, port in f.input_ports("rows")):
+            nodes.append(
+                Node(at(stage, 0, m, OpName.ROW_BOUNDS), OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), attrs)
+            )
+            self.values["rows", name, stage, m] = Value(nodes[-1].name)
+        names = dict.fromkeys(port.name for f in functions for _, port in f.input_ports("arg"))
+        has_results = any(f.output_ports("loss", "aux") for f in functions)
+        if not names and not has_results:
+            return nodes
+        inputs = [Value(BATCH_SIZE_NAME), *(Value(name) for name in names)]
+        kinds = [self.graph.type_of(Value(name)) for name in names]
+        node = Node(at(stage, 0, m, OpName.SLICE), OpName.SLICE, tuple(inputs), (_SHARE, *kinds), attrs)
+        self.shares[stage, m] = Value(node.name, 0)
+        for i, name in enumerate(names, 1):
+            self.values["arg", name, stage, m] = Value(node.name, i)
+        return [*nodes, node]
+
+    def _call(self, function: Function, stage: int, m: int, op: OpName, inputs: Sequence[Value]) -> Node:
+        attrs = _place(stage, m, function=function.name)
+        node = Node(at(stage, 0, m, op), op, tuple(inputs), tuple(port.type for port in function.outputs), attrs)
+        self.types.update(zip(node.values(), node.outputs, strict=True))
+        return node
+
+
+def _place(stage: int, m: int, **attrs: Attr) -> tuple[tuple[str, Attr], ...]:
+    """Return the attributes of a node of the first replica, and ``attrs``."""
+    return attributes({"micro_batch": m, "replica": 0, "stage": stage, **attrs})
+
+
+def _once_place(stage: int, function: Function | None = None) -> tuple[tuple[str, Attr], ...]:
+    """Return the attributes of a node of the first replica that belongs to no micro-batch."""
+    attrs: dict[str, Attr] = {} if function is None else {"function": function.name}
+    return attributes({"replica": 0, "stage": stage, **attrs})

@@ -1,0 +1,49 @@
+"""Extract the tail of a model: the function of the loss, with its gradients, on the whole batch (``analysis.tail``)."""
+
+from __future__ import annotations
+
+from graph_passes.errors import PartitionError
+from graph_passes.ir.extract import extract_function
+from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.backward import StageGradients
+from graph_passes.passes.partition import StageGraph
+
+
+def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
+    """Return the function of the tail: the outputs that it computes and all its gradients; None without a tail.
+
+    ``joint``: the graph after differentiation. Raises PartitionError if a gradient needs a tensor that the tail does
+    not get.
+    """
+    if not stages.tail:
+        return None
+    name = at(len(stages.stages) - 1, what=OpName.TAIL)
+    frontier = {entry.value for entry in stages.frontier}
+    loss, *aux = stages.graph.outputs
+    outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
+    outputs += [("aux", str(i), value) for i, value in enumerate(aux) if value.node in stages.tail]
+    outputs += [("gradient", str(value), gradient) for value, gradient in gradients.boundary]
+    outputs += [("variable", variable, gradient) for variable, gradient in gradients.variables]
+    ports = [Port(role, label, joint.type_of(value)) for role, label, value in outputs]
+    ports += [port for use in gradients.slices for port in use.ports]
+    values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
+    acting = [n for n in stages.tail if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    stop = {value.node for value in frontier} - stages.tail | stages.once
+    members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
+
+    def port_of(value: Value) -> tuple[Role, str] | None:
+        source = joint.node(value.node)
+        if value in frontier:
+            return "boundary", str(value)
+        if value.node in stages.once:
+            return "once", str(value)
+        match source.op:
+            case "arg" | "rows" | "variable":
+                return source.op, source.name
+        if value.node in members:
+            return None
+        raise PartitionError(f"{name} needs {value}, which the last stage does not give")
+
+    return extract_function(name, joint, members, port_of, ports, values)

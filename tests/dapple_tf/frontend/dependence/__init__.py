@@ -1,0 +1,1 @@
+"""Tests of the analysis of how tensors depend on the batch."""

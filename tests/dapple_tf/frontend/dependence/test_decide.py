@@ -1,0 +1,226 @@
+"""What is decided about a loss: its merge, what runs once, sizes, writes, aux outputs, and reasons for inexactness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from dapple_tf.frontend.dependence.result import BatchDependence
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, analyse, decide, make_loss
+
+
+def reasons(found: BatchDependence) -> str:
+    return "\n".join(map(str, found.exactness.undocumented))
+
+
+# --- the loss
+
+
+@pytest.mark.parametrize(
+    ("compute", "loss", "mixed", "grows"),
+    [
+        (lambda b: tf.reduce_mean(b.z), "mean", False, False),
+        (lambda b: tf.reduce_mean(b.z) + tf.nn.l2_loss(b.w), "mean", False, False),
+        (lambda b: tf.reduce_sum(b.z), "sum", False, True),
+        (lambda b: tf.reduce_sum(b.z) / 12.0, "sum", False, False),
+        (lambda b: tf.reduce_sum(b.z) / tf.cast(b.n, tf.float64), "mean", False, False),
+        (lambda b: tf.reduce_sum(b.z) / tf.reduce_sum(tf.cast(b.mask, tf.float64)), "sum", False, False),
+        (lambda b: tf.reduce_sum(b.z) + tf.nn.l2_loss(b.w), "sum", True, True),
+        (lambda b: tf.reduce_sum(b.z) / 12.0 + tf.reduce_mean(b.z), "sum", True, False),
+        (lambda b: tf.reduce_mean(tf.boolean_mask(b.z, b.mask)), "sum", True, True),
+        (lambda b: tf.nn.l2_loss(b.w + 0.0), "mean", False, False),
+    ],
+)
+def test_the_loss_is_merged_as_its_kind_says(compute: Compute, loss: str, mixed: bool, grows: bool) -> None:
+    found = decide(compute)
+    assert (found.loss, found.mixed, found.grows) == (loss, mixed, grows)
+    assert found.exactness
+
+
+def test_a_loss_that_does_not_add_up_is_a_reason_with_its_op() -> None:
+    found = decide(lambda b: tf.reduce_mean(tf.matmul(b.z, b.z, transpose_b=True)))
+    assert "the loss is no sum or mean over samples" in reasons(found)
+    assert "multiplies samples with each other" in reasons(found)
+    assert "batch_loss=True" in reasons(found)
+
+
+def test_the_reason_names_the_layer() -> None:
+    class Contrast(keras.Layer):
+        def call(self, z: Any) -> Any:
+            return tf.matmul(z, z, transpose_b=True)
+
+    layer = Contrast(name="contrast", dtype="float64")
+    assert "contrast" in decide(lambda b: tf.reduce_mean(layer(b.z))).exactness.undocumented[0].layer
+
+
+# --- once a step
+
+
+def test_a_statistic_of_the_batch_runs_once_and_nothing_else_does() -> None:
+    captured, found = analyse(make_loss(lambda b: tf.reduce_sum(b.z) / tf.reduce_sum(tf.cast(b.mask, tf.float64))))
+    assert {captured.graph.node(name).op for name in found.once} == {"Sum"}
+
+
+def test_a_plain_loss_has_nothing_that_runs_once_and_no_sizes() -> None:
+    found = decide(lambda b: tf.reduce_mean(tf.tanh(b.z)))
+    assert (found.once, found.sizes, found.draws, found.shapes) == (frozenset(), (), (), ())
+
+
+def test_sizes_used_as_numbers_are_the_whole_batchs() -> None:
+    found = decide(lambda b: tf.reduce_sum(b.z) / tf.cast(b.n + 1, tf.float64))
+    (size,) = found.sizes
+    assert (int(size.scale), int(size.offset), size.operand) == (1, 1, None)
+
+
+def test_an_integer_size_is_replaced_at_the_operand_alone() -> None:
+    found = decide(lambda b: tf.reduce_mean(tf.cast(b.y * b.n, tf.float64) * b.z[:, 0]))
+    (size,) = found.sizes
+    assert (int(size.scale), int(size.offset)) == (1, 0)
+    assert size.operand is not None
+
+
+def test_a_size_that_makes_a_shape_stays_the_micro_batchs() -> None:
+    assert not decide(lambda b: tf.reduce_mean(tf.reshape(b.z, [b.n, 2, 2]))).sizes
+
+
+# --- writes
+
+
+def with_writes(write: Any) -> BatchDependence:
+    """The decision about a mean, where ``write`` writes the counter or the moving average."""
+    count = tf.Variable(0, name="count")
+    average = tf.Variable(tf.zeros(4, tf.float64), name="average", trainable=False)
+
+    def compute(b: Batch) -> Any:
+        write(b, count, average)
+        return tf.reduce_mean(b.z)
+
+    return decide(compute)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, count, average: count.assign_add(1),
+        lambda b, count, average: average.assign(0.9 * average + 0.1 * b.w),
+        lambda b, count, average: average.assign(tf.reduce_mean(b.x, 0)),
+        lambda b, count, average: count.assign(b.n),
+        lambda b, count, average: count.assign_add(b.n),
+    ],
+)
+def test_a_write_that_does_not_depend_on_samples_runs_once(write: Any) -> None:
+    found = with_writes(write)
+    assert found.exactness.exact, str(found.exactness)
+    assert any("Assign" in name for name in found.once)
+
+
+def test_a_sum_that_is_added_to_a_variable_is_exact() -> None:
+    assert with_writes(lambda b, count, average: average.assign_add(tf.reduce_sum(b.z, 0))).exactness
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, count, average: average.assign(tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.assign_add(tf.reduce_mean(b.z, 0)),
+        lambda b, count, average: average.assign_add(average * tf.reduce_sum(b.z, 0)),
+    ],
+)
+def test_a_write_of_what_samples_give_is_a_reason(write: Any) -> None:
+    found = with_writes(write)
+    assert "writes average once for each micro-batch" in reasons(found)
+    assert not any("Assign" in name for name in found.once)
+
+
+def test_a_read_of_what_micro_batches_write_couples() -> None:
+    state = tf.Variable(tf.zeros(4, tf.float64), name="state", trainable=False)
+
+    def compute(b: Batch) -> Any:
+        state.assign(tf.reduce_mean(b.z, 0))
+        return tf.reduce_mean(b.z * state)
+
+    assert "reads state, which each micro-batch writes" in reasons(decide(compute))
+
+
+def test_a_read_before_a_write_once_a_step_is_a_reason() -> None:
+    count = tf.Variable(1.0, name="count", dtype=tf.float64, trainable=False)
+
+    def compute(b: Batch) -> Any:
+        before = tf.reduce_mean(b.z * count)
+        with tf.control_dependencies([before]):
+            count.assign_add(1.0)
+        return before
+
+    found = decide(compute)
+    assert found.once or "before the loss writes it" in reasons(found)
+
+
+def test_a_read_after_a_write_once_a_step_is_exact() -> None:
+    count = tf.Variable(1.0, name="count", dtype=tf.float64, trainable=False)
+    assert decide(lambda b: tf.reduce_mean(b.z * count.assign_add(1.0))).exactness
+
+
+# --- aux outputs
+
+
+def aux(compute: Compute) -> tuple[str | None, str]:
+    """How the aux output is merged, and the reasons."""
+    _, found = analyse(make_loss(compute, as_aux=True))
+    (merge,) = found.aux
+    return merge, reasons(found)
+
+
+@pytest.mark.parametrize(
+    ("compute", "merge"),
+    [
+        (lambda b: b.z, "concat"),
+        (lambda b: tf.argmax(b.z, 1), "concat"),
+        (lambda b: tf.reduce_sum(b.z), "sum"),
+        (lambda b: tf.reduce_mean(b.z), "mean"),
+        (lambda b: tf.reduce_sum(b.y), "first"),
+        (lambda b: tf.constant(7), "first"),
+        (lambda b: b.w + 0.0, "first"),
+        (lambda b: b.n, "sum"),
+        (lambda b: tf.reduce_sum(tf.cast(tf.argmax(b.z, 1) == tf.cast(b.y, tf.int64), tf.int32)), "sum"),
+    ],
+)
+def test_aux_outputs_are_merged_by_their_kind(compute: Compute, merge: str) -> None:
+    assert aux(compute) == (merge, "")
+
+
+@pytest.mark.parametrize(
+    ("compute", "why"),
+    [
+        (lambda b: tf.reduce_max(b.z), "aux output 0 is no sum or mean over samples"),
+        (lambda b: tf.transpose(b.z), "aux output 0 does not have the batch on axis 0"),
+        (lambda b: tf.tile(b.z, [2, 1]), "aux output 0 does not have the batch on axis 0"),
+        (lambda b: tf.range(b.n), "aux output 0 does not have the batch on axis 0"),
+        (lambda b: tf.reduce_sum(b.z) + tf.reduce_mean(b.z), "aux output 0 does not have the batch on axis 0"),
+    ],
+)
+def test_aux_outputs_that_cannot_be_put_together_are_reasons(compute: Compute, why: str) -> None:
+    merge, found = aux(compute)
+    assert merge is None
+    assert why in found
+
+
+# --- batch norm
+
+
+def test_batch_norm_in_training_mode_is_a_documented_reason_that_names_the_layer() -> None:
+    layer = keras.layers.BatchNormalization(name="norm", dtype="float64")
+    found = decide(lambda b: tf.reduce_mean(layer(b.z, training=True) ** 2 * b.w))
+    (reason,) = found.exactness.reasons
+    assert reason.documented
+    assert "norm" in reason.layer
+    assert "normalises by the mean and variance of its micro-batch" in reason.why
+    assert "deferred" in reason.remedy
+    assert found.loss == "mean"
+
+
+def test_batch_norm_in_inference_mode_is_exact() -> None:
+    layer = keras.layers.BatchNormalization(name="norm", dtype="float64")
+    assert decide(lambda b: tf.reduce_mean(layer(b.z, training=False))).exactness

@@ -1,0 +1,238 @@
+"""Losses that combine the samples of a batch, with ``batch_loss``: equal to plain training on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import ExactnessError, PlanError, ScheduleError
+from tests.equality.one_device import TOLERANCE, Problem, compare
+from tests.equality.small_models import WIDTH
+
+Tensors = tuple[Any, Any]
+
+
+def tower(name: str) -> keras.Model:
+    layers = [keras.layers.Dense(WIDTH, "tanh", dtype="float64", name=f"{name}_{i}") for i in range(3)]
+    return keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *layers], name=name)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.03)
+
+
+def problem(loss: Callable[..., Any], *, towers: int = 1, temperature: bool = False) -> Problem:
+    """A loss of the outputs for x and for y, by one or two towers; the last argument is a trained temperature."""
+    keras.utils.set_random_seed(3)
+    models = [tower(f"tower{i}") for i in range(towers)]
+    variables: dict[str, Any] = {v.path: v for model in models for v in model.variables}
+    extra: list[Any] = []
+    if temperature:
+        extra = [tf.Variable(0.4, dtype=tf.float64, name="temperature")]
+        variables["temperature"] = extra[0]
+    return Problem(lambda x, y: loss(models[0](x), models[-1](y), *extra), variables, adam)
+
+
+def labelled(loss: Callable[..., Any]) -> Problem:
+    """A loss of the labels y, which are used as they are, and the outputs for x."""
+    keras.utils.set_random_seed(3)
+    model = tower("tower")
+    return Problem.of_model(model, lambda x, y: loss(y, model(x)), adam)
+
+
+def cross_entropy(labels: Any, scores: Any) -> Any:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=scores)
+
+
+def nt_xent(a: Any, b: Any, temperature: Any) -> Any:
+    """SimCLR: each view must find the other one among all others."""
+    z = tf.concat([tf.math.l2_normalize(a, 1), tf.math.l2_normalize(b, 1)], 0)
+    n = tf.shape(a)[0]
+    scores = z @ tf.transpose(z) * tf.exp(temperature) - 1e9 * tf.eye(2 * n, dtype=z.dtype)
+    return tf.reduce_mean(cross_entropy(tf.concat([tf.range(n, 2 * n), tf.range(n)], 0), scores))
+
+
+def clip(a: Any, b: Any, temperature: Any) -> Any:
+    scores = tf.math.l2_normalize(a, 1) @ tf.transpose(tf.math.l2_normalize(b, 1)) * tf.exp(temperature)
+    labels = tf.range(tf.shape(a)[0])
+    return tf.reduce_mean(cross_entropy(labels, scores) + cross_entropy(labels, tf.transpose(scores))) / 2
+
+
+def batch_hard(y: Any, z: Any) -> Any:
+    """The farthest sample of the same class against the nearest of another one."""
+    same = tf.equal(tf.argmax(y, 1)[:, None] % 2, tf.argmax(y, 1)[None] % 2)
+    distances = tf.reduce_sum(tf.square(z[:, None] - z[None]), 2)
+    farthest = tf.reduce_max(tf.where(same, distances, tf.zeros_like(distances)), 1)
+    nearest = tf.reduce_min(tf.where(same, tf.fill(tf.shape(distances), tf.constant(1e9, z.dtype)), distances), 1)
+    return tf.reduce_mean(tf.nn.relu(farthest - nearest + 1.0))
+
+
+def dice(y: Any, z: Any) -> Any:
+    p, wanted = tf.sigmoid(z), tf.cast(y > 0, z.dtype)
+    return 1 - (2 * tf.reduce_sum(p * wanted) + 1) / (tf.reduce_sum(p) + tf.reduce_sum(wanted) + 1)
+
+
+def pearson(y: Any, z: Any) -> Any:
+    y, z = y - tf.reduce_mean(y, 0), z - tf.reduce_mean(z, 0)
+    return -tf.reduce_mean(tf.reduce_sum(y * z, 0) / tf.norm(y, axis=0) / tf.norm(z, axis=0))
+
+
+def root_mean_square(y: Any, z: Any) -> Any:
+    return tf.sqrt(tf.reduce_mean(tf.square(y - z)))
+
+
+def softmax_over_batch(y: Any, z: Any) -> Any:
+    return tf.reduce_sum(tf.nn.softmax(z, 0) * tf.square(y - z))
+
+
+PROBLEMS: Mapping[str, Callable[[], Problem]] = {
+    "nt_xent": lambda: problem(nt_xent, temperature=True),
+    "clip": lambda: problem(clip, towers=2, temperature=True),
+    "batch_hard": lambda: labelled(batch_hard),
+    "dice": lambda: labelled(dice),
+    "pearson": lambda: labelled(pearson),
+    "root_mean_square": lambda: labelled(root_mean_square),
+    "softmax_over_batch": lambda: labelled(softmax_over_batch),
+}
+LAYOUTS: tuple[tuple[int, int, list[int] | None], ...] = (
+    (1, 1, None),
+    (1, 4, None),
+    (2, 1, None),
+    (2, 3, None),
+    (3, 2, None),
+    (3, 4, None),
+    (1, 2, [2]),
+    (2, 2, [1, 2]),
+    (2, 3, [2, 1]),
+)
+QUICK = {"nt_xent": LAYOUTS[7], "clip": LAYOUTS[3], "dice": LAYOUTS[8]}
+
+
+def batches(*sizes: int) -> list[Tensors]:
+    random = np.random.default_rng(5)
+    return [tuple(tf.constant(random.normal(size=(n, WIDTH))) for _ in range(2)) for n in sizes]  # type: ignore[misc]
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, layout, marks=() if QUICK.get(name) == layout else pytest.mark.slow)
+        for name in PROBLEMS
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases())
+def test_the_loss_is_that_of_the_whole_batch(name: str, layout: tuple[int, int, list[int] | None]) -> None:
+    stages, micro_batches, replicas = layout
+    options = {"stages": stages, "micro_batches": micro_batches, "replicas": replicas, "batch_loss": True}
+    found = compare(PROBLEMS[name](), batches(11, 11, 9), **options)
+    found.check(TOLERANCE["float64"])
+    assert not found.model.exactness.reasons
+    assert found.step.plan.schedule == "gpipe"
+
+
+def with_aux(a: Any, b: Any) -> Any:
+    scores = a @ tf.transpose(b)
+    right = tf.equal(tf.argmax(scores, 1), tf.range(tf.shape(a, tf.int64)[0]))
+    aux = {
+        "accuracy": tf.reduce_mean(tf.cast(right, a.dtype)),
+        "scores": scores,
+        "outputs": a,
+        "size": tf.shape(a)[0],
+        "mean": tf.reduce_mean(b),
+    }
+    return tf.reduce_mean(cross_entropy(tf.range(tf.shape(a)[0]), scores)), aux
+
+
+@pytest.mark.slow
+def test_aux_outputs_of_the_whole_batch_and_of_samples() -> None:
+    compare(problem(with_aux), batches(10, 7), stages=2, micro_batches=3, batch_loss=True).check(TOLERANCE["float64"])
+
+
+def test_what_the_loss_writes_about_the_whole_batch_is_written_once() -> None:
+    count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="largest")
+    keras.utils.set_random_seed(3)
+    model = tower("tower")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        loss = root_mean_square(y, model(x))
+        count.assign(0.5 * count + loss)
+        return loss
+
+    variables = {v.path: v for v in model.variables} | {"largest": count}
+    options = {"stages": 2, "micro_batches": 3, "batch_loss": True}
+    compare(Problem(loss_fn, variables, adam), batches(9, 9), **options).check(TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+def test_a_lookup_by_repeated_ids_in_the_tail_stays_sparse() -> None:
+    keras.utils.set_random_seed(3)
+    model = tower("tower")
+    table = tf.Variable(np.random.default_rng(1).normal(size=(6, WIDTH)), name="table")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        scores = model(x) @ tf.transpose(tf.gather(table, [1, 1, 4]))
+        return tf.sqrt(tf.reduce_mean(tf.square(scores))) + root_mean_square(y, model(x))
+
+    variables = {v.path: v for v in model.variables} | {"table": table}
+    options = {"stages": 2, "micro_batches": 2, "batch_loss": True}
+    compare(Problem(loss_fn, variables, adam), batches(8, 8), **options).check(TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"recompute": True}, {"schedule": "K=3,3"}, {"batch_loss": "auto"}], ids=str)
+def test_other_options(options: Mapping[str, Any]) -> None:
+    wanted = {"stages": 2, "micro_batches": 3, "batch_loss": True, **options}
+    compare(PROBLEMS["nt_xent"](), batches(8, 8), **wanted).check(TOLERANCE["float64"])
+
+
+def step_of(name: str, **options: Any) -> Any:
+    made = PROBLEMS[name]()
+    return dapple.pipeline(made.loss_fn, optimizer=adam(), stages=2, micro_batches=2, **options)
+
+
+def test_without_it_the_loss_is_refused_and_the_remedy_names_it() -> None:
+    with pytest.raises(ExactnessError, match="batch_loss=True"):
+        step_of("dice")(*batches(6)[0])
+
+
+def test_auto_does_not_change_a_schedule_that_was_asked_for() -> None:
+    with pytest.raises(ExactnessError, match="batch_loss=True"):
+        step_of("dice", batch_loss="auto", schedule="dapple-a")(*batches(6)[0])
+
+
+def test_a_schedule_that_runs_backward_before_the_loss_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="use schedule 'gpipe'"):
+        step_of("dice", batch_loss=True, schedule="dapple-a")(*batches(6)[0])
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"batch_loss='yes'.*give False, True or 'auto'"):
+        step_of("dice", batch_loss="yes")
+
+
+def test_auto_leaves_a_mean_over_samples_as_it_is() -> None:
+    keras.utils.set_random_seed(3)
+    model = tower("tower")
+    step = dapple.pipeline(
+        lambda x, y: tf.reduce_mean(tf.square(model(x) - y)),
+        optimizer=adam(),
+        stages=2,
+        micro_batches=2,
+        batch_loss="auto",
+    )
+    step(*batches(6)[0])
+    assert "tail" not in step.text
+
+
+def test_the_report_says_what_memory_the_whole_batch_takes() -> None:
+    step = step_of("nt_xent", batch_loss=True)
+    step(*batches(6)[0])
+    assert "the loss runs once, on the rows of all micro-batches" in str(step.report)
+    assert [stage.predicted.tail > 0 for stage in step.report.stages] == [False, True]
