@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random
+from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random, reshape, slicing
 from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, coupled, rows, shared
 from dapple_tf.frontend.dependence.numbers import Numbers, constant_value, evaluate, strided_index, varies
@@ -20,6 +20,8 @@ from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value
 
 _RULES = {
     **layout.RULES,
+    **reshape.RULES,
+    **slicing.RULES,
     **contract.RULES,
     **pick.RULES,
     **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
-from dapple_tf.frontend.dependence.layout import Rule, only_rows
+from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import Node, Value
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.contract import first_stopped
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.layout import Rule, only_rows
+from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Node, Value

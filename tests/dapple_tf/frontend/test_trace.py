@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import DappleWarning, ExactnessError, PlanError
+from dapple_tf.exactness import check_batch_loss, check_inexact
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.rows import ROWS_NAME
-from dapple_tf.frontend.trace import check_batch_loss, check_inexact, trace_loss
+from dapple_tf.frontend.trace import trace_loss
 from tests.dapple_tf.frontend.dependence.evaluation import (
     CUTS,
     Batch,

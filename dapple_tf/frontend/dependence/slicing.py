@@ -1,0 +1,130 @@
+"""Rules of ops that take a part of a tensor, or take it apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
+from dapple_tf.frontend.dependence.numbers import strided_index
+from dapple_tf.frontend.dependence.operands import Rule, data_operands
+from dapple_tf.frontend.dependence.scope import Scope, attr
+from graph_passes.ir.graph import Node
+
+
+@data_operands(1)
+def _unpack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind:
+    rank = scope.rank(node.inputs[0])
+    if rank is None or attr(node, "axis", 0) % rank == kinds[0].axis:
+        return scope.couple(node, "takes samples of the batch apart")
+    axis = attr(node, "axis", 0) % rank
+    kind = kinds[0].at(kinds[0].axis - (axis < kinds[0].axis))
+    last = axis == rank - 1
+    return [
+        dataclasses.replace(kind, slope=(kind.slope[i],)) if last and len(kind.slope) > 1 else kind
+        for i in range(len(node.outputs))
+    ]
+
+
+def _split_rule(data: int, axis_operand: int) -> Rule:
+    def rule(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+        kind = kinds[data]
+        if not kind.rows:
+            if kind.form is Form.SIZE:
+                return SIZE
+            return kind if kind.coupled or kind.total else shared()
+        rank = scope.rank(node.inputs[data])
+        axes = None if rank is None else scope.axes(node.inputs[axis_operand], rank)
+        if axes is None or len(kind.slope) > 1:
+            return scope.couple(node, "splits the batch along an axis that cannot be inferred")
+        if axes[0] != kind.axis:
+            return kind
+        if node.op == "Split" and kind.outer and kind.outer % len(node.outputs) == 0 and not kind.origin:
+            return dataclasses.replace(kind, outer=kind.outer // len(node.outputs))
+        return scope.couple(node, "splits the batch, so that some samples are treated otherwise than others")
+
+    return rule
+
+
+@data_operands(1)
+def _strided_slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    rank = scope.rank(node.inputs[0])
+    parts = [scope.number(value) for value in node.inputs[1:]]
+    if rank is None or any(part is None for part in parts):
+        return _slice_of_unknown(scope, node, kinds[0])
+    index = strided_index(dict(node.attrs), *parts)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        used = sum(1 for item in index if item is not None and item is not Ellipsis)
+        index[at : at + 1] = [slice(None)] * (rank - used)
+    source, target = 0, 0
+    result: Kind | None = None
+    for item in [*index, *[slice(None)] * (rank - sum(1 for item in index if item is not None))]:
+        if item is None:
+            target += 1
+            continue
+        if source == kinds[0].axis:
+            result = _slice_batch_axis(scope, node, kinds[0], item, target)
+        elif source == rank - 1 and len(kinds[0].slope) > 1:
+            return _slice_positions(scope, node, kinds[0], item)
+        source += 1
+        target += not isinstance(item, int)
+    return result if result is not None else scope.couple(node, "slices the batch")
+
+
+def _slice_positions(scope: Scope, node: Node, kind: Kind, item: Any) -> Kind:
+    picked = kind.slope[item]
+    slope = (picked,) if isinstance(picked, int) else tuple(picked)
+    return dataclasses.replace(kind, slope=slope if any(slope) else ())
+
+
+def _slice_of_unknown(scope: Scope, node: Node, kind: Kind) -> Kind:
+    """Return the kind of a slice whose bounds are not known: the batch axis must be taken whole by its masks."""
+    bit = 1 << kind.axis
+    plain = not any(attr(node, mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
+    taken = attr(node, "begin_mask", 0) & bit and attr(node, "end_mask", 0) & bit
+    shrunk = attr(node, "shrink_axis_mask", 0)
+    if plain and taken and len(kind.slope) < 2:
+        return kind.at(kind.axis - bin(shrunk & (bit - 1)).count("1"))
+    return scope.couple(node, "slices the batch by bounds that cannot be inferred")
+
+
+def _slice_batch_axis(scope: Scope, node: Node, kind: Kind, item: Any, target: int) -> Kind:
+    if isinstance(item, slice):
+        if item == slice(None, None, 1) or item == slice(None):
+            return kind.at(target)
+        dims = scope.dims(node.inputs[0])
+        length = None if dims is None else dims[kind.axis]
+        if length is not None and item.step == 1 and kind.outer and not kind.origin and not kind.slope:
+            first, end, _ = item.indices(length)
+            block = scope.batch * kind.inner
+            if first % block == 0 and end % block == 0 and end > first:
+                return dataclasses.replace(kind, axis=target, outer=(end - first) // block)
+        if not kind.outer and length is not None and item.step == 1:
+            return kind.at(target)
+    return scope.couple(node, "slices the batch, so that some samples are treated otherwise than others")
+
+
+@data_operands(1)
+def _slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    begin, size, dims = scope.number(node.inputs[1]), scope.number(node.inputs[2]), scope.dims(node.inputs[0])
+    axis = kinds[0].axis
+    if begin is None or size is None or dims is None or len(kinds[0].slope) > 1:
+        return scope.couple(node, "slices the batch by bounds that cannot be inferred")
+    if int(begin[axis]) == 0 and int(size[axis]) in (-1, dims[axis]):
+        return kinds[0]
+    end = dims[axis] if int(size[axis]) == -1 else int(begin[axis]) + int(size[axis])
+    return _slice_batch_axis(scope, node, kinds[0], slice(int(begin[axis]), end, 1), axis)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "Unpack": _unpack,
+        "Split": _split_rule(1, 0),
+        "SplitV": _split_rule(0, 2),
+        "StridedSlice": _strided_slice,
+        "Slice": _slice,
+    }
+)
