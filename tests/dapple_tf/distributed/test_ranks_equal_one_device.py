@@ -107,15 +107,15 @@ def test_the_graph_of_a_rank_has_its_own_part_only(launches: Launches, name: str
 
 
 def test_batch_norm_state_is_the_mean_of_the_replicas(launches: Launches) -> None:
-    """Replica r has half r of each micro-batch of four: samples 0-1 and 4-5, or 2-3 and 6-7."""
+    """Replica r has half r of each micro-batch of six: samples 0-2 and 6-8, or 3-5 and 9-11."""
     name = "batch norm, replicated"
     values = launches.case_results(name)[0]["values"]
     means = [np.zeros(4), np.zeros(4)]
     for x, _ in CASES[name].batches():
         means = [means[0] / 2 + means[1] / 2] * 2
         for replica in (0, 1):
-            for begin in (2 * replica, 2 * replica + 4):
-                means[replica] = 0.5 * means[replica] + 0.5 * x.numpy()[begin : begin + 2].mean(axis=0)
+            for begin in (3 * replica, 3 * replica + 6):
+                means[replica] = 0.5 * means[replica] + 0.5 * x.numpy()[begin : begin + 3].mean(axis=0)
     expected = (means[0] + means[1]) / 2
     moving = next(value for key, value in values.items() if "first" in key and "moving_mean" in key)
     np.testing.assert_allclose(moving, expected, rtol=1e-12)
