@@ -100,6 +100,7 @@ class Case:
             stages=[names[stage.first_layer] for stage in self.stages[1:]],
             micro_batches=self.micro_batches,
             schedule=policy,
+            inexact="allow",  # that Python code treats samples one by one is not known
         )
 
         def run(record: bool) -> Timeline | None:

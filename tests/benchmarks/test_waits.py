@@ -25,9 +25,10 @@ def test_each_part_of_a_stage_waits_once_and_the_gradients_are_right() -> None:
         micro_batches=2,
         schedule="zb-h1",
         example_batch=timed.batch,
+        inexact="allow",
     )
     assert [count_waits(step.graph, f"stage1/{what}") for what in ("forward", "backward", "weights")] == [1, 1, 1]
-    report = dapple.verify(loss_fn, optimizer=optimizer, batch=timed.batch, plan=step.plan)
+    report = dapple.verify(loss_fn, optimizer=optimizer, batch=timed.batch, plan=step.plan, inexact="allow")
     assert report.ok, str(report)
 
 
