@@ -28,7 +28,6 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.xfail(strict=True, reason="the compiler is not exact for such losses yet: WRONG, or refused as sums")
 def test_random_losses_are_equal_to_plain_keras_or_refused() -> None:
     # A loss that fails is small as it is; to make it smaller would take minutes.
     @settings(

@@ -28,7 +28,7 @@ _RULES = {
 }
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
 _SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
-_BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
+BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Analysis:
     written: Collection[str]
     once_written: Collection[str]
     batch: int
-    batch_norms: dict[str, str] = field(default_factory=dict)
+    batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     _owner: Any = None  # the FuncGraph of the body that is being looked at
     _bodies: dict[tuple[str, tuple[Shape, ...]], Body] = field(default_factory=dict)
@@ -103,6 +103,10 @@ class Analysis:
             return control_flow.loop(scope, node, kinds, self._call_body)
         if node.op in control_flow.TENSOR_LISTS:
             return control_flow.tensor_list(scope, node, kinds)
+        # A coupled tensor leaves nothing to find out, except its shape.
+        stopped = next((kind for kind in kinds if kind.coupled or kind.form is Form.LIST), None)
+        if stopped is not None and node.op not in SHAPE_OPS:
+            return stopped
         if random.is_stateless_draw(node.op):
             found = random.stateless_draw(scope, node, kinds)
             if scope.nested and found.rows:
@@ -110,16 +114,9 @@ class Analysis:
             return found
         rule = _RULES.get(node.op)
         if rule is not None:
-            if any(kind.coupled for kind in kinds) and node.op not in SHAPE_OPS:
-                return next(kind for kind in kinds if kind.coupled)
             return rule(scope, node, kinds)
         if not internals.is_op(node.op):  # an old-style call: the op has the name of the function
             return self._call_body(scope, node, node.op, kinds)
-        return self._unknown(scope, node, kinds)
-
-    def _unknown(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-        if any(kind.coupled for kind in kinds):
-            return next(kind for kind in kinds if kind.coupled)
         if all(kind.shared for kind in kinds):
             return shared()
         return scope.couple(node, f"applies {node.op}, which is not known to treat samples one by one")
@@ -191,11 +188,13 @@ class Analysis:
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of a batch norm layer in training mode, which couples samples as documented."""
-        self.batch_norms.setdefault(node.string("layer") if node.has("layer") else node.name, _BATCH_NORM)
+        layer = node.string("layer") if node.has("layer") else node.name
+        if layer not in self.batch_norms:
+            self.batch_norms.append(layer)
         axes = scope.batch_axes(value)
         if axes:
             return rows(axes[0][0], 1, axes[0][1], trained=True)
-        return coupled(node.name, _BATCH_NORM, trained=True, documented=True)
+        return coupled(node.name, BATCH_NORM, trained=True, documented=True)
 
 
 def _evaluate(scope: Scope, node: Node) -> None:

@@ -38,14 +38,7 @@ _MATRICES = op_names(
 )
 
 
-def first_stopped(kinds: Sequence[Kind]) -> Kind | None:
-    """Return the first coupled kind, or None."""
-    return next((kind for kind in kinds if kind.coupled or kind.form is Form.LIST), None)
-
-
 def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     kind = kinds[0]
     if kinds[1].rows or kinds[1].total:
         return scope.couple(node, "reduces axes that depend on samples")
@@ -57,7 +50,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     axes = None if rank is None else scope.axes(node.inputs[1], rank)
     if rank is None or axes is None:
         return scope.couple(node, "reduces axes that cannot be inferred")
-    if kind.slope and (kind.axis in axes or len(kind.slope) > 1):
+    if kind.slope:
         return scope.couple(node, "uses positions of samples in the batch as numbers")
     if kind.axis not in axes:
         return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
@@ -67,9 +60,10 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> Kind:
     if node.op == "Sum":
         return Kind(Form.SUM)
-    if node.op == "Mean" and not kind.origin:
+    whole_numbers = not node.outputs[0].dtype.differentiable  # of which a mean is rounded
+    if node.op == "Mean" and not kind.origin and not whole_numbers:
         return Kind(Form.MEAN)
-    if node.op == "Mean":
+    if node.op == "Mean" and not whole_numbers:
         dims = scope.graph.type_of(node.inputs[0]).shape.dims or ()
         if all(axis == kind.axis or (axis < len(dims) and (dims[axis] or 0) > 0) for axis in axes):
             return Kind(Form.SUM, mixed=True)
@@ -77,16 +71,12 @@ def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> 
 
 
 def _l2_loss(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
-    if kinds[0].total:
-        return scope.couple(node, "squares a sum or mean over the batch")
+    if kinds[0].total or kinds[0].slope:
+        return scope.couple(node, "squares a sum or mean over the batch, or positions of samples")
     return Kind(Form.SUM) if kinds[0].rows else shared()
 
 
 def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     first, second = kinds[:2]
     if not first.rows and not second.rows:
         return _multilinear(scope, node, kinds)
@@ -96,7 +86,7 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     rank = max(int(r or 0) for r in ranks)
     flip_first = attr(node, "transpose_a", False) or attr(node, "adj_x", False)
     flip_second = attr(node, "transpose_b", False) or attr(node, "adj_y", False)
-    # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; "k" is contracted.
+    # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; 0 is contracted.
     labels: list[int | None] = []
     for kind, r, flip, free in ((first, ranks[0], flip_first, 0), (second, ranks[1], flip_second, 1)):
         if not kind.rows:
@@ -138,8 +128,6 @@ def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     if not only_rows(kinds):
         return _multilinear(scope, node, kinds)
     if any(kind.slope for kind in kinds):
@@ -187,8 +175,6 @@ def _expanded(term: str, rank: int) -> list[str]:
 
 
 def _along_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     kind = kinds[0]
     if kind.total:
         linear = node.op == "Cumsum"
@@ -204,8 +190,6 @@ def _along_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _last_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
-    if stopped := first_stopped(kinds):
-        return stopped
     found = only_rows(kinds)
     if any(kind.total for kind in kinds):
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
@@ -222,8 +206,6 @@ def _same_rows(found: Sequence[Kind]) -> bool:
 
 
 def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
-    if stopped := first_stopped(kinds):
-        return stopped
     found = only_rows(kinds)
     if node.op.startswith("FusedBatchNorm") and attr(node, "is_training", True) and found:
         return scope.couple(node, "normalises by the mean and variance of the batch")
@@ -244,8 +226,6 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
 
 
 def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
-    if stopped := first_stopped(kinds):
-        return stopped
     found = only_rows(kinds)
     if any(kind.total for kind in kinds):
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.dependence.analyse import Analysis
+from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis
 from dapple_tf.frontend.dependence.cut_tail import cut_tail
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind
@@ -21,6 +21,8 @@ from graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
 _WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
+_BATCH_NORM_REMEDY = "documented; layer norm and group norm normalise each sample by itself"
+_LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
 
 
@@ -87,9 +89,11 @@ class _Decision:
         kind = self.scope.kinds[loss]
         if kind.coupled and not kind.documented and not self.tail:
             self._couple(kind, "the loss", _NO_SUM)
-        for name, why in self.analysis.batch_norms.items():
-            remedy = "documented; pass batch_norm='deferred' for moving statistics of the whole batch"
-            self._add(Inexactness(name, why, remedy, documented=True))
+        if kind.form not in _LOSSES and not kind.coupled:
+            why = "the loss depends on the size of the micro-batch"
+            self._add(Inexactness(loss.node, why, _NO_SUM))
+        for name in self.analysis.batch_norms:
+            self._add(Inexactness(name, BATCH_NORM, _BATCH_NORM_REMEDY, documented=True))
         for node in self.analysis.hidden_draws:
             if node.name in self.live:
                 why = f"draws random numbers from a generator's hidden state ({node.op}), other ones than one device"
@@ -118,7 +122,7 @@ class _Decision:
 
     def _find_tail(self) -> Tail | None:
         """Return the tail that gives the loss, and the aux outputs and writes that need the whole batch too."""
-        writes = [node.name for node in self.writes if node.name not in self.once and not self._in_batch_norm(node)]
+        writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
         return cut_tail(self.graph, self.scope.kinds, self.once, writes)
 
     def _divided(self, loss: Value) -> bool:
@@ -190,19 +194,28 @@ class _Decision:
                 return "mean"
             case Form.ROWS if kind.axis == 0 and kind.outer == 1 and not kind.slope:
                 return "concat"
-            case Form.SIZE:
+            case Form.SIZE if self._is_proportional(value):
                 return "sum"
         if kind.coupled and not kind.documented:
             self._couple(kind, f"aux output {index}", "return it per sample, or compute it from the outputs")
+        elif kind.form is Form.SIZE:
+            why = f"aux output {index} is a size of the micro-batch"
+            self._add(Inexactness(value.node, why, "compute it from the batch outside of the loss"))
         elif not kind.coupled:
             why = f"aux output {index} does not have the batch on axis 0, so it cannot be put together"
             self._add(Inexactness(value.node, why, "return it per sample, with the batch on axis 0"))
         return None
 
+    def _is_proportional(self, value: Value) -> bool:
+        """Return whether a size is proportional to the number of samples, so that those of micro-batches add up."""
+        numbers = self.scope.numbers.get(value)
+        coefficients = None if numbers is None else affine(numbers)
+        return coefficients is not None and not coefficients[1].any()
+
     def _check_writes(self) -> None:
         for node in self.writes:
             names = node.strings("writes")
-            if all(name in self.once_written for name in names) or self._in_batch_norm(node):
+            if all(name in self.once_written for name in names) or node.has("batch_norm"):
                 continue
             if self.tail and node.name in self.tail.own:
                 continue
@@ -215,9 +228,6 @@ class _Decision:
             why = f"writes {', '.join(names)} once for each micro-batch, a value that depends on its samples"
             documented = any(kind.documented for kind in kinds)
             self._add(Inexactness(layer, why, _WRITE, documented))
-
-    def _in_batch_norm(self, node: Node) -> bool:
-        return node.has("batch_norm")
 
     def _is_read(self, names: Sequence[str]) -> bool:
         reads = [n for n in self.graph.nodes if n.effect is Effect.READ and n.name in self.live]

@@ -41,9 +41,6 @@ _LINEAR_UNARY = op_names(
 
 def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of an op that works entry by entry."""
-    for kind in kinds:
-        if kind.coupled or kind.form is Form.LIST:
-            return kind
     kinds = _whole_sizes(scope, node, kinds)
     if stopped := next((kind for kind in kinds if kind.coupled), None):
         return stopped
@@ -60,6 +57,8 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a sum, a choice, or a concatenation of sums, means and shared values."""
     if any(kind.rows for kind in kinds):
         return scope.couple(node, "combines samples with a sum or mean over the batch")
+    if any(kind.form in (Form.SIZE, Form.LIST) for kind in kinds):
+        return scope.couple(node, "joins a sum or mean over the batch and sizes of the micro-batch")
     if any(kind.form is Form.SHARE for kind in kinds):
         return kinds[0] if all(kind.form is Form.SHARE for kind in kinds) else scope.couple(node, "uses shares")
     sums = [kind for kind in kinds if kind.form is Form.SUM]
@@ -122,10 +121,9 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
 
 
 def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if any(kind.coupled for kind in kinds):
-        return next(kind for kind in kinds if kind.coupled)
     if node.op in _LINEAR_UNARY:
-        if node.op == "Cast" and not node.outputs[0].dtype.differentiable and kinds[0].form is not Form.SHARE:
+        rounds = scope.graph.type_of(node.inputs[0]).dtype.differentiable and not node.outputs[0].dtype.differentiable
+        if rounds and kinds[0].form is not Form.SHARE:
             return scope.couple(node, "rounds a sum or mean over the batch")
         return kinds[0]
     if node.op in _ADDING:
@@ -133,6 +131,8 @@ def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if node.op in _CHOOSING and kinds[0].shared:
         return add_totals(scope, node, kinds[1:])
     divides = node.op in _DIVIDING
+    if divides and not node.outputs[0].dtype.differentiable:
+        return scope.couple(node, "rounds a sum or mean over the batch")
     if divides and kinds[0].form is Form.SHARE and kinds[1].form is Form.SHARE:
         return kinds[0]
     if node.op in SCALING and not (divides and not kinds[1].shared):
@@ -141,13 +141,15 @@ def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if node.op == "Select" and scope.rank(node.inputs[0]) != scope.rank(node.inputs[1]):
+        return _select_rows(scope, node, kinds)
     batched = [(value, kind) for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows]
     ranks = [scope.rank(value) for value in node.inputs]
     if None in ranks:
         return scope.couple(node, "combines tensors of unknown rank")
     known = [rank for rank in ranks if rank is not None]
     from_right = {kind.axis - (scope.rank(value) or 0) for value, kind in batched}
-    if len(from_right) > 1 and not (node.op == "Select" and from_right):
+    if len(from_right) > 1:
         return scope.couple(node, "pairs each sample with others (its operands have the batch on different axes)")
     layouts = {kind.layout for _, kind in batched if kind.outer}
     if len(layouts) > 1:
@@ -155,6 +157,15 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     first = next((kind for _, kind in batched if kind.outer), batched[0][1])
     axis = max(known) + (batched[0][1].axis - (scope.rank(batched[0][0]) or 0))
     return _positions(scope, node, kinds, dataclasses.replace(first.plain(), axis=axis))
+
+
+def _select_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a ``Select`` whose condition is a vector: it has an entry for each entry of axis 0."""
+    aligned = all(kind.shared or (kind.rows and not kind.axis and not kind.slope) for kind in kinds)
+    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
+    if not aligned or len(layouts) > 1:
+        return scope.couple(node, "chooses between rows of the batch that are in different orders")
+    return next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
 
 
 def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) -> Kind:

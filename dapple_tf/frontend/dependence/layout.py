@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands, equal_rows, only_rows
+from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.ir.graph import Node, Value
 
@@ -58,7 +58,7 @@ def _concat_slopes(scope: Scope, node: Node, data: Sequence[Kind], last_axis: bo
     return tuple(slopes)
 
 
-@data_operands(100_000)
+@data_operands(ALL)
 def _pack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     found = only_rows(kinds)
     rank = scope.rank(Value(node.name))
@@ -146,9 +146,8 @@ def _shape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind
 
 
 def _range(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    stopped = next((kind for kind in kinds if kind.coupled or kind.rows or kind.total), None)
-    if stopped is not None:
-        return stopped if stopped.coupled else scope.couple(node, "counts to a number that depends on samples")
+    if any(kind.rows or kind.total for kind in kinds):
+        return scope.couple(node, "counts to a number that depends on samples")
     if all(kind.shared for kind in kinds):
         return shared()
     start, step = scope.number(node.inputs[0]), scope.number(node.inputs[2])

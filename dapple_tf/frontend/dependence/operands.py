@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from dapple_tf.frontend.dependence.elementwise import add_totals
@@ -11,6 +12,9 @@ from graph_passes.ir.graph import Node, Value
 
 Rule = Callable[[Scope, Node, Sequence[Kind]], Kind | list[Kind]]
 
+
+ALL = sys.maxsize
+"""A number of data operands that no op exceeds: none of them is a size or an axis."""
 
 CONSTANT_ROWS = 0
 """``outer`` of rows that are all equal: they belong to any samples."""
@@ -26,8 +30,6 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
     def wrap(rule: Rule) -> Rule:
         def full(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
             data = list(kinds[:count] if count is not None else kinds[:-1])
-            if stopped := next((kind for kind in kinds if kind.coupled), None):
-                return stopped
             if any(kind.rows for kind in kinds[len(data) :]):
                 return scope.couple(node, f"chooses entries by data of the batch ({node.op})")
             if any(kind.rows for kind in data):

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.contract import first_stopped
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
@@ -18,8 +17,6 @@ _DEEPEST = 8  # ops of an expression; what is computed from more is known by its
 
 
 def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     source, index = kinds[0], kinds[1]
     ranks = [scope.rank(value) for value in node.inputs[:2]]
     batch_dims = attr(node, "batch_dims", 0)
@@ -69,8 +66,6 @@ def _positions_as_numbers(scope: Scope, node: Node) -> Kind:
 
 
 def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     source, index = kinds[0], kinds[1]
     if not source.rows and not index.rows:
         return _gather_shared(scope, node, source, index)
@@ -97,8 +92,6 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     if kinds[0].slope:
         return scope.couple(node, "compares each sample's position with others (one_hot or eye of the batch's size)")
     if any(kind.form is Form.SIZE or kind.rows or kind.total for kind in kinds[1:]):
@@ -114,8 +107,6 @@ def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of the coordinates of the true entries: rows that data chose, and positions."""
-    if stopped := first_stopped(kinds):
-        return stopped
     if not kinds[0].rows:
         return scope.couple(node, "chooses by a sum over the batch") if kinds[0].total else shared()
     rank = scope.rank(node.inputs[0])
@@ -141,8 +132,6 @@ def _expression(scope: Scope, value: Value, depth: int) -> str:
 
 def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a sum of rows by label, as ``tf.math.unsorted_segment_sum`` computes it."""
-    if stopped := first_stopped(kinds):
-        return stopped
     if not only_rows(kinds):
         return scope.couple(node, "sums a sum over the batch by label") if any(k.total for k in kinds) else shared()
     data, labels, count = kinds
@@ -153,8 +142,6 @@ def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if stopped := first_stopped(kinds):
-        return stopped
     if any(kind.total for kind in kinds):
         return scope.couple(node, "counts values of a sum over the batch")
     if not only_rows(kinds):
@@ -166,8 +153,6 @@ def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of rows written to their own positions."""
-    if stopped := first_stopped(kinds):
-        return stopped
     if node.op == "ScatterNd":
         index, updates, shape = kinds
         sizes = scope.batch_axes(Value(node.name))
@@ -189,8 +174,6 @@ def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _ctc(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
-    if stopped := first_stopped(kinds):
-        return stopped
     logits, index, values, lengths = kinds[:4]
     if not only_rows(kinds):
         return shared()

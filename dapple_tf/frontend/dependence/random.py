@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.frontend.dependence.contract import first_stopped
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
 from graph_passes.ir.graph import Node, Value
@@ -21,8 +20,6 @@ def is_stateless_draw(op: str) -> bool:
 
 def stateless_draw(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a stateless draw: rows where its shape has the batch's size."""
-    if stopped := first_stopped(kinds):
-        return stopped
     shape, seeds = kinds[0], kinds[1:]
     if any(not kind.shared for kind in seeds):
         return scope.couple(node, "draws random numbers from a seed or with parameters that depend on samples")

@@ -21,7 +21,13 @@ from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.scope import op_names
 from graph_passes.ir.graph import Node, Value
 
-_TERMS = {"Select": slice(1, None), "SelectV2": slice(1, None), "ConcatV2": slice(None, -1)}
+_TERMS = {
+    "Select": slice(1, None),
+    "SelectV2": slice(1, None),
+    "ConcatV2": slice(None, -1),
+    "Split": slice(1, None),
+    "SplitV": slice(1),
+}
 _ONE_TERM = op_names(
     "Reshape Squeeze ExpandDims Sum Mean Transpose StridedSlice Slice GatherV2 Tile BroadcastTo Pad PadV2 Cumsum "
     "Cast ReverseV2 Roll"
@@ -78,12 +84,14 @@ class _Weighing:
         inputs = [self._tensor(operand) for operand in node.inputs]
         if self.dependence.kinds[node.inputs[0]].rows:
             return self._mean_of_chosen(node, inputs)
-        for i in self._terms(node):
+        for i in self._terms(node, value.index):
             inputs[i] = self._weighted(node.inputs[i])
         return internals.copy_op(self.captured.func_graph, tensor.op, inputs).outputs[value.index]
 
-    def _terms(self, node: Node) -> Sequence[int]:
-        """Return the operands to weigh: all terms of a sum, the one total of a product."""
+    def _terms(self, node: Node, output: int) -> Sequence[int]:
+        """Return the operands to weigh for an output: all terms of a sum, the one total of a product."""
+        if node.op == "IdentityN":
+            return [output]
         if node.op in _FACTORS:
             return [i for i, operand in enumerate(node.inputs) if self.dependence.kinds[operand].total]
         operands = range(len(node.inputs))

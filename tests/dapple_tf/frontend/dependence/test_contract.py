@@ -123,6 +123,15 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "min over the batch": (lambda b: tf.reduce_min(b.z, 0), "takes the min over the batch"),
     "prod over the batch": (lambda b: tf.reduce_prod(b.z, 0), "takes the prod over the batch"),
     "norm over the batch": (lambda b: tf.math.reduce_euclidean_norm(b.z), "takes the euclideannorm over the batch"),
+    "the mean of integers, which is rounded": (lambda b: tf.reduce_mean(tf.cast(b.z, tf.int32)), "takes the mean over"),
+    "a sum of positions": (
+        lambda b: tf.reduce_sum(tf.stack([tf.range(b.n), tf.range(b.n)], 1), 1),
+        "positions of samples",
+    ),
+    "the l2 loss of positions": (
+        lambda b: tf.raw_ops.L2Loss(t=tf.cast(tf.range(b.n) + tf.cast(b.z[:, 0], tf.int32), tf.float64)),
+        "positions of samples",
+    ),
     "max of a sum": (lambda b: tf.reduce_max(tf.reduce_sum(b.z, 0)), "applies Max to a sum or mean"),
     "the variance over the batch": (lambda b: tf.math.reduce_variance(b.z, 0), "sum or mean over the batch"),
     "logsumexp over the batch": (lambda b: tf.reduce_logsumexp(b.z, 0), "over the batch"),

@@ -47,6 +47,17 @@ def test_a_loss_that_does_not_add_up_is_a_reason_with_its_op() -> None:
     assert "batch_loss=True" in reasons(found)
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda b: tf.cast(b.n, tf.float64),
+        lambda b: tf.cast(b.n, tf.float64) ** 2,
+    ],
+)
+def test_a_loss_that_is_a_size_is_a_reason(compute: Compute) -> None:
+    assert "the loss" in reasons(decide(compute))
+
+
 def test_the_reason_names_the_layer() -> None:
     class Contrast(keras.Layer):
         def call(self, z: Any) -> Any:
@@ -184,6 +195,7 @@ def aux(compute: Compute) -> tuple[str | None, str]:
         (lambda b: tf.constant(7), "first"),
         (lambda b: b.w + 0.0, "first"),
         (lambda b: b.n, "sum"),
+        (lambda b: 2 * b.n, "sum"),
         (lambda b: tf.reduce_sum(tf.cast(tf.argmax(b.z, 1) == tf.cast(b.y, tf.int64), tf.int32)), "sum"),
     ],
 )
@@ -198,6 +210,7 @@ def test_aux_outputs_are_merged_by_their_kind(compute: Compute, merge: str) -> N
         (lambda b: tf.transpose(b.z), "aux output 0 does not have the batch on axis 0"),
         (lambda b: tf.tile(b.z, [2, 1]), "aux output 0 does not have the batch on axis 0"),
         (lambda b: tf.range(b.n), "aux output 0 does not have the batch on axis 0"),
+        (lambda b: b.n + 1, "aux output 0 is a size of the micro-batch"),
         (lambda b: tf.reduce_sum(b.z) + tf.reduce_mean(b.z), "aux output 0 does not have the batch on axis 0"),
     ],
 )
@@ -217,7 +230,7 @@ def test_batch_norm_in_training_mode_is_a_documented_reason_that_names_the_layer
     assert reason.documented
     assert "norm" in reason.layer
     assert "normalises by the mean and variance of its micro-batch" in reason.why
-    assert "deferred" in reason.remedy
+    assert "layer norm" in reason.remedy
     assert found.loss == "mean"
 
 

@@ -21,11 +21,23 @@ def mean(b: Batch) -> Any:
     return tf.reduce_mean(b.z)
 
 
+def whole_numbers(b: Batch) -> Any:
+    """An integer sum over the batch that depends on the trained variable."""
+    return tf.reduce_sum(tf.cast(b.z, tf.int32))
+
+
 TRUE: dict[str, tuple[Compute, Form]] = {
     "unary": (lambda b: tf.exp(b.z), Form.ROWS),
     "rows and rows": (lambda b: b.z * b.x, Form.ROWS),
     "rows and a variable": (lambda b: b.z + b.w, Form.ROWS),
     "rows and a column of rows": (lambda b: b.z * b.x[:, :1], Form.ROWS),
+    "old-style select by a vector": (lambda b: tf.raw_ops.Select(condition=b.mask, x=b.z, y=b.x), Form.ROWS),
+    "old-style select of matrices by a vector": (
+        lambda b: tf.raw_ops.Select(
+            condition=b.mask, x=b.z[:, :, None] * b.x[:, None], y=b.x[:, :, None] * b.x[:, None]
+        ),
+        Form.ROWS,
+    ),
     "select by rows": (lambda b: tf.where(b.mask[:, None], b.z, 0.0), Form.ROWS),
     "rows over the sum of a mask": (lambda b: b.z / tf.reduce_sum(tf.cast(b.mask, tf.float64)), Form.ROWS),
     "rows less the mean of the input": (lambda b: b.z - tf.reduce_mean(b.x, 0), Form.ROWS),
@@ -53,6 +65,7 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "mean times the batch size": (lambda b: mean(b) * tf.cast(b.n, tf.float64), Form.MEAN),
     "stop_gradient of a sum": (lambda b: tf.stop_gradient(total(b)), Form.SUM),
     "sum in float32": (lambda b: tf.cast(tf.cast(tf.reduce_sum(b.y), tf.float64) * HALF, tf.float32), Form.SHARED),
+    "sum of integers in int64": (lambda b: tf.cast(whole_numbers(b), tf.int64), Form.SUM),
     "clip by constants": (lambda b: tf.clip_by_value(b.z, -1.0, 1.0), Form.ROWS),
     "positions": (lambda b: tf.range(b.n), Form.ROWS),
     "positions plus 3": (lambda b: tf.range(b.n) + 3, Form.ROWS),
@@ -71,6 +84,8 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "rows times a sum": (lambda b: b.z * total(b), "scales samples by a sum or mean"),
     "rows less their mean": (lambda b: b.z - tf.reduce_mean(b.z, 0), "combines samples with a sum or mean"),
     "a rounded sum": (lambda b: tf.cast(total(b), tf.int32), "rounds a sum or mean"),
+    "an integer sum over an integer": (lambda b: tf.raw_ops.Div(x=whole_numbers(b), y=2), "rounds a sum or mean"),
+    "sums and sizes together": (lambda b: tf.stack([whole_numbers(b), b.n]), "sizes of the micro-batch"),
     "maximum of a sum": (lambda b: tf.maximum(total(b), 0.0), "not linear"),
     "every pair of samples": (lambda b: b.z[:, None, :] - b.z[None], "pairs each sample with others"),
     "a tensor and its transpose": (lambda b: b.z[:, :1] + tf.transpose(b.z[:, :1]), "pairs each sample with others"),

@@ -41,6 +41,11 @@ MIXED: dict[str, Compute] = {
         tf.ones([4, 4], tf.float64) @ (tf.reduce_sum(b.z, 0) + tf.reduce_mean(b.z, 0))[:, None]
     ),
     "concatenated": lambda b: tf.reduce_sum(tf.concat([tf.reduce_sum(b.z, 0), tf.reduce_mean(b.z, 0)], 0) * 0.5),
+    "a part of a split": lambda b: tf.reduce_sum(tf.split(tf.reduce_sum(b.z, 0) + tf.reduce_mean(b.z, 0), 2)[1]),
+    "a part of an uneven split": lambda b: tf.reduce_sum(
+        tf.split(tf.reduce_sum(b.z, 0) + tf.reduce_mean(b.z, 0), [1, 3])[1]
+    ),
+    "one of several passed on": lambda b: tf.identity_n([b.w, tf.reduce_sum(b.z) + tf.reduce_mean(b.z)])[1],
     "chosen by a statistic": lambda b: tf.where(
         tf.reduce_sum(b.x) > 0, tf.reduce_sum(b.z) + tf.reduce_mean(b.z), tf.reduce_mean(b.z)
     ),
