@@ -37,7 +37,7 @@ SEED = 7
 
 
 class Outcome(Enum):
-    """How a pipeline's results compare with plain Keras.
+    """The outcome of comparing a pipeline's results with plain Keras.
 
     ``DOCUMENTED``: they differ, and ``step.exactness`` says why. ``WRONG``: they differ otherwise; a warning does not
     make that better.
@@ -141,7 +141,7 @@ class Checker:
             found, step = train_pipelined(built, configuration, self._case.options, job)
         except REFUSALS as error:
             return Outcome.REFUSED, f"{type(error).__name__}: {error}"
-        except Exception as error:
+        except Exception as error:  # any error of a case is its outcome; the table goes on
             where = traceback.extract_tb(error.__traceback__)[-1]
             return Outcome.CRASHED, f"{type(error).__name__} in {where.name}: {error}"
         for name, error in differences(found, self._plain[configuration.sizes], self._case.tolerance):

@@ -24,7 +24,7 @@ class Built:
 
 @dataclass
 class Results:
-    """What some steps computed.
+    """The results of some steps.
 
     ``losses`` and ``aux``: of each step (``aux`` holds None where it was not returned). ``gradients``: of the first
     step, dense, by the variable's name, or None where they were not returned. ``variables``: after the last step, by

@@ -48,7 +48,7 @@ def _launch(cases: Sequence[Case], results: Path) -> tuple[list[list[Found]], st
             timeout=60 + SECONDS_OF_A_CASE * len(cases),
             options=("--mca", "mpi_yield_when_idle", "1", "--mca", "btl", "tcp,self"),
         )
-    except Exception as error:
+    except Exception as error:  # cases that ran before the job failed keep their outcomes
         failure = str(error)[-1000:]
     lines = results.read_text().splitlines() if results.exists() else []
     return [

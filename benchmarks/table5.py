@@ -26,7 +26,7 @@ from profiler.profile import Profile
 
 @dataclass(frozen=True)
 class Convention:
-    """How plans are compared: allowed slices, the profile's stash, and whether AllReduce overlaps backward."""
+    """Conditions of a comparison of plans: allowed slices, the profile's stash, whether AllReduce overlaps backward."""
 
     title: str
     problem: type[PlanningProblem]

@@ -120,7 +120,7 @@ class PlannedModel:
 
 
 class StepVariant(Enum):
-    """What the graph of a step does besides training."""
+    """The purpose of a step's graph besides training."""
 
     PLAIN = "plain"
     TIMED = "times"

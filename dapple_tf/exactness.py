@@ -1,4 +1,4 @@
-"""Why a pipelined step differs from the step of one device: a table of reasons, empty for most models."""
+"""Reasons for which a pipelined step differs from the step of one device; none for most models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dapple_tf.errors import PlanError
 _WIDTH = 120  # characters of a line of the table
 
 Inexact = Literal["error", "warn", "allow"]
-"""What to do with a loss whose micro-batches would not add up to the whole batch's."""
+"""The treatment of a loss whose micro-batches would not add up to the whole batch's: refuse it, or warn."""
 
 BatchLoss = bool | Literal["auto"]
 """Whether a loss that combines samples runs once on the rows of all micro-batches; "auto": where it does not add up."""

@@ -37,7 +37,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained: its stages, micro-batches and schedule. Batch sizes are in samples.
+    """A division of a model's training into stages, micro-batches and a schedule. Batch sizes are in samples.
 
     ``recompute``: the layers whose activations backward computes again instead of keeping them: all (True), none
     (False), or those with these numbers. ``predicted``: the simulator's prediction, if there is one. ``overlap``:

@@ -1,4 +1,4 @@
-"""What TensorFlow really runs: the kernels of a call, with their times, as its profiler sees them."""
+"""List the kernels that TensorFlow runs in a call, with their times, as its profiler sees them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SINGLE_PRECISION = 1e-5
 
 
 class Expected(Enum):
-    """What a pipeline must do with a case.
+    """The outcome that is wanted of a case.
 
     ``EQUAL``: compute what one device computes. ``REFUSED``: raise an error that says why it cannot. ``DOCUMENTED``:
     differ from one device, and name the layer in ``step.exactness`` (batch norm in training mode).

@@ -84,7 +84,7 @@ class Autoplan:
 
     @property
     def choice(self) -> ScheduleChoice | None:
-        """Why the plan has its schedule and M, where they were "auto" and the simulator chose them."""
+        """The simulated candidates of the schedule and M, where these were "auto"."""
         return None if self._decision is None else self._decision.choice
 
     @property
@@ -94,7 +94,7 @@ class Autoplan:
 
     @property
     def inexact(self) -> Inexact:
-        """What to do with a loss whose micro-batches would not add up to the whole batch's."""
+        """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
         return self._request.inexact
 
     @property

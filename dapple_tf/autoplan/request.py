@@ -1,4 +1,4 @@
-"""What a user asks of a plan: each option given, or left to "auto"."""
+"""The options of a plan as the user gave them: each given, or left to "auto"."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class RankCommunication(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What handlers have access to.
+    """The data that handlers have access to.
 
     ``functions``: the ConcreteFunctions of the graph's stage functions, by name. ``ranks``: None where the whole graph
     runs in this process. ``accumulators``: functions built so far that add gradients to buffers.

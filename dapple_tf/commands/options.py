@@ -40,7 +40,7 @@ PLAN_OPTIONS = [
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
-"""How to pipeline the model."""
+"""Options that say how to pipeline the model."""
 
 
 def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a training run gave, in words and as JSON."""
+"""Report the results of a training run, in words and as JSON."""
 
 from __future__ import annotations
 

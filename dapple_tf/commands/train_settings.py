@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train, and what to write.
+    """The settings of a training run, and the files that it writes.
 
     ``steps``: the number of the last step. ``trace``: file for the timeline of the last step. ``tensorboard``: folder
     for curves. ``checkpoint_every``: steps between checkpoints. ``compare``: steps of the un-pipelined model to time.

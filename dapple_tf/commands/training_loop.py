@@ -30,7 +30,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a loop measured: the loss of each step, and the seconds of each but the first, which also builds.
+    """The measurements of a loop: the loss of each step, and the seconds of each but the first, which also builds.
 
     ``samples``: of a batch.
     """

@@ -16,7 +16,9 @@ from dapple_tf.distributed.progress import RankStatus
 
 @dataclass(frozen=True)
 class Failure:
-    """Why this process must end: ``what`` happened to ``rank``, which may be this one, when it had this ``status``.
+    """The reason for which this process must end.
+
+    ``what`` happened to ``rank``, which may be this one, when it had this ``status``.
 
     ``rank`` is None where the ranks make different calls. The process ends at ``deadline``, in seconds of the clock
     that the detector is called with, and with ``exit_code``.
@@ -31,7 +33,7 @@ class Failure:
 
 @dataclass
 class _Peer:
-    """What is known of another rank.
+    """The state of another rank, as far as this one knows.
 
     ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: the collective
     calls that it had entered when it left. ``raised``: it has reported the error that it raised.
@@ -154,7 +156,7 @@ class FailureDetector:
 
     @property
     def deadline(self) -> float:
-        """When this process must end; infinite if no failure is known."""
+        """The time at which this process must end; infinite if no failure is known."""
         return math.inf if self.failure is None else self.failure.deadline
 
     @property

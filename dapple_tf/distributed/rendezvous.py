@@ -25,7 +25,7 @@ _LONGEST_LINE = 1024  # bytes
 
 @dataclass(frozen=True)
 class _Server:
-    """Where rank 0 listens, and the secret of the job."""
+    """The address at which rank 0 listens, and the secret of the job."""
 
     addresses: Sequence[str]
     port: int

@@ -15,7 +15,7 @@ _SEND_SECONDS = 1.0  # the longest that a message may block its sender
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came from ``rank``: messages, and possibly the end of its connection.
+    """The messages that came from ``rank``, and possibly the end of its connection.
 
     ``network_error``: see ``Link``.
     """

@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 64 * 2**20
 
 T = TypeVar("T")
 Described: TypeAlias = Any
-"""What has the dtype and the shape of a value: a tf.Variable, or a tf.TensorSpec."""
+"""The source of a value's dtype and shape: a tf.Variable, or a tf.TensorSpec."""
 
 
 @dataclass(frozen=True)

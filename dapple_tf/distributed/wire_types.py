@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: flat, in a dtype that Horovod sends and sums."""
+"""Convert tensors to the form in which they travel between ranks: flat, in a dtype that Horovod sends and sums."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _skip_identities(tensor: Any) -> Any:
 
 @dataclass
 class _Inputs:
-    """What enters a trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
+    """The inputs of a trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     variables: dict[str, tf.Variable] = field(default_factory=dict)

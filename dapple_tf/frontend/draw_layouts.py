@@ -1,4 +1,4 @@
-"""How TensorFlow's stateless random ops use the counter of their generator, by op and dtype.
+"""Counter layouts of TensorFlow's stateless random ops, by op and dtype.
 
 Philox makes four 32-bit samples from each value of a 128-bit counter. A draw can therefore start at any of its blocks
 of elements, with a larger counter; how much larger depends on the distribution. Source: ``FillPhiloxRandomTask`` in

@@ -85,7 +85,7 @@ def trace_update(
 
 @dataclass
 class _Inputs:
-    """What enters the trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
+    """The inputs of the trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
 
     variables: dict[str, tf.Variable]
     nodes: dict[str, Node] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from dapple_tf.memory.sizes import FunctionSizes
 from graph_passes.ir.graph import Port, Value
 
 Origin = Literal["previous stage", "F", "B", "next stage"]
-"""Where a tensor comes from: a neighbouring stage, or an action of the stage itself."""
+"""The origin of a tensor: a neighbouring stage, or an action of the stage itself."""
 
 _Key = tuple[str, str]
 """Role and name of the port by which the functions of a stage know a tensor."""

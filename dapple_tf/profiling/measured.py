@@ -32,7 +32,7 @@ from profiler.measure import Floats, measure_interleaved, relative_spread
 from profiler.profile import Profile, Timing, WholeModel
 
 AGREEMENT = 0.10
-"""How far the layers' sum may be from the whole model's time, relative to it, before the profile warns."""
+"""Largest difference between the layers' sum and the whole model's time, relative to the latter, without a warning."""
 
 _MOST_RUNS = 32
 _CALLS_PER_RUN = 20  # a run's forward should take at least as long as this many calls that do nothing

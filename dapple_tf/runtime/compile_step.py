@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Target(Protocol):
-    """Where steps run: on devices of this process (``LocalTarget``), or on a rank of a job (``RankTarget``)."""
+    """The place where steps run: devices of this process (``LocalTarget``), or a rank of a job (``RankTarget``)."""
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Tell the other ranks what this rank begins to do, for a batch of this size and signature."""

@@ -40,7 +40,7 @@ from profiler.cluster import Cluster
 
 @dataclass(frozen=True)
 class ExposedOutputs:
-    """What a step computed, in NumPy: ``aux``, the flattened aux outputs; ``gradients``, by variable."""
+    """The results of a step, in NumPy: ``aux``, the flattened aux outputs; ``gradients``, by variable."""
 
     loss: Any
     aux: tuple[Any, ...]
@@ -92,12 +92,12 @@ class PipelinedStep:
 
     @property
     def choice(self) -> ScheduleChoice | None:
-        """Why the plan has its schedule and M, where they were left "auto" and the simulator chose them."""
+        """The simulated candidates of the schedule and M, where these were left "auto"."""
         return self._autoplan.choice
 
     @property
     def exactness(self) -> Exactness:
-        """Why the step that ran last differs from one device's: a table of layers, reasons and remedies.
+        """The reasons for which the step that ran last differs from one device's: a table of layers, reasons, remedies.
 
         Empty for most models. UsageError before the first batch.
         """

@@ -1,4 +1,4 @@
-"""What each event of a step waited for: the edges of the pipelined graph between the events of a timeline."""
+"""Dependencies between the events of a timeline: the edges of the pipelined graph."""
 
 from __future__ import annotations
 

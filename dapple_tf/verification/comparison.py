@@ -194,7 +194,7 @@ def _dense_gradients(outcome: Outcome) -> dict[str, Any]:
 
 
 def to_dense(slices: tf.IndexedSlices, rows: int) -> Any:
-    """Return IndexedSlices as a dense array of so many rows; those of repeated ids are added up."""
+    """Return IndexedSlices as a dense array of ``rows`` rows; slices of repeated ids are added up."""
     return tf.math.unsorted_segment_sum(slices.values, slices.indices, rows).numpy()
 
 

@@ -14,7 +14,7 @@ from dapple_tf import internals
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training step computed.
+    """The results of one training step.
 
     ``loss``, ``aux`` (flattened; None where it was not computed) and ``variables`` (after the step, by name) are NumPy
     arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices.

@@ -117,7 +117,7 @@ class Control:
 
 
 class Effect(StrEnum):
-    """What a node does besides computing its outputs."""
+    """The effect of a node besides computing its outputs."""
 
     PURE = "pure"
     """Nothing: the node may run several times or not at all."""

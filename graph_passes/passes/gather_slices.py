@@ -20,7 +20,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 Combine = Literal["concat", "sum", "merge"]
-"""How the slices of a use are put together from those of micro-batches and replicas.
+"""The way in which the slices of a use are joined from those of micro-batches and replicas.
 
 ``concat``: one after the other, where each belongs to a sample. ``sum``: added by position, where the indices do not
 depend on the batch (position embeddings): one device has each of them once. ``merge``: those of equal indices are
@@ -30,7 +30,7 @@ added, where the model takes each index once (``tf.unique``), in order of their 
 
 @dataclass(frozen=True)
 class SparsePart:
-    """What ``stage`` gives of a use of a ``variable`` of ``rows`` rows: its ``pair``-th pair of slices and indices.
+    """The ``pair``-th pair of slices and indices that ``stage`` gives of a use of a ``variable`` of ``rows`` rows.
 
     The stage after the last stands for the tail.
 

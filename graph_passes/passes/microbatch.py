@@ -20,7 +20,7 @@ from graph_passes.passes.base import Contract
 from graph_passes.passes.stage_calls import BATCH_SIZE_NAME, StageCalls
 
 MergeKind = Literal["concat", "mean", "sum", "first"]
-"""How an aux output of the micro-batches becomes one of the step."""
+"""The operation that merges the aux outputs of the micro-batches into one of the step."""
 
 
 def merge_kind(kind: TensorType) -> MergeKind:

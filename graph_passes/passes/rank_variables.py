@@ -1,4 +1,4 @@
-"""Where each replica is a process (rank) of its own: which rank keeps a variable, and how its value reaches others.
+"""Place the variables of a job: where each replica is a process (rank), one rank keeps a variable and sends its value.
 
 Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies.
 Copies remain of what forward writes (a failed step must change no variable), and of variables that another stage owns

@@ -1,4 +1,4 @@
-"""When activations are recomputed: a recompute gate before each run of recomputed layers.
+"""Control when activations are recomputed: a recompute gate before each run of recomputed layers.
 
 The gate of a run (see ``analysis.recomputation``) waits for the first gradients that backward combines with what the
 run computes, and the inputs of the run wait for the gate. So a run is recomputed when its gradient is there and not

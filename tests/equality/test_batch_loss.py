@@ -116,7 +116,11 @@ QUICK = {"nt_xent": LAYOUTS[7], "clip": LAYOUTS[3], "dice": LAYOUTS[8]}
 
 def batches(*sizes: int) -> list[Tensors]:
     random = np.random.default_rng(5)
-    return [tuple(tf.constant(random.normal(size=(n, WIDTH))) for _ in range(2)) for n in sizes]  # type: ignore[misc]
+
+    def random_rows(n: int) -> tf.Tensor:
+        return tf.constant(random.normal(size=(n, WIDTH)))
+
+    return [(random_rows(n), random_rows(n)) for n in sizes]
 
 
 def cases() -> list[Any]:

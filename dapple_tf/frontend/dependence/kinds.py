@@ -1,4 +1,4 @@
-"""The kinds of dependence of a tensor on the batch: what a micro-batch computes in place of the whole batch's value.
+"""The kinds of dependence of a tensor on the batch.
 
 Let v be a tensor's value on the whole batch of N samples, and v_m its value on micro-batch m, which has the samples
 [a, b). Its kind says how the values of the micro-batches make up the whole batch's.
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Form(Enum):
-    """How the values v_m of the micro-batches make up the value v of the whole batch."""
+    """The rule by which the values v_m of the micro-batches give the value v of the whole batch."""
 
     SHARED = "shared"
     """v_m = v, provided that what is marked ``once`` is computed once, on the whole batch."""
@@ -82,7 +82,7 @@ class Kind:
 
     @property
     def layout(self) -> tuple[int, int, str]:
-        """What rows of two tensors must have in common to belong to the same samples."""
+        """Order and choice of the rows: tensors of equal layout hold the same samples at the same positions."""
         return self.outer, self.inner, self.origin
 
     def at(self, axis: int) -> Kind:

@@ -1,4 +1,4 @@
-"""Which operands of an op are data, and what their kinds mean for ops that move, repeat or join entries."""
+"""Rules for ops that move, repeat or join entries: tell data operands from sizes and axes, and combine their kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How micro-batches compute what one device computes from the whole batch."""
+"""The result of the analysis of a loss: what runs once a step, and how micro-batches add up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class BatchDependence:
-    """What ``find_dependence`` finds.
+    """The decisions of ``find_dependence`` about a loss.
 
     ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
     were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,

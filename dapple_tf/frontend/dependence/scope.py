@@ -1,4 +1,4 @@
-"""What the rules of ops know of the graph that they look at: kinds found so far, lengths of axes, small integers."""
+"""The facts that the rules of ops may use: kinds found so far, lengths of axes, small integers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Sequence[Found]]:
-    """What the cases' job found, by the case's name."""
+    """The outcomes that the cases' job printed, by the case's name."""
     return {case.name: found for case, found in check_on_ranks([CASES[name] for name in NAMES])}
 
 

@@ -104,7 +104,10 @@ def test_the_length_of_a_row_may_be_known_only_in_the_run() -> None:
 def test_shapes_may_be_64_bit_integers() -> None:
     layouts = [LAYOUTS["rows of 3 elements"], LAYOUTS["time-major"]]
     uniform = keyed("StatelessRandomUniformV2", "float32")
-    function = lambda x: [uniform(tf.cast(at.shape(samples_of(x)), tf.int64)) for at in layouts]  # noqa: E731
+
+    def function(x: Any) -> Any:
+        return [uniform(tf.cast(at.shape(samples_of(x)), tf.int64)) for at in layouts]
+
     assert_rows_are_the_whole_draws(function, layouts, X)
 
 

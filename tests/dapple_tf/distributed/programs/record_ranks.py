@@ -13,7 +13,7 @@ import numpy as np
 
 import dapple_tf as dapple
 
-dapple.init()
+dapple.init()  # before the imports that need a started TensorFlow
 
 from dapple_tf.distributed.clocks import Clocks  # noqa: E402
 from dapple_tf.distributed.membership import current  # noqa: E402
