@@ -19,8 +19,8 @@ from benchmarks.common import Row, available_cores, median, run_on_cores
 ROWS, WIDTH = 10**6, 64
 SAMPLES, IDS, MICRO_BATCHES = 512, 16, 4
 WARM_UP, STEPS = 2, 10
-# The most that a step may take of one with dense gradients. Keras's Adam computes with tensors of the table's size.
-OPTIMIZERS = {"SGD": 0.5, "Adam": 1.1}
+# The most that a step may take of one with dense gradients.
+OPTIMIZERS = {"SGD": 0.5, "Adam": 1.0}
 # glibc keeps freed blocks below these sizes.
 _TRIM = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "TF_ENABLE_ONEDNN_OPTS": "0"}
 

@@ -50,8 +50,8 @@ class RankCommunication(Protocol):
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
 
-    def average(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Return floats averaged over the node's ranks, and values of other dtypes as the first rank has them."""
+    def merge_state(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return what ranks wrote, merged: added up, averaged, or that of the first rank; see ``OpName.COMMIT``."""
 
     def barrier(self, node: Node) -> Any:
         """Return a token that is computed once all of the node's ranks have reached the barrier."""

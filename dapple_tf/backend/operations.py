@@ -87,8 +87,8 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return call(context.functions[function.name], arguments)
 
 
-def _average_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return context.communication.average(node, inputs), []
+def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return context.communication.merge_state(node, inputs), []
 
 
 def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -124,7 +124,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.WEIGHTS: _call,
         OpName.UPDATE: _call,
         OpName.BARRIER: _barrier,
-        OpName.AVERAGE_STATE: _average_state,
+        OpName.MERGE_STATE: _merge_state,
         OpName.EXCHANGE: _exchange,
         OpName.COLLECT_TOKENS: _collect_tokens,
         OpName.TIMESTAMP: _timestamp,

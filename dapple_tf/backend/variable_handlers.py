@@ -19,7 +19,10 @@ def _read_variables(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     names = node.strings("variables")
-    values = [*inputs, *(read_variable(context.bindings.owner(name)) for name in names[len(inputs) :])]
+    summed = node.strings("summed") if node.has("summed") else ()
+    owned = [read_variable(context.bindings.owner(name)) for name in names[len(inputs) :]]
+    zeroed = [tf.zeros_like(v) if n in summed else v for n, v in zip(names[len(inputs) :], owned, strict=True)]
+    values = [*inputs, *zeroed]
     copies = [context.bindings.variable(node, name) for name in names]
     return [], [assign_variable(copy, value) for copy, value in zip(copies, values, strict=True)]
 
@@ -31,8 +34,10 @@ def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 
 def _merge_copies(context: Context, node: Node, name: str) -> Any:
-    """Return the average of the replicas' copies, or the first where they are not floating-point or all equal."""
+    """Return the sum of the replicas' copies where it is so marked; else their average, if they are floating-point."""
     values = [read_variable(copy) for copy in context.bindings.copies(node, name)]
+    if node.has("summed") and name in node.strings("summed"):
+        return tf.add_n(values)
     mean = node.integer("replicas") > 1 and len(values) > 1 and values[0].dtype.is_floating
     return tf.add_n(values) / len(values) if mean else values[0]
 

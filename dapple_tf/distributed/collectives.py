@@ -96,16 +96,18 @@ class Collectives:
             tokens.append(tf.math.count_nonzero(tf.reshape(summed[0], [-1])[:1], dtype=tf.int64))
         return [*results, self._note_completion(node, tf.add_n(tokens))]
 
-    def average(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Return floats averaged over the node's ranks, and values of other dtypes as the first rank has them."""
+    def merge_state(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return what ranks wrote, merged: added up, averaged, or that of the first rank; see ``OpName.COMMIT``."""
         from horovod.tensorflow import mpi_ops
 
         ranks = node.integers("ranks")
+        summed = node.strings("summed") if node.has("summed") else ()
         results = []
-        for i, value in enumerate(inputs):
-            is_mean = value.dtype.is_floating
-            part = value if is_mean or self._rank == ranks[0] else self._zeros_like(value)
-            name = f"sum_{i}" if is_mean else f"first_{i}"
+        for i, (variable, value) in enumerate(zip(node.strings("variables"), inputs, strict=True)):
+            is_sum = variable in summed
+            is_mean = value.dtype.is_floating and not is_sum
+            part = value if is_sum or is_mean or self._rank == ranks[0] else self._zeros_like(value)
+            name = f"sum_{i}" if is_sum or is_mean else f"first_{i}"
             total = from_summable(
                 mpi_ops._allreduce(to_summable(part), name=name, op=mpi_ops.Sum, process_set=self._sets[ranks]), value
             )

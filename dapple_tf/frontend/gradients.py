@@ -63,7 +63,7 @@ def differentiate(
             for result in found
         ]
     joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
-    joint = _with_types_of(captured.graph, joint)
+    joint = _described_as_in(captured.graph, joint)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     return joint, tuple(
         StageGradients(
@@ -86,12 +86,15 @@ def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str
     return tf.gradients(tensors[captured.graph.outputs[0]], tensors.handles[name], name="whole_gradient")[0]
 
 
-def _with_types_of(captured: Graph, joint: Graph) -> Graph:
-    """Return ``joint`` with the output types of the nodes of ``captured``, whose shapes may say more."""
+def _described_as_in(captured: Graph, joint: Graph) -> Graph:
+    """Return ``joint`` with what ``captured`` says of its nodes: output types, whose shapes may say more, and adds."""
     nodes = []
     for node in joint.nodes:
-        known = captured.by_name[node.name].outputs if node.name in captured.by_name else ()
-        nodes.append(dataclasses.replace(node, outputs=(*known, *node.outputs[len(known) :])))
+        known = captured.by_name.get(node.name)
+        if known is not None:
+            node = dataclasses.replace(node, outputs=(*known.outputs, *node.outputs[len(known.outputs) :]))
+            node = node.with_attrs(adds=True) if known.has("adds") else node
+        nodes.append(node)
     return joint.replace(nodes=tuple(nodes))
 
 

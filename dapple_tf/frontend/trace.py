@@ -16,6 +16,7 @@ from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import probe_shapes
 from graph_passes.analysis.tail import mark_tail
+from graph_passes.ir.graph import Graph
 
 
 def trace_loss(
@@ -37,8 +38,7 @@ def trace_loss(
         captured = weigh_terms(captured, dependence)
         dependence = _find(captured, batch_size, batch_loss)
     _report(captured.graph.name, dependence, inexact)
-    nodes = (node.with_attrs(once=True) if node.name in dependence.once else node for node in captured.graph.nodes)
-    graph = use_rows(captured.graph.replace(nodes=tuple(nodes)), dependence)
+    graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
     return dataclasses.replace(captured, graph=graph, dependence=dependence)
@@ -47,6 +47,18 @@ def trace_loss(
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:
     probe, shapes = probe_shapes(captured, batch_size)
     return find_dependence(captured, shapes, probe, batch_loss)
+
+
+def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
+    """Return the graph with the nodes marked that run once a step, and those that add to a variable."""
+    nodes = []
+    for node in graph.nodes:
+        if node.name in dependence.once:
+            node = node.with_attrs(once=True)
+        if node.name in dependence.adds:
+            node = node.with_attrs(adds=True)
+        nodes.append(node)
+    return graph.replace(nodes=tuple(nodes))
 
 
 def _report(name: str, dependence: BatchDependence, inexact: Inexact) -> None:

@@ -15,12 +15,14 @@ class Variables:
     """The use of variables by stages.
 
     ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes;
-    ``once``: those of them that are written once a step only, to the same value on all replicas.
+    ``once``: those of them that are written once a step only, to the same value on all replicas; ``summed``: those to
+    which every write adds a sum over its samples, so that the additions of all replicas belong together.
     """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
     state: frozenset[str]
     once: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()
 
     def owned(self, stage: int) -> tuple[str, ...]:
         """Return the variables that ``stage`` owns."""
@@ -50,6 +52,8 @@ def find_variables(graph: Graph) -> Variables:
     users: dict[str, list[int]] = {}
     state: set[str] = set()
     per_micro_batch: set[str] = set()
+    added: set[str] = set()
+    assigned: set[str] = set()
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
         ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.RUN_ONCE, OpName.TAIL)
@@ -60,8 +64,10 @@ def find_variables(graph: Graph) -> Variables:
                 stages = users.setdefault(port.name, [])
                 if stage not in stages:
                     stages.append(stage)
-            written = written_variables(function.graph).keys()
-            state |= written
-            per_micro_batch |= set() if function.name in names[3:] else written
+            writes = written_variables(function.graph)
+            state |= writes.keys()
+            per_micro_batch |= set() if function.name in names[3:] else writes.keys()
+            for name, nodes in writes.items():
+                (added if all(node.has("adds") for node in nodes) else assigned).add(name)
     found = tuple((name, tuple(stages)) for name, stages in users.items())
-    return Variables(found, frozenset(state), frozenset(state - per_micro_batch))
+    return Variables(found, frozenset(state), frozenset(state - per_micro_batch), frozenset(added - assigned))

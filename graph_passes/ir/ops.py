@@ -57,7 +57,7 @@ class OpName(StrEnum):
     COMMIT = "commit"
     READ_VARIABLE = "read_variable"
     READ_STATE = "read_state"
-    AVERAGE_STATE = "average_state"
+    MERGE_STATE = "merge_state"
     EXCHANGE = "exchange"
     COLLECT_TOKENS = "collect_tokens"
     TIMESTAMP = "timestamp"
@@ -134,6 +134,7 @@ _CALLED = (_STAGE, _REPLICA, _MICRO_BATCH)
 _FUNCTION = Attribute("function", "str")
 _VARIABLES = Attribute("variables", "tuple[str, ...]")
 _REPLICAS = Attribute("replicas", "int")
+_SUMMED = Attribute("summed", "tuple[str, ...]", required=False)
 _MICRO_BATCHES = Attribute("micro_batches", "int")
 _PIECES = Attribute("pieces", "int")
 _AXES = Attribute("axes", "tuple[int, ...]")
@@ -350,7 +351,7 @@ _TABLE = (
     ),
     Op(
         OpName.BARRIER,
-        "Wait until all gradients, the loss and the averaged state are there: no variable changes before.",
+        "Wait until all gradients, the loss and the merged state are there: no variable changes before.",
         NOTHING,
         Operands("none; on a rank, a token"),
         (_RANKS,),
@@ -371,17 +372,18 @@ _TABLE = (
     ),
     Op(
         OpName.REFRESH,
-        "Set a replica's copies of variables to the owners' values, before its first call of the step.",
+        "Set a replica's copies of variables to the owners' values, and those of `summed` to 0, before its first call.",
         Operands("values of the first variables, where their owner is another rank; the others are read"),
         NOTHING,
-        (*_PLACED, _VARIABLES),
+        (*_PLACED, _VARIABLES, _SUMMED),
     ),
     Op(
         OpName.COMMIT,
-        "Store what forward wrote (batch norm, counters) at its owner, averaged over replicas if floating-point.",
+        "Store what forward wrote (batch norm, counters) at its owner: summed over the replicas for those of `summed`, "
+        "averaged for other floats, and of replica 0 for the rest.",
         Operands("the values, where replicas are ranks; else none: the copies are read"),
         NOTHING,
-        (*_PLACED, _VARIABLES, _REPLICAS),
+        (*_PLACED, _VARIABLES, _REPLICAS, _SUMMED),
     ),
     Op(
         OpName.READ_VARIABLE,
@@ -398,11 +400,11 @@ _TABLE = (
         (*_PLACED, _VARIABLES),
     ),
     Op(
-        OpName.AVERAGE_STATE,
-        "Average over the ranks of a stage what their forwards wrote; other dtypes take the value of replica 0.",
+        OpName.MERGE_STATE,
+        "Merge over the ranks of a stage what their forwards wrote, as `commit` says.",
         Operands("the values of every replica; on a rank, of its own replica"),
-        Operands("the averages"),
-        (*_PLACED, _REPLICAS, _RANKS),
+        Operands("the merged values"),
+        (*_PLACED, _VARIABLES, _REPLICAS, _RANKS, _SUMMED),
     ),
     Op(
         OpName.EXCHANGE,

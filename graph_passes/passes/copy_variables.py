@@ -2,9 +2,10 @@
 
 A variable has one owner. Once a step its value is sent to the other devices that use it: other replicas, and other
 stages for tied weights. What forward writes (batch norm, counters, seed states) is written to a copy, in micro-batch
-order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. What
-is written once a step has the same value on all replicas, and each commits its own. A step that fails before its
-barrier thus changes no variable.
+order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. A
+variable to which forward only adds sums over samples starts from 0 on all replicas but the first, and the copies are
+added up. What is written once a step has the same value on all replicas, and each commits its own. A step that fails
+before its barrier thus changes no variable.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def copy_variables(graph: Graph) -> Graph:
             names = variables.copied(stage, replica)
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
+                summed = tuple(name for name in names if name in variables.summed) if replica else ()
+                attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
                 name = at(stage, replica, what=OpName.REFRESH)
                 refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
         state = [name for name in variables.owned(stage) if name in variables.state]
@@ -60,6 +63,8 @@ def copy_variables(graph: Graph) -> Graph:
         ):
             if names:
                 attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
+                summed = tuple(name for name in names if name in variables.summed) if count > 1 else ()
+                attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
                 commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
     for i, commit in enumerate(commits):
         for node in nodes_of(graph, *_WRITERS):

@@ -37,11 +37,11 @@ _ON_EVERY_REPLICA = frozenset(
         OpName.CLIP,
         OpName.UPDATE,
         OpName.COMMIT,
-        OpName.AVERAGE_STATE,
+        OpName.MERGE_STATE,
     }
 )
 # Sums over the ranks of a stage: each rank passes the values of its own replica.
-_REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.AVERAGE_STATE})
+_REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})
 
 
 @dataclass(frozen=True)

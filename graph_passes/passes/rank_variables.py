@@ -18,7 +18,7 @@ from graph_passes.ir.names import at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
-_ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.AVERAGE_STATE})
+_ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE})
 _WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 
@@ -39,7 +39,7 @@ class RankVariables:
 
 
 def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
-    """Return the graph with variables read at owners, refreshed from there, and state averaged before ``commit``."""
+    """Return the graph with variables read at owners, refreshed from there, and state merged before ``commit``."""
     variables = find_variables(graph)
     nodes: list[Node] = []
     reads: dict[str, Node] = {}
@@ -50,9 +50,9 @@ def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
             nodes += [] if refresh is None else [refresh]
             removed |= {node.name} if refresh is None else set()
         elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
-            nodes += _average(graph, node, types)
+            nodes += _merge_state(graph, node, types)
         elif node.op == OpName.BARRIER:
-            nodes.append(_after_averages(graph, node))
+            nodes.append(_after_merges(graph, node))
         else:
             nodes.append(node)
     connected = [
@@ -83,8 +83,8 @@ def _rank_refresh(
     return dataclasses.replace(node, inputs=inputs).with_attrs(variables=(*foreign, *state))
 
 
-def _average(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> list[Node]:
-    """Return a ``read_state`` on each replica of what its forwards wrote, their average, and the commit of that."""
+def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> list[Node]:
+    """Return a ``read_state`` on each replica of what its forwards wrote, their merge, and the commit of that."""
     stage, names = commit.integer("stage"), commit.strings("variables")
     kinds = tuple(types[name] for name in names)
     states: list[Node] = []
@@ -96,20 +96,21 @@ def _average(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> lis
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())
-    attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage})
-    average = Node(_average_name(stage), OpName.AVERAGE_STATE, inputs, kinds, attrs)
+    kept = {key: value for key, value in commit.attrs if key in ("summed", "variables")}
+    attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage, **kept})
+    merge = Node(_merge_name(stage), OpName.MERGE_STATE, inputs, kinds, attrs)
     controls = tuple(c for c in commit.controls if graph.node(c.source).op not in _WRITERS)
-    return [*states, average, dataclasses.replace(commit, inputs=average.values(), controls=controls)]
+    return [*states, merge, dataclasses.replace(commit, inputs=merge.values(), controls=controls)]
 
 
-def _average_name(stage: int) -> str:
-    return at(stage, what=OpName.AVERAGE_STATE)
+def _merge_name(stage: int) -> str:
+    return at(stage, what=OpName.MERGE_STATE)
 
 
-def _after_averages(graph: Graph, barrier: Node) -> Node:
-    """Return the barrier with control edges from all averages of state, since these may fail too."""
+def _after_merges(graph: Graph, barrier: Node) -> Node:
+    """Return the barrier with control edges from all merges of state, since these may fail too."""
     for commit in nodes_of(graph, OpName.COMMIT):
         if commit.integer("replicas") > 1:
-            average = _average_name(commit.integer("stage"))
-            barrier = barrier.after(average, "barrier: no variable changes before all state is averaged")
+            merge = _merge_name(commit.integer("stage"))
+            barrier = barrier.after(merge, "barrier: no variable changes before all state is merged")
     return barrier

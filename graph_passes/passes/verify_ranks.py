@@ -13,7 +13,7 @@ from graph_passes.ir.names import nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.project import OPS_WITH_TOKEN
 
-COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.AVERAGE_STATE, OpName.BARRIER})
+COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.MERGE_STATE, OpName.BARRIER})
 
 
 def verify_ranks(graphs: Sequence[Graph]) -> None:
@@ -25,7 +25,7 @@ def verify_ranks(graphs: Sequence[Graph]) -> None:
     collectives: dict[str, dict[int, Node]] = {}
     for rank, graph in enumerate(graphs):
         _check_tokens(rank, graph)
-        _check_averages(rank, graph)
+        _check_merges(rank, graph)
         for node in collectives_of(graph):
             collectives.setdefault(node.name, {})[rank] = node
     for name, nodes in collectives.items():
@@ -51,15 +51,15 @@ def _check_tokens(rank: int, graph: Graph) -> None:
             raise GraphError(f"{node.name!r} on rank {rank}: no output of the graph takes its token")
 
 
-def _check_averages(rank: int, graph: Graph) -> None:
-    """Check that state is averaged before the barrier and written after it: no variable changes if an average fails."""
-    averages, barriers, commits = (
-        [node.name for node in nodes_of(graph, op)] for op in (OpName.AVERAGE_STATE, OpName.BARRIER, OpName.COMMIT)
+def _check_merges(rank: int, graph: Graph) -> None:
+    """Check that state is merged before the barrier and written after it: no variable changes if a merge fails."""
+    merges, barriers, commits = (
+        [node.name for node in nodes_of(graph, op)] for op in (OpName.MERGE_STATE, OpName.BARRIER, OpName.COMMIT)
     )
-    if not averages or not barriers:
+    if not merges or not barriers:
         return
     edges = nx.DiGraph((source, node.name) for node in graph.nodes for source in node.predecessors())
-    for first, then in (*itertools.product(averages, barriers), *itertools.product(barriers, commits)):
+    for first, then in (*itertools.product(merges, barriers), *itertools.product(barriers, commits)):
         if not (edges.has_node(first) and edges.has_node(then) and nx.has_path(edges, first, then)):
             raise GraphError(f"no path orders {then!r} after {first!r} on rank {rank}: a failure may leave half a step")
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, ExactnessError
 from graph_passes.ir.graph import Effect
+from tests.dapple_tf.distributed.programs.writing_cases import totals
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, values, weights
 
@@ -274,3 +275,9 @@ def test_a_variable_that_no_gradient_reaches_is_named_and_not_trained() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(*data(4))  # warns once
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 2]])
+def test_sums_that_the_loss_adds_to_variables_are_those_of_all_replicas(replicas: list[int]) -> None:
+    batches = [(np.random.default_rng(n).normal(size=(n, WIDTH)),) * 2 for n in (12, 7)]
+    compare(totals(sgd), batches, stages=2, micro_batches=3, replicas=replicas).check(TOLERANCE["float64"])

@@ -40,7 +40,8 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "3 stages": {"stages": ["dense_0", "dense_1"], "micro_batches": 4, "schedule": "gpipe"},
     "3 stages, recompute": {"stages": ["dense_0", "dense_1"], "micro_batches": 2, "recompute": True},
 }
-QUICK = {(name, "2:1, zb-h1") for name in OPTIMIZERS} | {("Adam", "3 stages"), ("Adam", "3 stages, recompute")}
+QUICK = {(name, "2:1, zb-h1") for name in ("Adam", "momentum", "global_clipnorm")} | {("Adam", "3 stages, recompute")}
+QUICK_USES = ("positions", "unique rows", "two stages, one table", "the same ids in two stages")
 
 
 def batches(*sizes: int, arrays: int = 1) -> list[Any]:
@@ -176,8 +177,14 @@ MORE_LAYOUTS: Sequence[Mapping[str, Any]] = (
 )
 
 
-@pytest.mark.parametrize("name", USES)
-@pytest.mark.parametrize("layout", [MORE_LAYOUTS[1], *(pytest.param(MORE_LAYOUTS[i], marks=slow) for i in (0, 2))])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if name in QUICK_USES and layout is MORE_LAYOUTS[1] else slow)
+        for name in USES
+        for layout in MORE_LAYOUTS
+    ],
+)
 def test_other_uses_of_rows_equal_plain_keras(name: str, layout: Mapping[str, Any]) -> None:
     case, arrays = USES[name]()
     # That these look up samples one by one is not known.

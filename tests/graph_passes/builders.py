@@ -40,8 +40,11 @@ def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
     return tuple(found)
 
 
-def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] = ()) -> Function:
-    """A stage function of which only the ports and the written variables matter: one op computes all outputs."""
+def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] = (), adds: bool = False) -> Function:
+    """A stage function of which only the ports and the written variables matter: one op computes all outputs.
+
+    ``adds``: it only adds sums over samples to the variables that it writes.
+    """
     inputs, outputs, written = ports(takes), ports(gives, gives=True), tuple(writes)
     nodes = [
         Node(f"{port.role}/{i}", port.role, (), (port.type,), attributes({"port": port.name}))
@@ -49,6 +52,7 @@ def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] 
     ]
     compute = Node("compute", "Compute", tuple(Value(node.name) for node in nodes), tuple(p.type for p in outputs))
     write = Node("write", "AssignVariableOp", attrs=attributes({"writes": written}), effect=Effect.WRITE)
+    write = write.with_attrs(adds=True) if adds else write
     body = (*nodes, compute, *([write] if written else []))
     return Function(name, Graph(name, body, tuple(node.name for node in nodes), compute.values()), inputs, outputs)
 

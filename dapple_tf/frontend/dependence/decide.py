@@ -81,6 +81,7 @@ class _Decision:
         self.writes = writes
         self.once_written = once_written
         self.reasons: list[Inexactness] = []
+        self.adds: set[str] = set()
         self.once = self._once()
         self.tail = self._find_tail() if batch_loss is True or (batch_loss and self._couples()) else None
 
@@ -106,6 +107,7 @@ class _Decision:
             mixed=kind.form is Form.SUM and kind.mixed and not self.tail,
             grows=kind.form is Form.SUM and not self._divided(loss),
             aux=merges,
+            adds=frozenset(self.adds),
             once=self.once,
             draws=self._draws(),
             sizes=self._sizes(),
@@ -223,6 +225,7 @@ class _Decision:
             sums = [kind for kind in kinds if kind.form is Form.SUM and not kind.mixed]
             adds = node.op in ("AssignAddVariableOp", "AssignSubVariableOp") and len(sums) == 1
             if adds and all(kind.shared or kind in sums for kind in kinds) and not self._is_read(names):
+                self.adds.add(node.name)
                 continue
             layer = _layer(node)
             why = f"writes {', '.join(names)} once for each micro-batch, a value that depends on its samples"

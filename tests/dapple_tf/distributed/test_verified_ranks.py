@@ -95,6 +95,7 @@ def test_arrays_of_any_type_reach_every_rank(launches: Launches) -> None:
 VERIFY = ["-m", "dapple_tf", "verify", TINY_MODEL, "--stages", "2", "--micro-batches", "2", "--json"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_once() -> None:
     first, second = run_ranks(VERIFY, 2)
     assert second.stdout == ""

@@ -135,6 +135,27 @@ def test_what_is_written_once_is_committed_apart_from_what_replicas_average() ->
     assert sources == {"stage0/replica0/run_once", "stage0/replica0/mb0/forward", "stage0/replica1/mb0/forward"}
 
 
+def test_sums_that_replicas_add_to_a_variable_start_from_0_and_are_added_up() -> None:
+    text = "".join(
+        f"%stage0/replica{i}/mb0/forward = forward() {{micro_batch=0, replica={i}, stage=0}}\n" for i in (0, 1)
+    )
+    adding = function("stage0/forward", "arg x, variable total", "boundary h", writes=["total"], adds=True)
+    graph = CopyVariables()(calls(text, adding, function("stage0/backward", "gradient h")))
+    attrs = {node.name: dict(node.attrs) for node in graph.nodes if node.op in ("refresh", "commit")}
+    assert attrs == {
+        "stage0/replica0/refresh": {"replica": 0, "stage": 0, "variables": ("total",)},
+        "stage0/replica1/refresh": {"replica": 1, "stage": 0, "summed": ("total",), "variables": ("total",)},
+        "stage0/commit": {"replica": 0, "replicas": 2, "stage": 0, "summed": ("total",), "variables": ("total",)},
+    }
+
+
+def test_a_variable_that_is_assigned_too_is_not_summed() -> None:
+    adding = function("stage0/forward", "arg x, variable total", "boundary h", writes=["total"], adds=True)
+    assigning = function("stage0/backward", "gradient h, variable total", writes=["total"])
+    assert find_variables(calls("", adding, function("stage0/backward", "gradient h"))).summed == {"total"}
+    assert find_variables(calls("", adding, assigning)).summed == frozenset()
+
+
 def test_what_runs_once_waits_for_the_copies() -> None:
     text = """
         %stage0/replica0/run_once = run_once() {replica=0, stage=0}

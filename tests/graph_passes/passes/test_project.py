@@ -226,7 +226,7 @@ def test_every_edge_is_local_or_carried_by_one_exchange(kind: Kind) -> None:
             if node.op in ("exchange", "collect_tokens"):
                 continue
             wanted = list(whole.node(node.name).inputs)
-            if node.op in ("allreduce", "average_state"):  # the ranks' own parts make up the whole
+            if node.op in ("allreduce", "merge_state"):  # the ranks' own parts make up the whole
                 wanted = [value for value in wanted if home_of(whole.node(value.node), kind) == {rank}]
             assert [origin(graphs, rank, value) for value in node.inputs] == wanted, node.name
         for node in part.nodes:

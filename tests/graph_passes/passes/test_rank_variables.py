@@ -88,10 +88,10 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
         | ^%stage1/replica0/mb1/forward 'state: every forward has written its copy'
         %stage1/replica1/read_state = read_state() {replica=1, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
         | ^%stage1/replica1/mb0/forward 'state: every forward has written its copy'
-        %stage1/average_state = average_state(%stage1/replica0/read_state:0, %stage1/replica0/read_state:1,
+        %stage1/merge_state = merge_state(%stage1/replica0/read_state:0, %stage1/replica0/read_state:1,
         | %stage1/replica1/read_state:0, %stage1/replica1/read_state:1)
-        | {replica=0, replicas=2, stage=1} -> (int64[], float32[4])
-        %stage1/commit = commit(%stage1/average_state:0, %stage1/average_state:1)
+        | {replica=0, replicas=2, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        %stage1/commit = commit(%stage1/merge_state:0, %stage1/merge_state:1)
         | {replica=0, replicas=2, stage=1, variables=['n', 'w']} ^%begin 'barrier: begun'
         """,
     )
@@ -106,7 +106,7 @@ def test_the_barrier_waits_until_the_state_of_replicas_is_averaged() -> None:
     """
     barrier = on_ranks(before, *TIED).node("update/barrier")
     assert [(control.source, control.reason) for control in barrier.controls] == [
-        ("stage1/average_state", "barrier: no variable changes before all state is averaged")
+        ("stage1/merge_state", "barrier: no variable changes before all state is merged")
     ]
 
 

@@ -116,7 +116,7 @@ def test_the_error_names_a_collective_that_a_rank_lacks() -> None:
 
 AVERAGED = """
     %n = read_state() -> (int64[])
-    %mean = average_state(%n:0) {ranks=[0, 1]} -> (int64[])
+    %mean = merge_state(%n:0) {ranks=[0, 1]} -> (int64[])
     %meet = barrier() {ranks=[0, 1]} -> (int64[]) ^%mean 'barrier: averaged'
     %begin = set_updating() ^%meet 'barrier: begun'
     %commit = commit(%mean:0) ^%begin 'barrier: begun'

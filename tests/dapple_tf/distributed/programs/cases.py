@@ -14,6 +14,7 @@ import tensorflow as tf
 from dapple_tf.plan import Plan, StagePlan
 from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
+from tests.dapple_tf.distributed.programs.writing_cases import totals
 from tests.equality.one_device import TOLERANCE, Problem
 
 WIDTH = 4
@@ -396,6 +397,7 @@ CASES: dict[str, Case] = {
     "skips, tied": Case(Chain(skips={3: 0}, tied={2: 0}), batches(), layout(1, 1, 1, 1, micro_batches=4)),
     "aux": Case(Chain(aux=True), batches(), layout(1, 1)),
     "aux, replicated": Case(Chain(aux=True), batches(), layout(2, 1)),
+    "sums written by replicas": Case(lambda: totals(adam), batches(), layout(2, stages=1)),
     "aux, DP": Case(Chain(aux=True), batches(EVEN), layout(2)),
     "regularized": Case(Chain(regularized=True), batches(), layout(1, 1)),
     "regularized, 2:1": Case(Chain(regularized=True), batches(), layout(2, 1)),
