@@ -45,10 +45,11 @@ class BatchDependence:
 
     ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
     were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,
-    None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes
-    that run once a step on the whole batch. ``draws``: stateless draws that give rows. ``sizes``: sizes used as numbers, which are the whole batch's; ``shapes``: outputs (node, position)
-    of shapes of activations that what runs once needs. ``exactness``: what differs from one device nevertheless.
-    ``kinds``: of all values. ``tail``: what runs once on the rows of all micro-batches, where the loss is cut so.
+    None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes that
+    run once a step on the whole batch. ``draws``: stateless draws that give rows. ``sizes``: sizes used as numbers,
+    which are the whole batch's; ``shapes``: outputs (node, position) of shapes of activations that what runs once
+    needs. ``exactness``: what differs from one device nevertheless. ``kinds``: of all values. ``tail``: what runs once
+    on the rows of all micro-batches, where the loss is cut so.
     """
 
     loss: Literal["mean", "sum"]
