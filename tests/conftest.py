@@ -21,6 +21,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 _STARTS_RANKS = ("test_links.py", "test_processes.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that start several ranks in one process: two jobs at a time would disturb each other's timing."""
     for item in items:
