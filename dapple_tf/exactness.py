@@ -1,4 +1,4 @@
-"""Reasons for which a pipelined step differs from the step of one device; none for most models."""
+"""The reasons why a pipelined step computes something else than a step on one device; most models have none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dapple_tf.errors import PlanError
 _WIDTH = 120  # characters of a line of the table
 
 Inexact = Literal["error", "warn", "allow"]
-"""The treatment of a loss whose micro-batches would not add up to the whole batch's: refuse it, or warn."""
+"""What to do with a model whose step would differ from one device's: raise an error, warn, or say nothing."""
 
 BatchLoss = bool | Literal["auto"]
-"""Whether a loss that combines samples runs once on the rows of all micro-batches; "auto": where it does not add up."""
+"""Whether the part of a loss that combines samples runs once, on the whole batch; "auto": only if it must."""
 
 
 def check_inexact(inexact: str) -> None:

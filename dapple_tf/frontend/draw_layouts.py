@@ -1,8 +1,9 @@
 """Counter layouts of TensorFlow's stateless random ops, by op and dtype.
 
-Philox makes four 32-bit samples from each value of a 128-bit counter. A draw can therefore start at any of its blocks
-of elements, with a larger counter; how much larger depends on the distribution. Source: ``FillPhiloxRandomTask`` in
-TensorFlow's ``random_op_cpu.h`` (``random_op_gpu.h`` counts alike), and ``random_distributions.h``.
+The Philox generator makes four 32-bit numbers from each value of a 128-bit counter. So the elements of a draw form
+blocks, and a draw can start at any block, with a larger counter; how much larger depends on the distribution. Source:
+``FillPhiloxRandomTask`` in TensorFlow's ``random_op_cpu.h`` (``random_op_gpu.h`` counts in the same way), and
+``random_distributions.h``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DRAW_INPUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "StatelessMultinomial": ("logits", "num_samples", "seed"),
     }
 )
-"""The inputs of each stateless draw whose elements use the generator independently of each other, by op."""
+"""The names of the inputs of each stateless random op whose elements are drawn independently of each other."""
 
 ROW_PARAMETERS = frozenset({"alpha", "counts", "probs", "lam", "means", "stddevs", "minvals", "maxvals", "logits"})
 """The inputs that may have a value for each row of the draw."""
@@ -47,7 +48,7 @@ ROW_PARAMETERS = frozenset({"alpha", "counts", "probs", "lam", "means", "stddevs
 
 @dataclass(frozen=True)
 class CounterLayout:
-    """The elements [i, i + 1) * ``block`` of a flat draw use the values from i * ``counters`` on of the counter."""
+    """Block i of a flattened draw, of ``block`` elements, uses the counter's values from i * ``counters`` on."""
 
     block: int
     counters: int
@@ -72,7 +73,7 @@ def counter_layout(op: str, dtype: DType) -> CounterLayout | None:
     if op in _ONE_SAMPLE_AN_ELEMENT:
         return CounterLayout(block, 1)
     if op == "StatelessTruncatedNormalV2":
-        return CounterLayout(block, 64 * block)  # 256 samples of 32 bits are reserved for each element
+        return CounterLayout(block, 64 * block)  # 256 numbers of 32 bits are reserved for each element
     if op == "StatelessRandomGammaV3":
         return CounterLayout(1, 256)
     return None

@@ -1,7 +1,8 @@
 """Let a micro-batch draw the random numbers that one device draws for its rows of the whole batch.
 
-Where the batch is the outermost axis of a draw, its rows are drawn from where they begin, with an advanced counter of
-the generator (see ``draw_layouts``). Elsewhere the micro-batch makes the whole batch's draw, and takes its rows.
+Where the batch is the outermost axis of a draw, only the micro-batch's rows are drawn: the counter of the random
+generator starts at the first of them (see ``draw_layouts``). Elsewhere the micro-batch draws for the whole batch, and
+takes its rows.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RowDraw:
 
 
 def can_draw_rows(node: Node) -> bool:
-    """Return whether ``node`` is a draw that ``draw_rows`` can give the rows of a micro-batch."""
+    """Return whether ``draw_rows`` can make ``node`` draw only the rows of a micro-batch."""
     return node.op in DRAW_INPUTS
 
 
@@ -62,7 +63,7 @@ def draw_rows(graph: Graph, draws: Sequence[RowDraw], rows: Value) -> Graph:
     the whole batch. The inputs of a draw (its shape, parameters with rows) are those of the micro-batch; its key,
     counter and seed are the whole batch's.
 
-    Raises CaptureError for a draw that cannot be given rows.
+    Raises CaptureError for a draw whose rows cannot be drawn separately.
     """
     taken = set(graph.by_name)
     replaced: dict[str, list[Node]] = {}
@@ -77,8 +78,8 @@ def draw_rows(graph: Graph, draws: Sequence[RowDraw], rows: Value) -> Graph:
 def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: set[str]) -> list[Node]:
     if not can_draw_rows(node):
         raise CaptureError(
-            f"{_describe(node)} cannot draw the rows of a micro-batch alone: draw with tf.random.stateless_uniform, "
-            "stateless_normal or another distribution of a shape that contains the batch"
+            f"{_describe(node)} cannot draw only the rows of a micro-batch: use tf.random.stateless_uniform, "
+            "stateless_normal or another stateless distribution, with the batch size in its shape"
         )
     kinds = {name: graph.type_of(value) for name, value in zip(DRAW_INPUTS[node.op], node.inputs, strict=True)}
     layout = _layout_of_rows(graph, node, draw, kinds)
@@ -97,7 +98,7 @@ def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: se
 
 
 def _layout_of_rows(graph: Graph, node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> CounterLayout | None:
-    """Return how the rows of a draw use the counter, or None where they are not one interval of it."""
+    """Return how the rows of a draw use the counter, or None where they do not use consecutive values of it."""
     dims = node.outputs[0].shape.dims
     outermost = draw.outer == 1 and (draw.axis == 0 or (dims is not None and set(dims[: draw.axis]) == {1}))
     if not outermost or "alg" not in kinds or not _is_philox(graph, node.inputs[3]):
@@ -135,9 +136,9 @@ def _draw_from_begin(
     known: int | None,
     inputs: Tensors,
 ) -> Any:
-    """Draw rows from an advanced counter; where they begin inside of a block, draw the block and cut its start off.
+    """Draw rows with an advanced counter. If they begin inside a block, draw the whole block and drop what is before.
 
-    ``move``: gives the counter that is further on by a number of values.
+    ``move``: returns the counter advanced by a number of values.
     """
     begin, shape = inputs["rows"][0], inputs["shape"]
     elements = draw.inner * _product(shape[draw.axis + 1 :]) if known is None else known
@@ -152,7 +153,7 @@ def _draw_from_begin(
 
 
 def _slice_whole_draw(redraw: Callable[[Tensors], Any], draw: RowDraw, axes: Mapping[str, int], inputs: Tensors) -> Any:
-    """Draw for the whole batch, and return the micro-batch's rows. ``axes``: of the parameters with rows."""
+    """Draw for the whole batch, and return the micro-batch's rows. ``axes``: the batch axis of each parameter."""
     begin, end, samples = tf.unstack(inputs["rows"], 3)
     whole = dict(inputs)
     for name, axis in axes.items():
@@ -181,7 +182,7 @@ def _rows_for_the_whole_batch(parameter: Any, axis: int, draw: RowDraw, begin: A
 
 
 def _parameter_axes(node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) -> dict[str, int]:
-    """Return the axis of the batch in each parameter that has one; parameters end with the last axes of the draw."""
+    """Return the batch axis of each parameter that has one; parameters are broadcast to the last axes of the draw."""
     axes = {}
     for name in (name for name in kinds if name in ROW_PARAMETERS):
         rank, drawn = _rank(kinds[name]), _rank(node.outputs[0])
@@ -190,10 +191,10 @@ def _parameter_axes(node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) 
         if rank is None or drawn is None:
             raise CaptureError(
                 f"{_describe(node)} cannot draw the rows of a micro-batch: the number of axes of its input {name!r} is "
-                "unknown, and so is whether it has rows of the batch; set its shape with tf.ensure_shape"
+                "unknown, so it cannot be told whether the input has a batch axis; set its shape with tf.ensure_shape"
             )
         axis = draw.axis - (drawn - rank)
-        if axis >= 0 and (name != "logits" or axis == 0):  # axis 1 of logits is classes, of the draw samples
+        if axis >= 0 and (name != "logits" or axis == 0):  # axis 1: classes in logits, drawn numbers in the draw
             axes[name] = axis
     return axes
 

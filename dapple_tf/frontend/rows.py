@@ -13,14 +13,16 @@ from dapple_tf.frontend.traced_nodes import replacement_nodes
 from graph_passes.ir.graph import Graph, Node, Value, tensor
 
 ROWS_NAME = "micro_batch/rows"
-"""The input node of the micro-batch's first and end row and the batch size, an int64 vector."""
+"""The input node of an int64 vector: the micro-batch's first row, the row after its last one, the batch size."""
 
 ROWS_OP = "rows"
 _ROWS = tensor("int64", 3)
 
 
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
-    """Return the graph whose draws give rows of the whole batch's, and whose sizes used as numbers are the batch's.
+    """Return the graph in which a random draw gives the micro-batch's rows of the whole batch's draw.
+
+    Sizes of the micro-batch that the loss computes with are replaced by those of the whole batch.
 
     Raises CaptureError for a draw that cannot be given rows.
     """
@@ -29,7 +31,7 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     if ROWS_NAME not in graph.by_name:
         graph = graph.replace(nodes=(Node(ROWS_NAME, ROWS_OP, (), (_ROWS,)), *graph.nodes))
     graph = _use_whole_sizes(graph, dependence)
-    # A draw outside of Keras layers is one layer with the ops that give it its rows.
+    # A draw outside of Keras layers becomes a layer of its own, so that the ops that pick its rows stay with it.
     named = {draw.node for draw in dependence.draws if not _has_layer(graph.node(draw.node))}
     nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
     return draw_rows(graph.replace(nodes=tuple(nodes)), dependence.draws, Value(ROWS_NAME))

@@ -1,7 +1,7 @@
-"""Gradients of variables that are used by their rows (embeddings): TensorFlow's IndexedSlices, use by use.
+"""Sparse gradients (TensorFlow's IndexedSlices) of variables whose rows are looked up, such as embeddings.
 
-TensorFlow concatenates the slices of all uses of a variable. They are taken apart again here, since slices of several
-micro-batches are put together use by use: that gives them the order that they have on one device.
+A *use* is one lookup. TensorFlow concatenates the slices of all uses of a variable. Here they are separated again: the
+slices of all micro-batches are then concatenated use by use, which is the order that they have on one device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SAME_INDICES = frozenset({"Reshape", "Cast", "Identity"})
 class TensorUse:
     """The slices of one use of a variable in ``stage``, and their indices, as tensors of the trace.
 
-    ``lookup``: the name of the op that looks the rows up. Several stages may run the same one, if it does not depend on
-    the batch. Where TensorFlow's names do not tell it, the name of the tensor of indices.
+    ``lookup``: the name of the op that looks the rows up; where it cannot be read from TensorFlow's names, that of the
+    tensor of indices. Several stages may run the same lookup, if it does not depend on the batch.
     """
 
     stage: int
@@ -82,9 +82,10 @@ def _split(stage: int, gradient: Any, forward: Container[str]) -> list[TensorUse
 
 
 def _find_lookup(indices: Any, forward: Container[str]) -> str:
-    """Return the op whose gradient has these indices, after which TensorFlow names it; else the indices' tensor.
+    """Return the name of the lookup whose gradient has these indices; if it is not found, that of their tensor.
 
-    The name is ``stage0_gradients/gradients/LOOKUP_grad/Reshape``, and ``whole_gradient/LOOKUP_grad/Reshape``.
+    TensorFlow names the ops of a gradient after the lookup: ``stage0_gradients/gradients/LOOKUP_grad/Reshape``, or
+    ``whole_gradient/LOOKUP_grad/Reshape``.
     """
     while indices.op.type in _SAME_INDICES and not indices.op.name.rpartition("/")[0].endswith("_grad"):
         indices = indices.op.inputs[0]
@@ -108,7 +109,7 @@ def read_uses(
     """Return the uses in one ``stage`` as values of the ``joint`` graph; ``value_of`` gives the value of a tensor.
 
     ``once``: the nodes that run once a step, on the whole batch: what only they compute is equal in all micro-batches.
-    Raises CaptureError where it cannot be told how to put the slices of micro-batches together.
+    Raises CaptureError where it cannot be told how to join the slices of the micro-batches.
     """
     return tuple(
         _read_use(joint, use, position, name, variables[name], value_of, once)
@@ -141,7 +142,7 @@ def _read_use(
 
 
 def _combine(joint: Graph, indices: Value, variable: str, once: Collection[str]) -> Combine:
-    """Return how micro-batches are put together where the number of indices is not known."""
+    """Return how to join the slices of micro-batches if the number of indices is only known when the step runs."""
     before = [joint.node(name) for name in ancestors(joint, [indices.node], stop=once)]
     if not any(node.op == "arg" for node in before):
         return "sum"
@@ -152,8 +153,8 @@ def _combine(joint: Graph, indices: Value, variable: str, once: Collection[str])
     for _, body in bodies:
         if any(node.op in _UNIQUE for node in function_pb2.FunctionDef.FromString(body).node_def):
             raise CaptureError(
-                f"the rows of {variable!r} that the batch uses are computed in a function that calls tf.unique, and it "
-                "cannot be told whether each row has one slice or several: call tf.unique outside of a tf.function, or "
-                'give sparse_gradients="dense"'
+                f"the ids that look up rows of {variable!r} are computed in a nested function that calls tf.unique, so "
+                "it cannot be told whether an id can occur twice: call tf.unique outside of a tf.function that the "
+                'loss calls, or give sparse_gradients="dense"'
             )
     return "concat"

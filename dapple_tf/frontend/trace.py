@@ -26,11 +26,11 @@ def trace_loss(
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
 ) -> Captured:
-    """Return the captured loss, rewritten so that its micro-batches make up the whole batch.
+    """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
-    ``batch_size``: one that the model accepts. ``batch_loss``: whether the end of the loss that combines samples is cut
-    off as a tail (see ``dependence.cut_tail``). Raises what ``capture`` raises, and ExactnessError where a step would
-    differ from one device's and ``inexact`` is "error".
+    ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
+    the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). Raises what
+    ``capture`` raises, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
     """
     captured = capture(loss_fn, batch)
     dependence = _find(captured, batch_size, batch_loss)
@@ -50,7 +50,7 @@ def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDe
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
-    """Return the graph with the nodes marked that run once a step, and those that add to a variable."""
+    """Return the graph in which nodes that run once a step, and nodes that add to a variable, have an attribute."""
     nodes = []
     for node in graph.nodes:
         if node.name in dependence.once:
@@ -64,9 +64,9 @@ def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
 def _report(name: str, dependence: BatchDependence, inexact: Inexact) -> None:
     reasons = dependence.exactness.undocumented
     if reasons and inexact == "error":
-        raise ExactnessError(f"a step of {name} would not equal one device's:\n{Exactness(reasons)}")
+        raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{Exactness(reasons)}")
     if reasons and inexact == "warn":
-        message = f"a step of {name} does not equal one device's:\n{Exactness(reasons)}"
+        message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(reasons)}"
         warnings.warn(message, DappleWarning, stacklevel=9)
     if dependence.grows:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"

@@ -23,9 +23,9 @@ def replacement_nodes(
 ) -> list[Node]:
     """Return the nodes that compute ``function`` of ``inputs`` in the place of ``node``, which has one output.
 
-    The last one has the name and the output type of ``node``, so that its consumers stay as they are. The others are
-    called ``node/...``, and by no name that is ``taken``; their unknown dimensions count as not being the batch. All
-    have the Keras layer, the device and the control edges of ``node``.
+    The last one has the name and the output type of ``node``, so that its consumers stay as they are. The others get
+    names ``node/...`` that are not in ``taken``; their unknown dimensions are recorded as ``OTHER``, not as the batch.
+    All have the Keras layer, the device and the control edges of ``node``.
     """
     with tf.Graph().as_default() as graph:
         placeholders = [_placeholder(kind) for _, kind in inputs]

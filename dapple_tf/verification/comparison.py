@@ -1,9 +1,10 @@
 """Compare what two training steps computed, tensor by tensor.
 
-The error of a tensor is the largest absolute difference, divided by the largest absolute value of the one device's
-tensor. A difference below the rounding error of the model's largest gradient is divided by that gradient instead: some
-gradients (of a bias before a normalization) are zero apart from rounding. The entries that are NaN or infinite on one
-device must be so in the pipeline (which of the two depends on the order of sums); the error is that of the others.
+The error of a tensor is the largest absolute difference, divided by the largest absolute value of the tensor on one
+device. A difference below the rounding error of the model's largest gradient is divided by that gradient instead: some
+gradients (of a bias before a normalization) are zero apart from rounding. An entry that is NaN or infinite on one
+device must be NaN or infinite in the pipeline too (which of them depends on the order of sums), and does not count for
+the error.
 
 Optimizers such as Adam divide a gradient by its own size, so where a gradient is nearly zero, its rounding error
 becomes a whole update. Where a variable differs, Keras is therefore given the *same* gradients (the pipeline's): a
@@ -57,7 +58,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is within its tolerance (variables at least for the same gradients)."""
+        """Whether every tensor is within its tolerance; a variable may be so only after a step with equal gradients."""
         return self.first_bad is None
 
     @property
@@ -72,7 +73,7 @@ class Comparison:
 
     @property
     def excused(self) -> bool:
-        """Whether a variable is equal only for the same gradients."""
+        """Whether some variable equals one device's only if the optimizer of one device gets the same gradients."""
         return self.ok and not all(d.ok for d in self.differences if d.kind == "variable")
 
     @property
@@ -107,7 +108,7 @@ def compare(
     """Compare the pipeline's outcome with that of one device.
 
     ``apply``: returns the variables (NumPy) after the optimizer of one device has applied gradients, given by name, to
-    the values before the step. ``state``: the variables that forward writes, which it does not compute. ``coarsest``:
+    the values before the step. ``state``: variables that forward writes; ``apply`` leaves them alone. ``coarsest``:
     the tolerance of the least precise type that the model uses.
     """
     gradients, wanted_gradients = _dense_gradients(found), _dense_gradients(wanted)
@@ -136,8 +137,8 @@ def compare(
 def same_rows(found: Any, wanted: Any) -> Any:
     """Return the gradient ``found`` as one device's optimizer would take it: IndexedSlices where ``wanted`` is.
 
-    A dense gradient is written as the rows of ``wanted``, repeated ids apart; the first row of each id takes up what
-    the two gradients differ in.
+    A dense gradient gets the ids of ``wanted``, repeated ones too, and its rows. What the two gradients differ in is
+    added to the first row of each id.
     """
     if isinstance(found, tf.IndexedSlices) or not isinstance(wanted, tf.IndexedSlices):
         return found if isinstance(found, tf.IndexedSlices) else tf.convert_to_tensor(found)
@@ -170,7 +171,7 @@ def compare_tensor(
     nonfinite = int(np.count_nonzero(~finite))
     if not np.array_equal(finite, found_finite):
         more, fewer = np.count_nonzero(finite & ~found_finite), np.count_nonzero(found_finite & ~finite)
-        why = f"NaN or infinite in {more} entries where one device is not, finite in {fewer} where one device is not"
+        why = f"NaN or infinite in {more} entries that are finite on one device, finite in {fewer} that are not"
         return Difference(kind, name, missing, tolerance, why=why)
     error = float(np.max(np.abs(found[finite] - wanted[finite]), initial=0.0))
     scale = _largest_finite(wanted)
@@ -185,7 +186,7 @@ def _is_float(array: Any) -> bool:
 
 
 def _dense_gradients(outcome: Outcome) -> dict[str, Any]:
-    """Return the gradients that there are, as dense arrays."""
+    """Return the gradients that are not None, as dense arrays."""
     found = {name: gradient for name, gradient in outcome.gradients.items() if gradient is not None}
     for name, gradient in found.items():
         is_sparse = isinstance(gradient, tf.IndexedSlices)

@@ -61,7 +61,7 @@ class OneDevice:
         during_the_loss: AbstractContextManager[None],
     ) -> Outcome:
         variables = list(self.trained.values())
-        # To convert Keras's code by AutoGraph takes longer than to trace it.
+        # AutoGraph would take longer to convert Keras's code than the trace takes.
         apply_gradients = tf.autograph.experimental.do_not_convert(self.optimizer.apply_gradients)
 
         def train_step(*arguments: Any) -> Any:
@@ -134,7 +134,7 @@ def cut_samples(size: int, parts: int) -> list[slice]:
 
 
 def _run(function: Any, arguments: Sequence[Any]) -> Any:
-    """Call a tf.function; TensorFlow would warn of functions made in a loop if it were called without its trace."""
+    """Call a tf.function by its trace: TensorFlow warns if new tf.functions are called in a loop, as here."""
     return function.get_concrete_function(*arguments)(*arguments)
 
 

@@ -59,7 +59,7 @@ class Report:
 
     @property
     def max_variable_error(self) -> float:
-        """Largest relative error of a variable after the step (weights, state, slots), in the one that decides."""
+        """Largest relative error of a variable (weights, state, slots) after the step, in that comparison."""
         return self.deciding.largest("variable")
 
     def to_json(self) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def _comparison_to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _finite(errors: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the errors, those that JSON cannot hold as None."""
+    """Return the errors, with None for those that are infinite or NaN, which JSON does not have."""
     return {kind: error if math.isfinite(error) else None for kind, error in errors.items()}
 
 
 def _describe(comparison: Comparison) -> list[str]:
-    """Return the lines of one comparison: errors, the first tensor that diverges, and what does not count."""
+    """Return the lines of one comparison: errors, the first tensor that diverges, differences that are excused."""
     lines = [str(comparison)]
     if comparison.first_bad is not None:
         lines.append(f"first to diverge: {comparison.first_bad}")

@@ -48,11 +48,11 @@ def verify(
     whole model.
 
     Where the model has a documented exception, the step is also compared with one device that runs the same
-    micro-batches one after the other, and the report shows both; except with ``batch_loss``, since no micro-batch has a
+    micro-batches one after the other, and the report shows both. With ``batch_loss`` it is not: no micro-batch has a
     loss of its own then.
 
-    In a job every rank must call it; rank 0 trains on one device, and every rank gets the same report, and rank 0's
-    values of variables that no step has trained yet.
+    In a job every rank must call it. Rank 0 trains on one device, and every rank gets the same report. Variables that
+    no step has trained yet have rank 0's values on every rank afterwards.
     """
     request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss)
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
@@ -89,11 +89,11 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = model.exactness
-    if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # a tail's loss has no parts
+    if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # with a tail, parts have no loss
         return Report(plan, plain, exactness)
     parts = cut_samples(planned.batch_size, plan.micro_batches)
     in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))
-    if not in_turn.ok:  # dropout draws for the whole batch, and counts are taken over it: only batch norm is divided
+    if not in_turn.ok:  # dropout and counts are the whole batch's in the pipeline: divide only batch norm's batch
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned))))
         if divided.ok:
             return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)

@@ -2,8 +2,8 @@
 
 A loss that is no sum or mean over samples (contrastive, Dice, a correlation) cannot be computed from micro-batches. The
 model is cut after the last tensors whose row i depends on sample i alone, the *frontier*. What follows is the tail: it
-takes the rows of all micro-batches, and gives the gradients of these rows. The frontier and the tail are attributes of
-nodes.
+takes the rows of all micro-batches, and gives the gradients of these rows. Attributes of nodes mark the frontier and
+the tail.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mark_tail(graph: Graph, nodes: Collection[str], frontier: Sequence[TailInput
 
 
 def find_tail(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes that only the tail has; empty for a model that has none."""
+    """Return the names of the nodes that only the tail runs; empty for a model without a tail."""
     return frozenset(node.name for node in graph.nodes if node.has(_TAIL))
 
 
@@ -57,7 +57,10 @@ def find_frontier(graph: Graph) -> tuple[TailInput, ...]:
 
 
 def outside_of_tail(graph: Graph, once: Collection[str]) -> set[str]:
-    """Return the nodes that micro-batches run: for the frontier, for outputs and acts that are not of the tail."""
+    """Return the nodes that micro-batches run.
+
+    They compute the frontier, and the outputs, writes and other side effects that are not in the tail.
+    """
     tail = find_tail(graph)
     acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
     roots = [*(entry.value.node for entry in find_frontier(graph)), *(v.node for v in graph.outputs), *acting]

@@ -2,7 +2,8 @@
 
 The last stage's forward gives the rows of the frontier. When all micro-batches have run forward, ``gather_rows`` puts
 their rows together in sample order, ``tail`` computes the loss and its gradients from them, and ``cut_rows`` cuts the
-gradients of the rows again, with which backward starts. All three run on the first replica of the last stage.
+gradients of the rows into micro-batches again. Each backward of the last stage starts with its piece. All three run on
+the first replica of the last stage.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def call_tail(
     pieces: Callable[[str], Sequence[Value]],
     source: Callable[[Port], Value],
 ) -> tuple[list[Node], dict[str, list[Value]]]:
-    """Return the nodes that run the tail after ``stage``, and for each gradient of a frontier tensor its pieces.
+    """Return the nodes that run the tail after ``stage``, and the gradient of each frontier tensor, by micro-batch.
 
-    ``pieces``: returns the values of a frontier tensor from each micro-batch. ``source``: returns what the function
-    takes as any other input. The second of the nodes is the call of ``function``.
+    ``pieces``: returns the values of a frontier tensor, one for each micro-batch. ``source``: returns the value of any
+    other input of the function. The second of the nodes is the call of ``function``.
     """
     kinds = {port.name: port.type for _, port in function.input_ports("boundary")}
     kinds |= {port.name: port.type for _, port in function.output_ports("gradient")}
@@ -94,8 +95,8 @@ def _row_attributes(stage: int, taken: Sequence[TailInput], count: int) -> tuple
 def replicate_tail(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:
     """Return ``node``, one of ``TAIL_OPS``, for ``replicas`` replicas of the last stage.
 
-    ``of_replica`` returns the name of a node of the first replica on another one. The pieces of a tensor are then those
-    of all replicas of the first micro-batch, then those of the second one, and so on: the order of the samples.
+    ``of_replica``: returns the name that a node of the first replica has on another replica. The pieces of a tensor are
+    those of all replicas of the first micro-batch, then those of the second one, and so on: the order of the samples.
     """
     if node.op == OpName.TAIL or replicas == 1:
         return node

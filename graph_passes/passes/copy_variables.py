@@ -39,7 +39,7 @@ class CopyVariables:
 
 
 def copy_variables(graph: Graph) -> Graph:
-    """Return the graph with these nodes, and a control edge to each call of a replica from its ``refresh``.
+    """Return the graph with ``refresh`` and ``commit`` nodes, and control edges from a refresh to its replica's calls.
 
     Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of a
     copy do not wait for forward where TensorFlow inlines the calls.

@@ -1,9 +1,10 @@
 """Gather the slices of sparse gradients from all micro-batches, replicas and stages, as one device would have them.
 
-The gradient of a variable that is used by its rows (an embedding) is *slices*: gradients of rows, and *indices*, which
-rows these are. A row that occurs several times has several slices, and an optimizer may treat each of them by itself
-(Keras squares and clips them one by one). So slices are not added, they are put one after the other: use by use in the
-order of one device's tape, inside a use in sample order (micro-batch by micro-batch, replica by replica).
+The gradient of a variable whose rows are looked up (an embedding) consists of *slices*, the gradients of rows, and
+*indices*, the numbers of these rows. A row that was looked up several times has several slices, and an optimizer may
+treat each of them by itself (Keras squares and clips them one by one). So slices are not added but concatenated. The
+lookups (*uses*) of a variable are in the order of one device's tape; the slices of a use are in sample order
+(micro-batch by micro-batch, replica by replica).
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 Combine = Literal["concat", "sum", "merge"]
-"""The way in which the slices of a use are joined from those of micro-batches and replicas.
+"""How the slices of one use, in all micro-batches and replicas, become those of the whole batch.
 
-``concat``: one after the other, where each belongs to a sample. ``sum``: added by position, where the indices do not
-depend on the batch (position embeddings): one device has each of them once. ``merge``: those of equal indices are
-added, where the model takes each index once (``tf.unique``), in order of their first occurrence.
+``concat``: they are concatenated; each belongs to a sample. ``sum``: slices at the same position are added; the indices
+do not depend on the batch (position embeddings), and one device looks each of them up once. ``merge``: slices of equal
+indices are added, in order of first occurrence; the model looks each index up once (``tf.unique``).
 """
 
 
 @dataclass(frozen=True)
 class SparsePart:
-    """The ``pair``-th pair of slices and indices that ``stage`` gives of a use of a ``variable`` of ``rows`` rows.
+    """The slices and indices that one stage returns for one use of a variable.
 
-    The stage after the last stands for the tail.
-
-    ``position``: of the use among those of the variable on one device. Parts of one position are of several stages that
-    look up the same rows, which do not depend on the batch.
+    ``rows``: how many rows the variable has. ``position``: of the use, among those of the variable on one device. Parts
+    with the same position are of stages that look up the same rows, which do not depend on the batch. ``stage``: the
+    number after that of the last stage stands for the tail. ``pair``: the position of the slices and indices among the
+    pairs that the stage's function returns.
     """
 
     variable: str

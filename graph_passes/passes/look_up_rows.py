@@ -1,7 +1,7 @@
 """Look rows of a variable up in the variable itself, without reading it whole first.
 
-Keras reads a table and gathers rows of the value. TensorFlow copies the whole table at each such read, once an update
-has written rows of it: in every micro-batch.
+Keras reads a whole table and gathers rows of the value. From the first update that writes single rows of the table on,
+TensorFlow copies the whole table at each such read, which is in every micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graph_passes.passes.base import Contract
 
 @dataclass(frozen=True)
 class LookUpRows:
-    """Make a ``ResourceGather`` of each ``GatherV2`` of ``lookups``, which gather along axis 0, where that is all."""
+    """Replace the ``GatherV2`` named in ``lookups``, all along axis 0, by ``ResourceGather``, where no read is left."""
 
     lookups: frozenset[str]
     name: str = "look_up_rows"
@@ -31,7 +31,7 @@ class LookUpRows:
 def look_up_rows(function: Function, lookups: Set[str]) -> Function:
     """Return the function in which ``lookups`` take the variable in place of its value.
 
-    A read stays where something else needs its value, or waits for it.
+    A read, and the lookups in its value, stay as they are where another node uses the value or waits for the read.
     """
     graph = function.graph
     consumers = graph.consumers()

@@ -1,4 +1,4 @@
-"""Build the functions that run once a step: what a stage takes from the whole batch instead of a micro-batch.
+"""Build the functions that run once a step: they compute what a stage needs of the whole batch, not of a micro-batch.
 
 Statistics of the batch (a count of unmasked tokens), seeds of random draws, and writes that do not depend on samples
 (counters, moving averages of weights) are computed once, before the micro-batches, from the whole batch. Each stage
@@ -20,9 +20,10 @@ from graph_passes.passes.partition import StageGraph
 def build_once(
     stages: StageGraph, joint: Graph, functions: Sequence[tuple[Function, ...]]
 ) -> tuple[Function | None, ...]:
-    """Return, for each stage, the function of what its ``functions`` take as ``once``, and of the writes it owns.
+    """Return, for each stage, the function that computes the inputs of role ``once`` of its ``functions``.
 
-    None for a stage without any. ``joint``: the graph after differentiation.
+    It also makes the writes that run once and are assigned to the stage. None for a stage that has neither. ``joint``:
+    the graph after differentiation.
     """
     joint = _use_shapes_of_batch(joint)
     values = {str(value): value for name in stages.once for value in joint.node(name).values()}
@@ -40,7 +41,7 @@ def build_once(
 def _use_shapes_of_batch(joint: Graph) -> Graph:
     """Return the graph in which the shapes of activations are computed from the batch size.
 
-    A node with the attribute ``stands_for``, a value as it prints, computes such a shape.
+    A node with the attribute ``stands_for`` computes such a shape; the attribute is the value it replaces, as text.
     """
     of_batch = {node.string("stands_for"): Value(node.name) for node in joint.nodes if node.has("stands_for")}
     nodes = (replace(n, inputs=tuple(of_batch.get(str(value), value) for value in n.inputs)) for n in joint.nodes)
@@ -53,10 +54,10 @@ def _assign_writes(
     functions: Sequence[tuple[Function, ...]],
     taken: Sequence[Sequence[Value]],
 ) -> list[list[str]]:
-    """Return the nodes of each stage that write, or act on the outside world.
+    """Return, for each stage, the nodes that run once and write variables or have other side effects.
 
     A variable is written by the first stage that uses it, or else by the first stage that uses a variable from which
-    the new value is computed, so that no further stage needs a copy of that.
+    the new value is computed, so that no further stage needs a copy of the latter.
     """
     users: dict[str, int] = {}
     for stage in reversed(range(len(functions))):

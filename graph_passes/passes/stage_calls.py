@@ -1,4 +1,4 @@
-"""The calls of a stage's functions on a micro-batch, and of the tail, with what they take."""
+"""Make the nodes that call a stage's functions on a micro-batch, or the tail, and the nodes of their inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.batch_loss import call_tail
 
 BATCH_SIZE_NAME = "batch/size"
-"""The node of the number of samples in the batch."""
+"""The name of the node that gives the number of samples in the batch."""
 
 _SHARE = tensor("float64")
 _ROWS = tensor("int64", 3)
@@ -20,9 +20,9 @@ _ROWS = tensor("int64", 3)
 class StageCalls:
     """Makes the nodes of each stage and micro-batch, and notes the values that later ones take.
 
-    ``values``: the value for a role, port name, stage and micro-batch. ``results``: for each name of an output, its
-    value and its share of the samples, for each micro-batch; or the value alone that the tail gives. ``types``: the
-    types of all calls' outputs.
+    ``values``: the value for a role, port name, stage and micro-batch. ``results``: by name of the output (``loss``, or
+    the number of an aux output), a pair for each micro-batch: the value, and the micro-batch's share of the samples. An
+    output of the tail has its value alone. ``types``: the types of all calls' outputs.
     """
 
     def __init__(self, graph: Graph, micro_batches: int, loss: str) -> None:
@@ -141,14 +141,14 @@ class StageCalls:
         return [*nodes, node]
 
     def _seed(self, stage: int, m: int, kind: TensorType) -> Node:
-        """Return the share of the stage's rows in the type of the loss, or 1 where the loss is a sum."""
+        """Return the node that backward starts from: the share of the samples in the type of the loss; 1 for a sum."""
         op, inputs = (OpName.ONE, ()) if self.loss == "sum" else (OpName.CAST, (self.shares[stage, m],))
         node = Node(at(stage, 0, m, "seed"), op, inputs, (kind,), _place(stage, m))
         self.seeds[stage, m] = Value(node.name)
         return node
 
     def _slice(self, stage: int, m: int, *functions: Function) -> list[Node]:
-        """Return the nodes of the rows of each argument that the functions take, and of their share and bounds."""
+        """Return the nodes of a micro-batch's rows of the arguments, its share of the samples and its row bounds."""
         nodes = []
         attrs = _place(stage, m, micro_batches=self.micro_batches, replicas=1)
         for name in dict.fromkeys(port.name for f in functions for _, port in f.input_ports("rows")):
@@ -176,7 +176,7 @@ class StageCalls:
 
 
 def _place(stage: int, m: int, **attrs: Attr) -> tuple[tuple[str, Attr], ...]:
-    """Return the attributes of a node of the first replica, and ``attrs``."""
+    """Return ``attrs``, and the attributes that say where a node of the first replica and a micro-batch belongs."""
     return attributes({"micro_batch": m, "replica": 0, "stage": stage, **attrs})
 
 

@@ -44,6 +44,6 @@ def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> F
                 return source.op, source.name
         if value.node in members:
             return None
-        raise PartitionError(f"{name} needs {value}, which the last stage does not give")
+        raise PartitionError(f"{name} needs {value}, which is not an output of the last stage")
 
     return extract_function(name, joint, members, port_of, ports, values)

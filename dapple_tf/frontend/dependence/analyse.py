@@ -36,8 +36,8 @@ class Analysis:
     """The kinds of all values of a graph, and what was found on the way.
 
     ``trainable``: names of the trained variables. ``once_written``: variables of which every write is known not to
-    depend on the batch. ``written``: all variables that forward writes. ``batch``: samples for which ``shapes`` were
-    inferred. ``batch_norms``: layers whose normalisation by the micro-batch is accepted, as documented.
+    depend on the batch. ``written``: all variables that forward writes. ``batch``: the batch size for which shapes were
+    inferred. ``batch_norms``: layers that normalise by the micro-batch, which is a documented exception.
     ``hidden_draws``: nodes that draw from a generator's hidden state.
     """
 
@@ -63,7 +63,7 @@ class Analysis:
             for value in node.values():
                 scope.kinds[value] = self._input_kind(node)
             return
-        if node.op == "arg":  # of a nested body: given by its caller
+        if node.op == "arg":  # an argument of a function: its kind was set by _call_body
             return
         kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
         _evaluate(scope, node)
@@ -103,7 +103,7 @@ class Analysis:
             return control_flow.loop(scope, node, kinds, self._call_body)
         if node.op in control_flow.TENSOR_LISTS:
             return control_flow.tensor_list(scope, node, kinds)
-        # A coupled tensor leaves nothing to find out, except its shape.
+        # What is computed from a coupled tensor is coupled too, except its shape.
         stopped = next((kind for kind in kinds if kind.coupled or kind.form is Form.LIST), None)
         if stopped is not None and node.op not in SHAPE_OPS:
             return stopped
@@ -157,14 +157,14 @@ class Analysis:
         return [self._leave(inner, node, value) for value in body.graph.outputs]
 
     def _leave(self, inner: Scope, node: Node, value: Value) -> Kind:
-        """Return the kind that a nested function's output has outside: what must be computed once cannot be inside."""
+        """Return the kind that an output of a nested function has in its caller: its terms cannot be weighted."""
         kind = inner.kinds.get(value, CONSTANT)
         if kind.form is Form.SUM and kind.mixed:
             return coupled(node.name, "adds sums and means inside a nested function or loop", trained=kind.trained)
         return kind
 
     def _complete(self, scope: Scope, node: Node, value: Value, kind: Kind, kinds: Sequence[Kind]) -> Kind:
-        """Return ``kind`` with what follows from the operands."""
+        """Return ``kind`` with what follows from the operands: ``trained``, ``once``, or that it is batch norm's."""
         if node.op in SHAPE_OPS:
             return kind
         trained = kind.trained or any(operand.trained for operand in kinds)
@@ -174,7 +174,7 @@ class Analysis:
             return self._batch_norm(scope, node, value)
         if kind.coupled and kind.documented:
             return kind
-        weighted = any(operand.form is Form.SHARE for operand in kinds)  # a term of each micro-batch
+        weighted = any(operand.form is Form.SHARE for operand in kinds)  # a weighted term: one in each micro-batch
         if (kind.total or (kind.coupled and scope.fixed(value))) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
@@ -187,7 +187,7 @@ class Analysis:
         return kind if kind.trained == trained else dataclasses.replace(kind, trained=trained)
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
-        """Return the kind of a value of a batch norm layer in training mode, which couples samples as documented."""
+        """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
         layer = node.string("layer") if node.has("layer") else node.name
         if layer not in self.batch_norms:
             self.batch_norms.append(layer)
@@ -198,7 +198,7 @@ class Analysis:
 
 
 def _evaluate(scope: Scope, node: Node) -> None:
-    """Find the small integers that a node gives, and the layouts of sizes."""
+    """Evaluate the small integers that a node computes, and find the layouts of sizes (see ``Scope``)."""
     if node.op == "Const":
         value = constant_value(node)
         if value is not None and value.dtype.kind in "iub":
@@ -239,7 +239,7 @@ def _evaluate_shape(scope: Scope, node: Node) -> None:
 
 
 def _track_layout(scope: Scope, node: Node) -> None:
-    """Follow the entries of a shape through slices and stacks."""
+    """Find the layouts of sizes that are sliced, stacked or concatenated out of shapes."""
     known = [scope.layouts.get(value) for value in node.inputs]
     if not any(known):
         return

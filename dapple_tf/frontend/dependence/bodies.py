@@ -47,6 +47,6 @@ def _infer(body: Any, shapes: Sequence[Shape]) -> dict[str, tuple[Shape, ...]]:
                 for tensor, shape in zip(body.inputs, shapes, strict=True)
             }
             tf.graph_util.import_graph_def(body.as_graph_def(), input_map=fed, name=_SCOPE)
-    except ValueError:  # the body does not accept these shapes; no shapes is always safe
+    except ValueError:  # the body does not accept these shapes; unknown shapes are always correct
         return {}
     return read_shapes(scratch, f"{_SCOPE}/")

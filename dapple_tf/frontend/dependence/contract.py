@@ -25,7 +25,7 @@ _ENTRY_BY_ENTRY = op_names(
     "ResizeBicubicGrad ResizeNearestNeighbor ResizeNearestNeighborGrad AdjustContrastv2 AdjustHue "
     "AdjustSaturation SpaceToDepth SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits"
 )
-# Ops among them whose second operand holds weights, which have no entries of that axis.
+# Those of _ENTRY_BY_ENTRY whose second operand is weights, which do not have the first axis of the data.
 _WEIGHTED = op_names(
     "BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv Conv3DBackpropInputV2 DepthwiseConv2dNative "
     "DepthwiseConv2dNativeBackpropInput Dilation2D FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
@@ -51,7 +51,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if rank is None or axes is None:
         return scope.couple(node, "reduces axes that cannot be inferred")
     if kind.slope:
-        return scope.couple(node, "uses positions of samples in the batch as numbers")
+        return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
     if kind.axis not in axes:
         return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
     return _reduce_batch(scope, node, kind, axes)
@@ -60,7 +60,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> Kind:
     if node.op == "Sum":
         return Kind(Form.SUM)
-    whole_numbers = not node.outputs[0].dtype.differentiable  # of which a mean is rounded
+    whole_numbers = not node.outputs[0].dtype.differentiable  # their mean is rounded
     if node.op == "Mean" and not kind.origin and not whole_numbers:
         return Kind(Form.MEAN)
     if node.op == "Mean" and not whole_numbers:
@@ -102,7 +102,11 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequence[int | None], rank: int) -> Kind:
-    """Return the kind of a product: ``labels`` are axes of the result from the right, 0 is contracted."""
+    """Return the kind of a product.
+
+    ``labels``: for each operand with a batch axis, that axis in the result, counted from the right (-1 is the last); 0
+    where it is contracted.
+    """
     found = {label for label in labels if label is not None}
     if len(found) > 1:
         return scope.couple(node, "multiplies samples with each other")
@@ -119,11 +123,11 @@ def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequenc
 
 
 def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of a product without rows."""
+    """Return the kind of a product of operands that are not rows."""
     if any(kind.total or kind.form is Form.SHARE for kind in kinds):
         return scale_total(scope, node, kinds)
     if any(kind.form is Form.SIZE for kind in kinds):
-        return scope.couple(node, "multiplies sizes")
+        return scope.couple(node, "multiplies a matrix made of sizes of the micro-batch")
     return shared()
 
 
@@ -216,7 +220,8 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     if node.op in _WEIGHTED and any(kind.rows for kind in kinds[1:2]):
         return scope.couple(node, f"uses samples as weights of {node.op}")
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
-        return scope.couple(node, f"applies {node.op}, which mixes the entries of all axes but the first")
+        why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
+        return scope.couple(node, why)
     if node.op == "CropAndResize":
         return scope.couple(node, "picks images of the batch by index")
     kind = next((kind for kind in found if kind.outer), found[0])

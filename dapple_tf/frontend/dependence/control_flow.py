@@ -22,7 +22,7 @@ _MOST_ROUNDS = 8  # a loop variable's kind changes a few times at most
 
 
 def join(first: Kind, second: Kind, node: str) -> Kind:
-    """Return the kind of a value that is of the one or the other kind."""
+    """Return the kind of a value that is of either kind: in two branches, or before and after a round of a loop."""
     if first == second:
         return first
     trained, once = first.trained or second.trained, first.once or second.once
@@ -50,7 +50,7 @@ def condition(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBo
     """Return the kinds of a condition's outputs; the condition must be the same for all micro-batches."""
     decides, operands = kinds[0], kinds[1:]
     if not decides.shared:
-        return [scope.couple(node, "decides by samples of the batch, so micro-batches may decide otherwise")]
+        return [scope.couple(node, "decides by samples of the batch, so micro-batches may decide differently")]
     found: list[Kind] | None = None
     for name in _branches(node):
         branch = call_body(scope, node, name, operands)
@@ -66,7 +66,7 @@ def _with(kind: Kind, decides: Kind) -> Kind:
 
 
 def _branches(node: Node) -> list[str]:
-    """Return the names of the functions of a condition; the IR has no form of its own for a list of functions."""
+    """Return the names of the functions of a condition; the IR keeps a list of functions in serialized form."""
     listed = attr(node, "branches", ())
     if isinstance(listed, Opaque):
         return [function.name for function in attr_value_pb2.AttrValue.FromString(listed.data).list.func]
@@ -89,7 +89,7 @@ def loop(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -
         return [scope.couple(node, "is a loop whose variables change how they depend on the batch")]
     (goes_on,) = call_body(scope, node, cond.name, found)
     if not goes_on.shared:
-        return [scope.couple(node, "loops until samples of the batch say so")]
+        return [scope.couple(node, "loops until samples of the batch meet a condition: for each micro-batch by itself")]
     return found
 
 
@@ -103,7 +103,7 @@ def tensor_list(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[
             return empty
         case "TensorListFromTensor":
             if kinds[0].rows and kinds[0].axis == 0:
-                return scope.couple(node, "makes a list of samples")
+                return scope.couple(node, "makes a list of samples (a TensorArray or tf.map_fn over the batch)")
             element = kinds[0].at(kinds[0].axis - 1) if kinds[0].rows else kinds[0]
             return dataclasses.replace(empty, element=element)
         case "TensorListSetItem" | "TensorListPushBack":
@@ -117,7 +117,7 @@ def tensor_list(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[
             element = kinds[0].element or shared()
             return element.at(element.axis + 1) if element.rows else element
         case "TensorListConcatV2" | "TensorListConcat" | "TensorListGather":
-            return scope.couple(node, "joins the elements of a list")
+            return scope.couple(node, "concatenates the elements of a TensorArray")
     return shared()  # lengths and element shapes
 
 

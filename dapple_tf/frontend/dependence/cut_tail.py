@@ -1,7 +1,8 @@
 """Cut a loss that combines samples after the last tensors whose row i depends on sample i alone.
 
-The walk from the loss towards the inputs ends at rows that depend on variables: they are computed in micro-batches, and
-are the *frontier*. Rows of the batch's arguments alone (labels, masks) are computed in the tail, from the whole batch.
+The search goes from the loss towards the inputs and ends at rows that depend on variables: the *frontier*, which
+micro-batches compute. Rows that depend on the arguments alone (labels, masks) are computed in the tail, from the whole
+batch.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from graph_passes.analysis.tail import TailInput
 from graph_passes.ir.graph import Effect, Graph, Value, ancestors
 
-# What only rearranges rows is done in the tail, so that the same rows do not cross twice.
+# Ops that only rearrange rows belong to the tail, so that it does not get the same rows twice.
 _REARRANGING = frozenset({"ConcatV2", "Identity", "Pack", "Transpose"})
 
 
 def cut_tail(graph: Graph, kinds: Mapping[Value, Kind], once: Collection[str], writes: Sequence[str]) -> Tail | None:
-    """Return the tail that computes the loss, aux outputs that add samples up, and ``writes``.
+    """Return the tail that computes the loss, the aux outputs that combine samples, and ``writes``.
 
-    None where no trained rows lead to it. ``once``: nodes that run once a step, before the micro-batches.
+    None if it would take no rows that depend on trained variables. ``once``: nodes that run once a step, before the
+    micro-batches.
     """
     loss, *aux = graph.outputs
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]

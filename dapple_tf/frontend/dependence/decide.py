@@ -21,7 +21,7 @@ from graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
 _WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
-_BATCH_NORM_REMEDY = "documented; layer norm and group norm normalise each sample by itself"
+_BATCH_NORM_REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
 
@@ -31,7 +31,7 @@ def find_dependence(
 ) -> BatchDependence:
     """Return how the micro-batches of ``captured`` make up the whole batch.
 
-    ``shapes``: of every node for a batch of ``batch`` samples, a number that divides no other length of an axis.
+    ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
     """
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
@@ -97,7 +97,7 @@ class _Decision:
             self._add(Inexactness(name, BATCH_NORM, _BATCH_NORM_REMEDY, documented=True))
         for node in self.analysis.hidden_draws:
             if node.name in self.live:
-                why = f"draws random numbers from a generator's hidden state ({node.op}), other ones than one device"
+                why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"
                 self._add(Inexactness(_layer(node), why, _DRAW, documented=True))
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
         self._check_writes()
@@ -128,7 +128,7 @@ class _Decision:
         return cut_tail(self.graph, self.scope.kinds, self.once, writes)
 
     def _divided(self, loss: Value) -> bool:
-        """Return whether a sum over the batch is scaled by anything on its way to the loss."""
+        """Return whether the loss, a sum over the batch, was multiplied or divided by anything after the sum."""
         pending, seen = [loss], set()
         while pending:
             value = pending.pop()
@@ -143,7 +143,7 @@ class _Decision:
         return False
 
     def _sizes(self) -> tuple[WholeSize, ...]:
-        """Return the sizes of the whole batch: floats wherever they are used, integers for single operands."""
+        """Return the sizes to replace by the whole batch's: floats for all their users, integers for one operand."""
         found: dict[tuple[str, int | None], WholeSize] = {}
         for (name, operand), value in self.scope.sizes.items():
             coefficients = affine(self.scope.numbers[value])
@@ -157,7 +157,7 @@ class _Decision:
         return tuple(found.values())
 
     def _shapes(self, once: frozenset[str]) -> tuple[WholeSize, ...]:
-        """Return the shapes of activations that nodes which run once need: they are computed from the batch size."""
+        """Return the shapes of activations that nodes which run once need, as functions of the batch size."""
         scope, found = self.scope, []
         activations = {
             node.name
@@ -179,7 +179,7 @@ class _Decision:
         node = self.graph.by_name.get(kind.node)
         layer = _layer(node) if node is not None else kind.node
         op = f" ({kind.node!r}, {node.op})" if node is not None and layer != kind.node else ""
-        why = f"{what} is no sum or mean over samples: this{op} {kind.why}"
+        why = f"{what} is no sum or mean over samples: this op{op} {kind.why}"
         self._add(Inexactness(layer, why, remedy, kind.documented))
 
     def _aux(self, index: int, value: Value) -> MergeKind | None:
@@ -199,12 +199,12 @@ class _Decision:
             case Form.SIZE if self._is_proportional(value):
                 return "sum"
         if kind.coupled and not kind.documented:
-            self._couple(kind, f"aux output {index}", "return it per sample, or compute it from the outputs")
+            self._couple(kind, f"aux output {index}", "return it per sample, or compute it from outputs of the step")
         elif kind.form is Form.SIZE:
             why = f"aux output {index} is a size of the micro-batch"
             self._add(Inexactness(value.node, why, "compute it from the batch outside of the loss"))
         elif not kind.coupled:
-            why = f"aux output {index} does not have the batch on axis 0, so it cannot be put together"
+            why = f"aux output {index} does not have the batch on axis 0, so that it could be concatenated"
             self._add(Inexactness(value.node, why, "return it per sample, with the batch on axis 0"))
         return None
 
@@ -228,7 +228,7 @@ class _Decision:
                 self.adds.add(node.name)
                 continue
             layer = _layer(node)
-            why = f"writes {', '.join(names)} once for each micro-batch, a value that depends on its samples"
+            why = f"writes {', '.join(names)} once for each micro-batch, with a value that depends on its samples"
             documented = any(kind.documented for kind in kinds)
             self._add(Inexactness(layer, why, _WRITE, documented))
 
@@ -251,7 +251,7 @@ class _Decision:
         return frozenset(found)
 
     def _check_reads(self) -> None:
-        """Note reads of variables that are written once a step, and that micro-batches read too early."""
+        """Add a reason for each read before a write that runs once a step: micro-batches would read the new value."""
         once = self.once
         acting = [n.name for n in self.graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
         read = ancestors(self.graph, [*(v.node for v in self.graph.outputs), *acting], stop=once)
@@ -264,8 +264,9 @@ class _Decision:
                     continue
                 if write.name not in ancestors(self.graph, [node.name]):
                     name = ", ".join(sorted(direct))
-                    why = f"reads {name} before the loss writes it, for each micro-batch"
-                    self._add(Inexactness(_layer(node), why, f"read {name} after it is written, or write it later"))
+                    why = f"reads {name} before the loss writes it; micro-batches run after that write"
+                    remedy = f"read {name} after it is written, or write it outside of the loss"
+                    self._add(Inexactness(_layer(node), why, remedy))
 
     def _draws(self) -> tuple[RowDraw, ...]:
         found = []

@@ -60,7 +60,7 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.form in (Form.SIZE, Form.LIST) for kind in kinds):
         return scope.couple(node, "joins a sum or mean over the batch and sizes of the micro-batch")
     if any(kind.form is Form.SHARE for kind in kinds):
-        return kinds[0] if all(kind.form is Form.SHARE for kind in kinds) else scope.couple(node, "uses shares")
+        return kinds[0] if all(kind.form is Form.SHARE for kind in kinds) else scope.couple(node, "uses row bounds")
     sums = [kind for kind in kinds if kind.form is Form.SUM]
     if not sums:
         return Kind(Form.MEAN)
@@ -78,14 +78,14 @@ def scale_total(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         others = [kind for kind in kinds if kind.form is not Form.SHARE]
         if len(shares) == 1 and all(kind.shared or kind.form is Form.MEAN for kind in others) and others:
             return Kind(Form.SUM)
-        return shares[0] if not others else scope.couple(node, "uses shares")
+        return shares[0] if not others else scope.couple(node, "uses row bounds")
     if len(totals) > 1:
         return scope.couple(node, "multiplies two sums or means over the batch")
     return totals[0]
 
 
 def _whole_sizes(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of the operands, where sizes that meet data are those of the whole batch."""
+    """Return the kinds of the operands; sizes that are combined with data are replaced by the whole batch's."""
     sizes = [i for i, kind in enumerate(kinds) if kind.form is Form.SIZE]
     if not sizes or all(kind.form is Form.SIZE or (kind.shared and not kind.once) for kind in kinds):
         return [SIZE if sizes else kind for kind in kinds]
@@ -103,7 +103,7 @@ def _whole_sizes(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
-    """Return the kind of a size that must be the whole batch's, which the operand takes from now on."""
+    """Note that the operand must be a size of the whole batch, not of the micro-batch, and return its kind."""
     value = node.inputs[operand]
     kind = scope.kinds[value]
     if scope.nested:
@@ -114,7 +114,7 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     if found is not None and affine(found) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
-    if not kind.trained and scope.graph.type_of(value).dtype.differentiable:  # no shape: all its uses are numbers
+    if not kind.trained and scope.graph.type_of(value).dtype.differentiable:  # a float: no op uses it as a shape
         scope.once_sizes.add(value)
         return shared(once=True)
     return scope.couple(node, "uses the size of the micro-batch as a number")
@@ -196,4 +196,4 @@ def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) ->
         return result
     if node.op in ("SelectV2", "Select") and not kinds[0].slope and wide[1] == wide[2]:
         return dataclasses.replace(result, slope=wide[1])
-    return scope.couple(node, "uses positions of samples in the batch as numbers")
+    return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")

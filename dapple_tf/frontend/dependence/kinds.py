@@ -17,13 +17,13 @@ class Form(Enum):
     SHARED = "shared"
     """v_m = v, provided that what is marked ``once`` is computed once, on the whole batch."""
     ROWS = "rows"
-    """v is the concatenation of the v_m along one factor of an axis."""
+    """v is the concatenation of the v_m along an axis, or along one of its factors: see ``outer`` in ``Kind``."""
     SUM = "sum"
     """v is the sum of the v_m."""
     MEAN = "mean"
     """v is the mean of the v_m, weighted by their numbers of samples."""
     SHARE = "share"
-    """The first and the end row of the micro-batch and the batch size, and what is computed from these alone."""
+    """The micro-batch's first and end row and the batch size, and values of these alone: its share of the samples."""
     SIZE = "size"
     """Integers computed from the shapes of rows; they serve as shapes, ranges and indices of the micro-batch."""
     LIST = "list"
@@ -41,12 +41,14 @@ class Kind:
 
     Rows: ``axis`` is the axis with the batch; its length is ``outer`` x N x ``inner``, in row-major order. Where data
     choose the rows (``tf.boolean_mask``) the length is unknown, and ``origin`` names the mask that chose them.
-    ``slope``: the whole batch's value is v_m + slope x a; it is not zero for positions of rows, such as
-    ``tf.range(tf.shape(x)[0])``; one number for each entry of the last axis where these differ.
+    ``slope``: the whole batch has v_m + slope x a at these rows. It is not zero for *positions* of rows, such as
+    ``tf.range(tf.shape(x)[0])``: the micro-batch counts from 0, the whole batch from a. One number for each entry of
+    the last axis where these differ.
 
-    ``mixed`` (sum): it is a sum only if terms that do not depend on samples, or are means, are weighted first.
+    ``mixed`` (sum): terms that do not depend on samples, or are means, must be weighted before it is a sum.
 
-    Coupled: ``node`` combined the samples, ``why`` says how; ``documented``: a step may differ for this reason.
+    Coupled: ``node`` combined the samples, ``why`` says how; ``documented``: a step is allowed to differ for this
+    reason.
     """
 
     form: Form
@@ -90,7 +92,7 @@ class Kind:
         return dataclasses.replace(self, axis=axis)
 
     def plain(self) -> Kind:
-        """Return these rows without being positions."""
+        """Return the kind of these rows where their values are no positions of rows."""
         return dataclasses.replace(self, slope=())
 
 

@@ -137,7 +137,7 @@ def _shape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind
         if kind.form in (Form.ROWS, Form.COUPLED):
             known = numbers is not None and all((number == numbers[0]).all() for number in numbers)
             known = known or node.op == "Rank"
-            # A shape that is known depends on no value, also where the tensor does.
+            # A shape that could be inferred depends on no variable, even if the tensor does.
             trained = kind.trained and numbers is None
             found.append(CONSTANT if known else dataclasses.replace(SIZE, trained=trained))
         else:
@@ -147,13 +147,13 @@ def _shape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind
 
 def _range(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.rows or kind.total for kind in kinds):
-        return scope.couple(node, "counts to a number that depends on samples")
+        return scope.couple(node, "makes a range whose limits depend on samples")
     if all(kind.shared for kind in kinds):
         return shared()
     start, step = scope.number(node.inputs[0]), scope.number(node.inputs[2])
     axes = scope.batch_axes(Value(node.name))
     if start is None or int(start) or step is None or len(axes) != 1:
-        return scope.couple(node, "counts over the batch from an unknown start")
+        return scope.couple(node, "makes a range over the batch that does not start at 0, or cannot be inferred")
     inner = axes[0][1]
     return dataclasses.replace(rows(0, 1, inner), slope=(int(step) * inner,))
 
@@ -178,7 +178,7 @@ def _empty(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         axes = [] if lengths is None else [i for i, n in enumerate(lengths) if n > 0 and n % scope.batch == 0]
         if len(axes) == 1 and lengths is not None:
             return rows(axes[0], CONSTANT_ROWS, int(lengths[axes[0]]) // scope.batch)
-    return shared() if kinds[0].shared else scope.couple(node, "makes a tensor of the batch's size in an unknown way")
+    return shared() if kinds[0].shared else scope.couple(node, "makes a tensor whose batch axis cannot be inferred")
 
 
 def _space_to_batch(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:

@@ -16,7 +16,7 @@ from tensorflow.core.framework import attr_value_pb2
 from graph_passes.ir.graph import DType, Node, Opaque
 
 LARGEST = 256
-"""Elements of the largest tensor that is evaluated."""
+"""The number of elements above which a tensor is not evaluated."""
 
 Numbers = tuple[Any, ...]
 """A tensor's NumPy values for the three batch sizes."""
@@ -39,7 +39,7 @@ def varies(numbers: Numbers) -> bool:
 
 
 def affine(numbers: Numbers) -> tuple[Any, Any] | None:
-    """Return (c, d) such that the numbers are c x batch size + d, in units of the first batch size; else None."""
+    """Return (c, d) such that the numbers are c x k + d for k times the first batch size, or None."""
     first, second, third = (np.asarray(value, np.int64) for value in numbers)
     if not np.array_equal(third - second, second - first):
         return None
@@ -83,7 +83,7 @@ def _cast(attrs: Mapping[str, Any], x: Any) -> Any:
     kind = attrs["DstT"]
     assert isinstance(kind, DType)
     if kind.name not in _CASTS:
-        raise TypeError(f"numbers are not followed as {kind.name}")
+        raise TypeError(f"numbers of type {kind.name} are not evaluated")
     return np.asarray(x).astype(_CASTS[kind.name])
 
 

@@ -14,14 +14,14 @@ Rule = Callable[[Scope, Node, Sequence[Kind]], Kind | list[Kind]]
 
 
 ALL = sys.maxsize
-"""A number of data operands that no op exceeds: none of them is a size or an axis."""
+"""For ``data_operands``: all operands are data, none is a size or an axis. More than any op has operands."""
 
 CONSTANT_ROWS = 0
-"""``outer`` of rows that are all equal: they belong to any samples."""
+"""``outer`` of rows that are all equal, such as zeros of the batch's size: they fit rows in any order."""
 
 
 def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
-    """Make a rule for rows into one for all kinds: the first ``count`` operands are data, the others sizes or axes.
+    """Turn a rule for rows into one for all kinds: the first ``count`` operands are data, the others sizes or axes.
 
     None: all operands but the last are data. Shared operands give a shared result; sums and means stay what they are,
     since the op is linear.
@@ -55,7 +55,7 @@ def equal_rows(scope: Scope, node: Node) -> Kind:
     else:
         axes = scope.batch_axes(Value(node.name))
     if len(axes) != 1:
-        return scope.couple(node, f"makes a tensor of the batch's size in an unknown way ({node.op})")
+        return scope.couple(node, f"makes a tensor whose batch axis cannot be inferred ({node.op})")
     return rows(axes[0][0], CONSTANT_ROWS, axes[0][1])
 
 

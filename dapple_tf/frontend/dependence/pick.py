@@ -13,7 +13,7 @@ from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Node, Value
 
 _RESHAPING = frozenset({"Reshape", "Squeeze", "ExpandDims", "Identity"})
-_DEEPEST = 8  # ops of an expression; what is computed from more is known by its name
+_DEEPEST = 8  # ops that are nested in a text of ``_expression``; a deeper value is written as its name
 
 
 def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -24,7 +24,7 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not source.rows and not index.rows:
         return _gather_shared(scope, node, source, index)
     if source.total or index.total:
-        return scope.couple(node, "gives samples entries of a sum or mean over the batch")
+        return scope.couple(node, "picks, by samples or for them, entries of a sum or mean over the batch")
     if node.op == "ResourceGather":
         return index.plain().at(index.axis) if not index.slope else _positions_as_numbers(scope, node)
     if None in ranks or (node.op == "GatherV2" and number is None):
@@ -53,7 +53,8 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
     if source.total:
-        return source if index.shared else scope.couple(node, "picks entries by the batch")
+        why = "picks entries of a sum or mean over the batch by an index that depends on the batch"
+        return source if index.shared else scope.couple(node, why)
     if Form.SHARE in (source.form, index.form):
         return source
     if Form.SIZE in (source.form, index.form):
@@ -62,7 +63,7 @@ def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
 
 
 def _positions_as_numbers(scope: Scope, node: Node) -> Kind:
-    return scope.couple(node, "uses positions of samples in the batch as numbers")
+    return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
 
 
 def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -70,7 +71,7 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not source.rows and not index.rows:
         return _gather_shared(scope, node, source, index)
     if source.total or index.total:
-        return scope.couple(node, "gives samples entries of a sum or mean over the batch")
+        return scope.couple(node, "picks, by samples or for them, entries of a sum or mean over the batch")
     dims, index_rank = scope.dims(node.inputs[1]), scope.rank(node.inputs[1])
     if dims is None or dims[-1] is None or index_rank is None or attr(node, "batch_dims", 0):
         return scope.couple(node, "picks entries of tensors of unknown rank")
@@ -108,7 +109,7 @@ def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of the coordinates of the true entries: rows that data chose, and positions."""
     if not kinds[0].rows:
-        return scope.couple(node, "chooses by a sum over the batch") if kinds[0].total else shared()
+        return scope.couple(node, "chooses by a sum or mean over the batch") if kinds[0].total else shared()
     rank = scope.rank(node.inputs[0])
     if rank is None or kinds[0].axis or kinds[0].outer != 1 or kinds[0].slope:
         return scope.couple(node, "chooses entries of a tensor whose first axis is not the batch")
@@ -118,7 +119,10 @@ def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _expression(scope: Scope, value: Value, depth: int) -> str:
-    """Return a text that is equal for equal entries in the same order, whatever the shape: ops, constants, inputs."""
+    """Return the ops, constants and inputs that compute ``value``, as a text.
+
+    Tensors of equal text have equal entries in the same order, but maybe in other shapes.
+    """
     node = scope.graph.by_name.get(value.node)
     if node is None or node.effect is not Effect.PURE or node.op in CAPTURED_INPUTS or not depth:
         return str(value)
@@ -133,7 +137,7 @@ def _expression(scope: Scope, value: Value, depth: int) -> str:
 def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a sum of rows by label, as ``tf.math.unsorted_segment_sum`` computes it."""
     if not only_rows(kinds):
-        return scope.couple(node, "sums a sum over the batch by label") if any(k.total for k in kinds) else shared()
+        return scope.couple(node, "sums a total over the batch by label") if any(k.total for k in kinds) else shared()
     data, labels, count = kinds
     aligned = data.rows and labels.rows and data.axis == labels.axis == 0 and data.layout == labels.layout
     if aligned and not data.slope and not labels.slope and count.shared:
@@ -160,7 +164,7 @@ def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     else:
         target, index, updates = kinds
     if not only_rows([target, index, updates]):
-        return scope.couple(node, "writes sums over the batch") if any(k.total for k in kinds) else shared()
+        return scope.couple(node, "scatters sums over the batch") if any(k.total for k in kinds) else shared()
     dims = scope.dims(node.inputs[0 if node.op == "ScatterNd" else 1])
     depth = None if dims is None else dims[-1]
     wide = index.slope * (depth or 1) if len(index.slope) == 1 else index.slope
@@ -180,7 +184,7 @@ def _ctc(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     aligned = logits.rows and logits.axis == 1 and logits.layout == (1, 1, "") and lengths.rows and lengths.axis == 0
     if aligned and index.rows and index.slope[:1] == (1,) and not any(index.slope[1:]) and values.rows:
         return [rows(0), rows(1)]
-    return scope.couple(node, "aligns labels with other samples")
+    return scope.couple(node, "computes a CTC loss whose labels cannot be matched with the samples")
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

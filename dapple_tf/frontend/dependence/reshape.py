@@ -13,7 +13,7 @@ from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.ir.graph import Node, Value
 
 UNKNOWN = -1
-"""``inner`` of rows that have a number of entries for each sample which is known only when the step runs."""
+"""``inner`` of rows whose number of entries for each sample is known only when the step runs."""
 
 
 def reshaped(scope: Scope, node: Node, source: Value, kind: Kind, target: Value) -> Kind:
@@ -44,7 +44,7 @@ def reshaped(scope: Scope, node: Node, source: Value, kind: Kind, target: Value)
         axes = [(axis, length // scope.batch) for axis, length in enumerate(last) if length % scope.batch == 0]
         if len(axes) == 1:
             return rows(axes[0][0], CONSTANT_ROWS, axes[0][1], trained=kind.trained)
-    return scope.couple(node, "reshapes the batch so that samples share an entry of an axis with others")
+    return scope.couple(node, "reshapes the batch so that no axis of the result separates the samples")
 
 
 def _target_dims(scope: Scope, node: Node, target: Value) -> tuple[int | None, ...] | None:
@@ -57,7 +57,7 @@ def _target_dims(scope: Scope, node: Node, target: Value) -> tuple[int | None, .
 def _reshaped_unknown(
     scope: Scope, node: Node, kind: Kind, before: Sequence[int | None], after: Sequence[int | None]
 ) -> Kind:
-    """Return the kind of rows with axes of unknown length, which the batch axis takes in or gives away."""
+    """Return the kind of rows with axes of unknown length, which are merged into the batch axis or split from it."""
     kept = len(after) - 1
     if not kind.slope and kept < len(before) and list(after[1:]) == list(before[len(before) - kept :]):
         whole = kept == len(before) - 1
@@ -70,7 +70,7 @@ def _reshaped_unknown(
 def _reshaped_chosen(
     scope: Scope, node: Node, kind: Kind, before: Sequence[int | None] | None, after: Sequence[int | None] | None
 ) -> Kind:
-    """Return the kind of rows that data chose: only axes of length 1 may come and go."""
+    """Return the kind of rows that data chose: only axes of length 1 may be added or removed."""
     if before is None or after is None:
         return scope.couple(node, "reshapes chosen rows to a shape that cannot be inferred")
     kept_before = [axis for axis, dim in enumerate(before) if dim != 1]
@@ -80,7 +80,7 @@ def _reshaped_chosen(
         known = kind.axis == 0 and after[:1] == (None,) and None not in after[1:] and None not in before[1:]
         if known and math.prod(int(d or 1) for d in before[1:]) == math.prod(int(d or 1) for d in after[1:]):
             return kind if not kind.slope else scope.couple(node, "reshapes positions of samples")
-        return scope.couple(node, "reshapes rows that data chose")
+        return scope.couple(node, "reshapes rows that were chosen by their values (tf.boolean_mask, tf.where)")
     return dataclasses.replace(kind, axis=kept_after[kept_before.index(kind.axis)])
 
 

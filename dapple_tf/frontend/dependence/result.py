@@ -16,9 +16,9 @@ from graph_passes.passes.microbatch import MergeKind
 
 @dataclass(frozen=True)
 class WholeSize:
-    """A size that is ``scale`` x batch size + ``offset`` (NumPy arrays) instead of the micro-batch's size.
+    """A size of the whole batch, ``scale`` x batch size + ``offset`` (NumPy arrays), that replaces the micro-batch's.
 
-    It takes the place of an operand of ``node`` (its position), or of the node's only output where that is None.
+    It replaces an operand of ``node``, given by its position, or the node's only output where ``operand`` is None.
     """
 
     node: str
@@ -31,7 +31,7 @@ class WholeSize:
 class Tail:
     """The end of a loss that runs once, on the rows ``frontier`` of all micro-batches.
 
-    ``nodes``: all that it has; ``own``: those that no micro-batch runs.
+    ``nodes``: all nodes of the tail; ``own``: those of them that micro-batches do not run too.
     """
 
     nodes: frozenset[str]
@@ -46,10 +46,11 @@ class BatchDependence:
     ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
     were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,
     None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes that
-    run once a step on the whole batch. ``draws``: stateless draws that give rows. ``sizes``: sizes used as numbers,
-    which are the whole batch's; ``shapes``: outputs (node, position) of shapes of activations that what runs once
-    needs. ``exactness``: what differs from one device nevertheless. ``kinds``: of all values. ``tail``: what runs once
-    on the rows of all micro-batches, where the loss is cut so.
+    run once a step on the whole batch. ``draws``: stateless draws of which each micro-batch takes its rows. ``sizes``:
+    sizes that the loss computes with, to be replaced by the whole batch's. ``shapes``: shapes of activations (a node,
+    and the position of an output) that nodes of ``once`` need. ``exactness``: the remaining reasons why a step differs
+    from one device's. ``kinds``: of all values. ``tail``: the end of the loss that runs once, on the rows of all
+    micro-batches, or None.
     """
 
     loss: Literal["mean", "sum"]

@@ -22,8 +22,8 @@ class Scope:
     so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
     the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
     sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
-    mean; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``: this is
-    the body of a function, whose ops cannot take anything else than they do.
+    mean; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``: this is the body of a
+    function, whose ops cannot be given other operands.
     """
 
     graph: Graph
@@ -60,7 +60,7 @@ class Scope:
         return None if dims is None else len(dims)
 
     def factor(self, value: Value, axis: int) -> int:
-        """Return c where the axis has c entries a sample; 0 where its length does not depend on the batch."""
+        """Return how many entries the axis has for each sample; 0 where its length does not depend on the batch."""
         dims = self.dims(value)
         if dims is None or not -len(dims) <= axis < len(dims):
             return 0
@@ -72,7 +72,7 @@ class Scope:
         return length // self.batch if length % self.batch == 0 else 0
 
     def batch_axes(self, value: Value) -> list[tuple[int, int]]:
-        """Return the axes whose length is a multiple of the batch size, each with its entries a sample."""
+        """Return the axes whose length is a multiple of the batch size, each with the multiple."""
         found = ((axis, self.factor(value, axis)) for axis in range(self.rank(value) or 0))
         return [(axis, factor) for axis, factor in found if factor]
 
@@ -97,7 +97,7 @@ class Scope:
 
 
 def op_names(text: str) -> frozenset[str]:
-    """Return the names of ops in ``text``, which spaces separate."""
+    """Return the names of ops in ``text``, where they are separated by spaces."""
     return frozenset(text.split())
 
 

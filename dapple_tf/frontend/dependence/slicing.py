@@ -1,4 +1,4 @@
-"""Rules of ops that take a part of a tensor, or take it apart."""
+"""Rules of ops that slice, split or unstack a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graph_passes.ir.graph import Node
 def _unpack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind:
     rank = scope.rank(node.inputs[0])
     if rank is None or attr(node, "axis", 0) % rank == kinds[0].axis:
-        return scope.couple(node, "takes samples of the batch apart")
+        return scope.couple(node, "unstacks the batch into single samples")
     axis = attr(node, "axis", 0) % rank
     kind = kinds[0].at(kinds[0].axis - (axis < kinds[0].axis))
     last = axis == rank - 1
@@ -43,7 +43,7 @@ def _split_rule(data: int, axis_operand: int) -> Rule:
             return kind
         if node.op == "Split" and kind.outer and kind.outer % len(node.outputs) == 0 and not kind.origin:
             return dataclasses.replace(kind, outer=kind.outer // len(node.outputs))
-        return scope.couple(node, "splits the batch, so that some samples are treated otherwise than others")
+        return scope.couple(node, "splits the batch, so that some samples are treated differently from others")
 
     return rule
 
@@ -81,7 +81,7 @@ def _slice_positions(scope: Scope, node: Node, kind: Kind, item: Any) -> Kind:
 
 
 def _slice_of_unknown(scope: Scope, node: Node, kind: Kind) -> Kind:
-    """Return the kind of a slice whose bounds are not known: the batch axis must be taken whole by its masks."""
+    """Return the kind of a slice whose bounds are not known: its masks must say that it takes the whole batch axis."""
     bit = 1 << kind.axis
     plain = not any(attr(node, mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
     taken = attr(node, "begin_mask", 0) & bit and attr(node, "end_mask", 0) & bit
@@ -104,7 +104,7 @@ def _slice_batch_axis(scope: Scope, node: Node, kind: Kind, item: Any, target: i
                 return dataclasses.replace(kind, axis=target, outer=(end - first) // block)
         if not kind.outer and length is not None and item.step == 1:
             return kind.at(target)
-    return scope.couple(node, "slices the batch, so that some samples are treated otherwise than others")
+    return scope.couple(node, "slices the batch, so that some samples are treated differently from others")
 
 
 @data_operands(1)

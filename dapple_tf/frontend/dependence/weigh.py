@@ -2,7 +2,7 @@
 
 A loss may add sums over the batch, means, and terms that do not depend on samples (regularisers). Sums of micro-batches
 add up as they are; means and shared terms only after each micro-batch has multiplied them by its share of the samples.
-A mean over rows that data chose becomes their sum divided by their number in the whole batch.
+A mean over rows that data chose (``tf.boolean_mask``) becomes their sum, divided by their number in the whole batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FACTORS = frozenset({"Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "MatMul",
 def weigh_terms(captured: Captured, dependence: BatchDependence) -> Captured:
     """Return the captured loss with weighted terms: new ops in its trace, and a placeholder for the micro-batch's rows.
 
-    Only what is computed after the batch was reduced is built anew.
+    Only ops on sums and means over the batch are made again; the tensors that these are taken of stay as they are.
     """
     return _Weighing(captured, dependence).result()
 
@@ -89,7 +89,7 @@ class _Weighing:
         return internals.copy_op(self.captured.func_graph, tensor.op, inputs).outputs[value.index]
 
     def _terms(self, node: Node, output: int) -> Sequence[int]:
-        """Return the operands to weigh for an output: all terms of a sum, the one total of a product."""
+        """Return the operands to weigh: all terms of a sum; the one factor of a product that depends on samples."""
         if node.op == "IdentityN":
             return [output]
         if node.op in _FACTORS:

@@ -123,7 +123,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.reverse_sequence(tf.transpose(b.z), tf.constant([2, 2, 2, 2]), seq_axis=1, batch_axis=0),
         "moves samples along the batch axis",
     ),
-    "unstack of samples": (lambda b: tf.unstack(tf.ensure_shape(b.z, [9, 4]))[0], "takes samples of the batch apart"),
+    "unstack of samples": (lambda b: tf.unstack(tf.ensure_shape(b.z, [9, 4]))[0], "unstacks the batch"),
     "split of samples": (lambda b: tf.split(b.z, [2, b.n - 2])[0], "splits the batch"),
     "pad of the batch": (lambda b: tf.pad(b.z, [[1, 0], [0, 0]]), "pads the batch axis"),
     "concat with foreign rows": (lambda b: tf.concat([b.z, b.w[None]], 0), "rows that are no samples"),
@@ -143,7 +143,10 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "pairs by broadcast_to": (lambda b: tf.broadcast_to(b.z[:, :1], [b.n, b.n]), "pairs each sample with others"),
     "a reshape that shares samples": (lambda b: tf.reshape(b.z, [4, -1]), "reshapes the batch"),
     "a reshape of transposed rows": (lambda b: tf.reshape(tf.transpose(b.z), [-1, 4]), "reshapes the batch"),
-    "a tensor of the batch's size twice": (lambda b: tf.zeros([b.n, b.n]), "makes a tensor of the batch's size"),
+    "a tensor of the batch's size twice": (
+        lambda b: tf.zeros([b.n, b.n]),
+        "makes a tensor whose batch axis cannot be inferred",
+    ),
     "filled with a sum": (lambda b: tf.fill([b.n], tf.reduce_sum(b.z)), "sum"),
     "concat of rows and their mean": (
         lambda b: tf.concat([b.z, tf.reduce_mean(b.z, 0, keepdims=True)], 0),
