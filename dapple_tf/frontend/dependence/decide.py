@@ -36,16 +36,17 @@ def find_dependence(
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
-    once_written, whole = set(written), frozenset[Value]()
+    once_written, whole, divided = set(written), frozenset[Value](), frozenset[int]()
     while True:
-        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch)
+        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch, divided)
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
         both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
-        if not per_micro_batch & once_written and not both:
+        if not per_micro_batch & once_written and not both and analysis.mixed_norms <= divided:
             break
         once_written -= per_micro_batch
         whole |= both
+        divided |= analysis.mixed_norms
     return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss).result()
 
 
