@@ -17,6 +17,9 @@ Inexact = Literal["error", "warn", "allow"]
 BatchLoss = bool | Literal["auto"]
 """Whether a loss that combines samples runs once on the rows of all micro-batches; "auto": where it does not add up."""
 
+BatchNorm = Literal["micro-batch", "deferred"]
+"""Of which samples batch norm keeps moving statistics: of each micro-batch in turn, or of the whole batch, once."""
+
 
 def check_inexact(inexact: str) -> None:
     """Raise PlanError unless ``inexact`` is one of "error", "warn" and "allow"."""
@@ -28,6 +31,17 @@ def check_batch_loss(batch_loss: object) -> None:
     """Raise PlanError unless ``batch_loss`` is False, True or "auto"."""
     if batch_loss not in (False, True, "auto"):
         raise PlanError(f"batch_loss={batch_loss!r}: give False, True or 'auto'")
+
+
+def check_batch_norm(batch_norm: object) -> None:
+    """Raise PlanError unless ``batch_norm`` is "micro-batch" or "deferred"; "sync" does not exist yet."""
+    if batch_norm == "sync":
+        raise PlanError(
+            "batch_norm='sync' is not there yet: batch norm takes the statistics of each replica's samples. Give the "
+            "stage one replica, or take batch_norm='deferred', which keeps moving statistics of the whole batch"
+        )
+    if batch_norm not in get_args(BatchNorm):
+        raise PlanError(f"batch_norm={batch_norm!r}: give one of {', '.join(map(repr, get_args(BatchNorm)))}")
 
 
 @dataclass(frozen=True)

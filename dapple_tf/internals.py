@@ -108,6 +108,31 @@ def divide_batch_norm(sizes_of: Callable[[keras.Layer], Sequence[Sequence[int]]]
         keras.layers.BatchNormalization.call = original
 
 
+Moments = Callable[[keras.layers.BatchNormalization, Any, Any, Callable[[], tuple[Any, Any]]], tuple[Any, Any]]
+"""Takes a layer, its input (cast for computing), the mask or None, and a function that computes what the layer would.
+
+Returns the mean and the variance, of shape [channels].
+"""
+
+
+@contextlib.contextmanager
+def replace_moments(moments: Moments) -> Iterator[None]:
+    """In the block, Keras's batch norm normalises in training mode by what ``moments`` returns, and writes it.
+
+    Replaces and restores ``BatchNormalization._moments``.
+    """
+    original = keras.layers.BatchNormalization._moments
+
+    def replacement(self: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> Any:
+        return moments(self, inputs, mask, lambda: original(self, inputs, mask))
+
+    keras.layers.BatchNormalization._moments = replacement
+    try:
+        yield
+    finally:
+        keras.layers.BatchNormalization._moments = original
+
+
 def variable_name(variable: tf.Variable) -> str:
     """Return the name that a variable was created with, without the output index that TensorFlow appends (``:0``)."""
     return str(variable.name).split(":")[0]
