@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.equality.one_device import TOLERANCE, Problem, compare
+import dapple_tf as dapple
+from tests.equality.one_device import TOLERANCE, Problem, compare, relative_error
 
 LAYERS = keras.layers
 WIDTH, STEPS = 6, 5
@@ -58,3 +61,166 @@ def test_a_masked_batch_norm_counts_the_mask_of_its_micro_batch(schedule: str) -
     comparison = compare(problem, batches, in_turn=3, stages=["second"], micro_batches=3, schedule=schedule)
     comparison.check(TOLERANCE["float64"])
     assert comparison.step.exactness.reasons
+
+
+# --- deferred: moving statistics of the whole batch
+
+
+@dataclass
+class Deferred:
+    """Plain Keras on one device, which calls the model with a replica's samples of a micro-batch at a time.
+
+    The moving statistics that Keras writes meanwhile are thrown away. At the end of the step they are computed by hand,
+    from what entered each batch norm layer: mean and variance over all samples (those that the mask keeps).
+    """
+
+    model: keras.Sequential
+    optimizer: Any
+
+    def step(self, x: Any, y: Any, pieces: Sequence[slice]) -> float:
+        variables, loss, gradients = self.model.trainable_variables, 0.0, None
+        seen: dict[str, list[tuple[Any, Any]]] = {}
+        before = {v.path: v.numpy() for v in self.model.non_trainable_variables}
+        for piece in pieces:
+            share = (piece.stop - piece.start) / len(x)
+            with tf.GradientTape() as tape:
+                part = share * tf.reduce_mean((y[piece] - self._call(x[piece], seen)) ** 2)
+            found = tape.gradient(part, variables)
+            gradients = found if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
+            loss += float(part)
+        self.optimizer.apply(gradients, variables)
+        for layer in self.model.layers:
+            if layer.name in seen:
+                mean, variance = whole_statistics(seen[layer.name])
+                for variable, new in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+                    old = before[variable.path]
+                    variable.assign(layer.momentum * old + (1 - layer.momentum) * new)
+        return loss
+
+    def _call(self, x: Any, seen: dict[str, list[tuple[Any, Any]]]) -> Any:
+        mask = None
+        for layer in self.model.layers:
+            if isinstance(layer, LAYERS.BatchNormalization):
+                seen.setdefault(layer.name, []).append((x.numpy(), None if mask is None else mask.numpy()))
+                x = layer(x, training=True, mask=mask)
+            elif isinstance(layer, LAYERS.Masking):
+                mask = layer.compute_mask(x)
+                x = layer(x)
+            else:
+                x = layer(x)
+        return x
+
+
+def whole_statistics(seen: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Sum mean and squares of what entered a layer in several calls; the weight is the number of entries."""
+    weight, mean, squares = 0.0, 0.0, 0.0
+    for x, mask in seen:
+        axes = tuple(range(x.ndim - 1))
+        kept = np.ones(x.shape[:-1]) if mask is None else mask.astype(x.dtype)
+        count = kept.sum()
+        own = (x * kept[..., None]).sum(axes) / (count if mask is None else count + 1e-7)  # Keras adds its epsilon
+        spread = (kept[..., None] * (x - own) ** 2).sum(axes) / (count if mask is None else count + 1e-7)
+        weight, mean, squares = weight + count, mean + count * own, squares + count * (spread + own**2)
+    return mean / weight, squares / weight - (mean / weight) ** 2
+
+
+def pieces_of(size: int, micro_batches: int, replicas: int = 1) -> list[slice]:
+    """The samples of each replica of each micro-batch."""
+    found = []
+    for m in range(micro_batches):
+        begin, end = size * m // micro_batches, size * (m + 1) // micro_batches
+        bounds = [begin + (end - begin) * r // replicas for r in range(replicas + 1)]
+        found += [slice(low, high) for low, high in itertools.pairwise(bounds)]
+    return found
+
+
+def random(sizes: Sequence[int], shape: Sequence[int] = (WIDTH,)) -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(4)
+    return [
+        (tf.constant(rng.normal(size=(size, *shape))), tf.constant(rng.normal(size=(size, WIDTH)))) for size in sizes
+    ]
+
+
+def norm(name: str, momentum: float = 0.5) -> keras.Layer:
+    return LAYERS.BatchNormalization(momentum=momentum, name=name, dtype="float64")
+
+
+def two_norms() -> list[keras.Layer]:
+    return [dense("a"), norm("first"), dense("b"), norm("second", 0.9), dense("c")]
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, **options)
+
+
+def check_deferred(
+    layers: Callable[[], Sequence[keras.Layer]],
+    batches: Sequence[tuple[Any, Any]],
+    *,
+    stages: Sequence[str],
+    micro_batches: int,
+    replicas: Sequence[int] | None = None,
+    clip: dict[str, float] | None = None,
+    **options: Any,
+) -> Any:
+    """Assert that losses and all variables are those of ``Deferred`` after training on ``batches``; return the step."""
+    shape = batches[0][0].shape[1:]
+    plain = Deferred(keras.Sequential([keras.Input(shape, dtype="float64"), *layers()]), sgd(**clip or {}))
+    model = keras.Sequential([keras.Input(shape, dtype="float64"), *layers()])
+    step = dapple.pipeline(
+        lambda x, y: tf.reduce_mean((y - model(x, training=True)) ** 2),
+        optimizer=sgd(**clip or {}),
+        stages=stages,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        batch_norm="deferred",
+        **options,
+    )
+    for x, y in batches:
+        wanted = plain.step(x, y, pieces_of(len(x), micro_batches, max(replicas or [1])))
+        assert relative_error(step(x, y).numpy(), np.float64(wanted)) <= TOLERANCE["float64"]
+    for found, expected in zip(model.variables, plain.model.variables, strict=True):
+        assert relative_error(found.numpy(), expected.numpy()) <= TOLERANCE["float64"], expected.path
+    return step
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple-a", "zb-h1"])
+def test_deferred_statistics_are_those_of_the_whole_batch(schedule: str) -> None:
+    step = check_deferred(two_norms, random((7, 10)), stages=["b"], micro_batches=3, schedule=schedule)
+    reasons = step.exactness.reasons
+    assert [reason.layer.rsplit("/", 1)[-1] for reason in reasons] == ["first", "second"]
+    assert all(reason.documented and "those of the whole batch" in reason.why for reason in reasons)
+
+
+def test_deferred_statistics_are_summed_over_replicas() -> None:
+    check_deferred(two_norms, random((14, 12)), stages=["b"], micro_batches=2, replicas=[2, 2])
+
+
+def test_deferred_statistics_of_a_stage_that_alone_is_replicated() -> None:
+    def layers() -> list[keras.Layer]:
+        return [dense("a"), dense("b"), norm("norm"), dense("c")]
+
+    check_deferred(
+        layers, random((14, 12)), stages=["b"], micro_batches=2, replicas=[1, 2], clip={"global_clipnorm": 0.1}
+    )
+
+
+@pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
+def test_deferred_statistics_with_recomputation(schedule: str) -> None:
+    check_deferred(two_norms, random((7, 10)), stages=["b"], micro_batches=3, recompute=True, schedule=schedule)
+
+
+def test_deferred_statistics_of_images_count_all_pixels() -> None:
+    def layers() -> list[keras.Layer]:
+        start = keras.initializers.GlorotUniform(5)
+        conv = LAYERS.Conv2D(3, 2, use_bias=False, kernel_initializer=start, name="conv", dtype="float64")
+        return [conv, norm("norm"), LAYERS.Flatten(dtype="float64"), dense("last")]
+
+    check_deferred(layers, random((7, 10), (4, 4, 2)), stages=["last"], micro_batches=3)
+
+
+def test_deferred_statistics_with_a_mask_count_what_it_keeps() -> None:
+    def layers() -> list[keras.Layer]:
+        return [LAYERS.Masking(dtype="float64"), dense("first"), norm("norm"), dense("second")]
+
+    check_deferred(layers, padded(2, (7, 9)), stages=["second"], micro_batches=3)
