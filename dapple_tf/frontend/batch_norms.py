@@ -42,11 +42,16 @@ class BatchNormRecorder:
         compute: Callable[[], tuple[Any, Any]],
     ) -> tuple[Any, Any]:
         mean, variance = compute()
-        wide_mean, wide_variance = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)  # sums lose digits
+        wide_mean, wide_variance = (_widen(statistic) for statistic in (mean, variance))
         weight = _weight(layer, inputs, mask, wide_mean)
         sums = tf.stack([weight, weight * wide_mean, weight * (wide_variance + tf.square(wide_mean))])
         self.calls.append(BatchNormCall(layer, sums, inputs.shape.rank, inputs.dtype.name))
         return mean, variance
+
+
+def _widen(statistic: Any) -> Any:
+    """Return a mean or a variance as float64, since sums lose digits; Keras squeezes that of one channel and a mask."""
+    return tf.reshape(tf.cast(statistic, tf.float64), [-1])
 
 
 def join_sums(sums: Any) -> tuple[Any, Any]:
