@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from dapple_tf.drawing.table import format_table
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, UsageError
 
 _WIDTH = 120  # characters of a line of the table
 
@@ -17,8 +17,11 @@ Inexact = Literal["error", "warn", "allow"]
 BatchLoss = bool | Literal["auto"]
 """Whether a loss that combines samples runs once on the rows of all micro-batches; "auto": where it does not add up."""
 
-BatchNorm = Literal["micro-batch", "deferred"]
-"""Of which samples batch norm keeps moving statistics: of each micro-batch in turn, or of the whole batch, once."""
+BatchNorm = Literal["micro-batch", "deferred", "sync"]
+"""Of which samples batch norm keeps moving statistics: of each micro-batch in turn, or of the whole batch, once.
+
+"sync", statistics over the replicas of a stage, does not exist yet.
+"""
 
 
 def check_inexact(inexact: str) -> None:
@@ -34,9 +37,9 @@ def check_batch_loss(batch_loss: object) -> None:
 
 
 def check_batch_norm(batch_norm: object) -> None:
-    """Raise PlanError unless ``batch_norm`` is "micro-batch" or "deferred"; "sync" does not exist yet."""
+    """Raise PlanError unless ``batch_norm`` is one of ``BatchNorm``, and UsageError for "sync"."""
     if batch_norm == "sync":
-        raise PlanError(
+        raise UsageError(
             "batch_norm='sync' is not there yet: batch norm takes the statistics of each replica's samples. Give the "
             "stage one replica, or take batch_norm='deferred', which keeps moving statistics of the whole batch"
         )

@@ -221,6 +221,11 @@ def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     return found
 
 
+def batch_norm_layers() -> list[keras.layers.BatchNormalization]:
+    """Return all live batch norm layers that are built."""
+    return [layer for layer in _live_instances(keras.layers.BatchNormalization) if layer.built]
+
+
 def _live_instances(*kinds: type[Any]) -> list[Any]:
     """Return all live objects of these classes; another thread may still be initialising some of them.
 

@@ -7,7 +7,7 @@ What a layer writes from the statistics of the whole batch is a function of its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +29,15 @@ from graph_passes.passes.partition import StageGraph
 def defer_statistics(captured: Captured) -> Captured:
     """Return the captured loss whose batch norm layers give sums in place of writes that each micro-batch would do.
 
-    Raises CaptureError for a layer that writes other statistics than the mean and the variance of its input.
+    Raises CaptureError for a layer that writes other statistics than the mean and the variance of its input, and for
+    one whose call is not seen in the loss.
     """
     graph, dependence = captured.graph, captured.dependence
     assert dependence is not None, "the analysis tells which layers normalise each micro-batch"
-    sums = {_number(captured, call): call for call in captured.batch_norms}
-    dropped = [
-        node
-        for node in graph.nodes
-        if node.effect is Effect.WRITE and node.has("batch_norm") and node.name not in dependence.once
-    ]
+    sums = {node.integer("batch_norm"): call for call in captured.batch_norms if (node := _find_node(captured, call))}
+    writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name not in dependence.once]
+    _check_seen(captured, writes)
+    dropped = [node for node in writes if node.has("batch_norm")]
     for node in dropped:
         call = sums.get(node.integer("batch_norm"))
         if call is None or call.layer.renorm:
@@ -53,6 +52,29 @@ def defer_statistics(captured: Captured) -> Captured:
     return dataclasses.replace(captured, graph=marked, dropped=names)
 
 
+def _find_node(captured: Captured, call: BatchNormCall) -> Node | None:
+    """Return the node of a call's sums, if it is a layer's call in the trace itself.
+
+    TensorFlow traces a function that makes variables (of layers not built yet) once before, in another graph.
+    """
+    node = captured.graph.by_name.get(call.sums.op.name) if call.sums.graph is captured.func_graph else None
+    return node if node is not None and node.has("batch_norm") else None
+
+
+def _check_seen(captured: Captured, writes: Sequence[Node]) -> None:
+    """Raise CaptureError if a node that is no batch norm layer's own op writes such a layer's moving statistics."""
+    others = {name: node for node in writes if not node.has("batch_norm") for name in node.strings("writes")}
+    layers = {id(layer.moving_mean.value): layer for layer in internals.batch_norm_layers()} if others else {}
+    for name, node in others.items():
+        layer = layers.get(id(captured.variables.get(name)))
+        if layer is not None:
+            raise CaptureError(
+                f"batch_norm='deferred': {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: the "
+                "layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in "
+                "the loss itself, or take batch_norm='micro-batch'"
+            )
+
+
 def drop_nodes(graph: Graph, names: frozenset[str]) -> Graph:
     """Return the graph without these nodes, whose outputs nothing takes, and without the control edges from them."""
     return graph.replace(
@@ -62,18 +84,6 @@ def drop_nodes(graph: Graph, names: frozenset[str]) -> Graph:
             if node.name not in names
         )
     )
-
-
-def _number(captured: Captured, call: BatchNormCall) -> int:
-    """Return the number that the nodes of a call have as attribute."""
-    node = captured.graph.by_name.get(call.sums.op.name) if call.sums.graph is captured.func_graph else None
-    if node is None or not node.has("batch_norm"):
-        raise CaptureError(
-            f"batch_norm='deferred': layer {call.layer.name!r} is called in another function than the loss (a "
-            "tf.function, loop or condition), or not by its __call__: call it in the loss itself, or take "
-            "batch_norm='micro-batch'"
-        )
-    return node.integer("batch_norm")
 
 
 def _name(number: int) -> str:

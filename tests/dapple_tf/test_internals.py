@@ -89,6 +89,14 @@ def test_batch_norm_normalises_by_and_writes_what_replaces_its_moments(mask: Any
     assert len(seen) == 1
 
 
+def test_live_batch_norm_layers_are_found_once_they_are_built() -> None:
+    built, unbuilt = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
+    built.build((None, 2))
+    found = {id(layer) for layer in internals.batch_norm_layers()}
+    assert id(built) in found
+    assert id(unbuilt) not in found
+
+
 def test_a_clone_of_a_function_that_makes_a_variable_makes_its_own() -> None:
     made = []
 

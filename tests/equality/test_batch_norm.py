@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
 from tests.equality.one_device import TOLERANCE, Problem, compare, relative_error
 
 LAYERS = keras.layers
@@ -224,3 +225,121 @@ def test_deferred_statistics_with_a_mask_count_what_it_keeps() -> None:
         return [LAYERS.Masking(dtype="float64"), dense("first"), norm("norm"), dense("second")]
 
     check_deferred(layers, padded(2, (7, 9)), stages=["second"], micro_batches=3)
+
+
+def test_deferred_statistics_of_the_arguments_are_written_as_by_one_device() -> None:
+    """They depend on nothing that is trained, so they are the whole batch's anyway, and normalise it."""
+
+    def model() -> Problem:
+        return regression(norm("norm"), dense("a"), dense("b"))
+
+    comparison = compare(model(), random((7, 10)), stages=["b"], micro_batches=3, batch_norm="deferred")
+    comparison.check(TOLERANCE["float64"])
+    assert comparison.step.exactness.exact
+
+
+@pytest.mark.parametrize("stages", [["second"], 1])
+def test_a_layer_that_is_called_twice_moves_its_deferred_statistics_twice(stages: Any) -> None:
+    """As the two views of a siamese network do: first by the statistics of one call, then by the other's."""
+    first, layer, second = dense("first"), norm("norm"), dense("second")
+    (x, y), *_ = random((7,))
+    hidden = [first(x), first(2 * y)]
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        one, other = (second(layer(first(view), training=True)) for view in (x, 2 * y))
+        return tf.reduce_mean((one - other) ** 2)
+
+    step = dapple.pipeline(loss_fn, optimizer=sgd(), stages=stages, micro_batches=3, batch_norm="deferred")
+    step(x, y)
+    mean, variance = np.zeros(WIDTH), np.ones(WIDTH)
+    for view in hidden:
+        mean, variance = (mean + view.numpy().mean(0)) / 2, (variance + view.numpy().var(0)) / 2
+    np.testing.assert_allclose(layer.moving_mean.numpy(), mean, rtol=1e-12)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), variance, rtol=1e-12)
+
+
+def test_deferred_statistics_of_float32_keep_their_digits() -> None:
+    """The squares of large means cancel: in float32, E[x^2] - E[x]^2 would have no digit left."""
+    bias = keras.initializers.Constant(1000.0)
+    first = LAYERS.Dense(WIDTH, bias_initializer=bias, kernel_initializer="identity")
+    layer, last = LAYERS.BatchNormalization(momentum=0.0), LAYERS.Dense(WIDTH)
+    (x, y), *_ = random((64,))
+    x, y = tf.cast(x, tf.float32), tf.cast(y, tf.float32)
+    hidden = first(x).numpy().astype(np.float64)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean((y - last(layer(first(x), training=True))) ** 2)
+
+    dapple.pipeline(loss_fn, optimizer=sgd(), stages=1, micro_batches=4, batch_norm="deferred")(x, y)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), hidden.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), hidden.var(0), rtol=1e-4)
+
+
+def test_deferred_statistics_are_no_gradients() -> None:
+    """Neither are they among the gradients of a step, nor does a failed step change them."""
+    problem = regression(dense("a"), norm("norm"), dense("b"))
+    step = dapple.pipeline(
+        problem.loss_fn, optimizer=sgd(), stages=["b"], micro_batches=2, batch_norm="deferred", inexact="warn"
+    )
+    step.check_numerics = True
+    ((x, y),) = random((6,))
+    _, gradients = step.run_exposed(x, y)
+    assert not any("moving" in name or "batch_norm" in name for name in gradients)
+    before = {name: variable.numpy() for name, variable in problem.variables.items()}
+    with pytest.raises(StepError, match="All variables are as they were"):
+        step(x * np.nan, y)
+    for name, variable in problem.variables.items():
+        np.testing.assert_array_equal(variable.numpy(), before[name])
+    step(x, y)
+    moved = next(name for name in before if "moving_mean" in name)
+    assert not np.array_equal(problem.variables[moved].numpy(), before[moved])
+
+
+# --- what cannot be deferred
+
+
+def test_statistics_that_are_not_known_are_refused() -> None:
+    renorm = LAYERS.BatchNormalization(renorm=True, name="odd", dtype="float64")
+    step = step_of(regression(dense("a"), renorm))
+    with pytest.raises(CaptureError, match=r"layer '.*odd' has renorm=True.*batch_norm='micro-batch'"):
+        step(*random((6,))[0])
+
+
+class OwnMoments(LAYERS.BatchNormalization):
+    """A layer whose statistics are not those that Keras computes."""
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return tf.reduce_mean(inputs, 0), tf.ones(inputs.shape[-1:], inputs.dtype)
+
+
+def test_a_layer_with_statistics_of_its_own_is_refused() -> None:
+    step = step_of(regression(dense("a"), OwnMoments(name="odd", dtype="float64")))
+    with pytest.raises(CaptureError, match=r"layer '.*odd' computes its statistics in a way of its own"):
+        step(*random((6,))[0])
+
+
+def test_a_layer_in_a_function_of_its_own_is_refused() -> None:
+    layer, first = norm("inside"), dense("a")
+    layer.build((None, WIDTH))
+    inner = tf.function(lambda x: layer(x, training=True))
+    problem = Problem(lambda x, y: tf.reduce_mean((y - inner(first(x))) ** 2), {}, sgd)
+    with pytest.raises(CaptureError, match="writes the statistics of layer 'inside': the layer is called in a nested"):
+        step_of(problem, inexact="allow")(*random((6,))[0])
+
+
+def step_of(problem: Problem, **options: Any) -> Any:
+    return dapple.pipeline(
+        problem.loss_fn, optimizer=sgd(), stages=1, micro_batches=2, batch_norm="deferred", **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "says"),
+    [
+        ("whole", PlanError, "batch_norm='whole': give one of 'micro-batch', 'deferred', 'sync'"),
+        ("sync", UsageError, "batch_norm='sync' is not there yet.*take batch_norm='deferred'"),
+    ],
+)
+def test_other_choices_are_refused(choice: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        dapple.pipeline(lambda x: x, optimizer=sgd(), batch_norm=choice)
