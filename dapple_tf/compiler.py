@@ -13,6 +13,7 @@ import tensorflow as tf
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.plan import Plan
@@ -48,6 +49,7 @@ from graph_passes.passes.split_weights import SplitWeights
 from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
+from graph_passes.passes.write_statistics import WriteStatistics
 from graph_passes.schedules.policies import build_schedule
 
 
@@ -71,10 +73,11 @@ class StagedModel:
     For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
     uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
     ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
-    the tail takes, empty where there is none (see ``batch_loss``). ``stateful``: see ``Captured``.
+    the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
+    written from sums (see ``WriteStatistics``). ``stateful``: see ``Captured``.
 
-    ``traces``: the FuncGraphs of the loss and of the optimizer's update. TensorFlow removes functions that are nested
-    in a trace (bodies of If and While) once the trace is garbage, and the stage functions still call them.
+    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's update. TensorFlow removes functions
+    that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still call them.
     """
 
     graph: Graph
@@ -99,6 +102,7 @@ class StagedModel:
     lookups: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
     frontier: tuple[TailInput, ...]
+    statistics: bool
     traces: tuple[Any, ...]
 
     def pack(self, outputs: Sequence[Any]) -> Any:
@@ -159,6 +163,8 @@ def stage_model(
     indices = _index_types(gradients)
     update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
     use = find_variables(graph)
+    statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
+    graph = graph.replace(functions=(*graph.functions, *statistics.functions))
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
@@ -171,8 +177,8 @@ def stage_model(
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
-        constants=dict(captured.constants) | ({} if update is None else update.constants),
-        library=dict(joint.library) | ({} if update is None else dict(update.graph.library)),
+        constants=dict(captured.constants) | dict(statistics.constants) | ({} if update is None else update.constants),
+        library=dict(joint.library) | dict(statistics.library) | ({} if update is None else dict(update.graph.library)),
         trained=trained,
         trained_objects=() if update is None else update.trained,
         untrained=tuple(name for name in captured.trainable if name not in reached),
@@ -181,8 +187,9 @@ def stage_model(
         sparse=sparse_parts(gradients),
         lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
         frontier=stages.frontier,
+        statistics=bool(statistics.functions),
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-        traces=(captured.func_graph, *([] if update is None else [update.func_graph])),
+        traces=(captured.func_graph, *statistics.traces, *([] if update is None else [update.func_graph])),
     )
 
 
@@ -243,6 +250,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
         *([GatherSlices(model.sparse)] if model.sparse else []),  # needs every replica's backward, and weights' part
+        *([WriteStatistics()] if model.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
     if model.updates is not None:

@@ -68,44 +68,46 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def divide_batch_norm(sizes_of: Callable[[keras.Layer], Sequence[Sequence[int]]]) -> Iterator[None]:
-    """In the block, inside a tf.function, Keras's batch norm takes its input in pieces, one after the other.
+def replace_batch_norm(call: Callable[..., Any]) -> Iterator[None]:
+    """In the block, ``call(original, layer, inputs, training=..., mask=...)`` is what Keras's batch norm computes.
 
-    ``sizes_of``: returns for a layer the samples of the pieces, micro-batch by micro-batch, one for each replica; their
-    sum must divide the rows of the input, as in [samples x steps, channels]. Each piece is normalised by itself. Each
-    replica writes moving statistics of its own, in order, and their means are kept.
-
-    Replaces and restores ``BatchNormalization.call``, but only for calls in the graph under construction: an inner
-    tf.function keeps its traces, which would then be used elsewhere.
+    ``original`` takes the same arguments without itself. Replaces and restores ``BatchNormalization.call``.
     """
-    original, graph = keras.layers.BatchNormalization.call, tf.compat.v1.get_default_graph()
+    original = keras.layers.BatchNormalization.call
 
-    def call(self: keras.Layer, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        if tf.compat.v1.get_default_graph() is not graph or not training or not self.trainable:
-            return original(self, inputs, training=training, mask=mask)
-        sizes = sizes_of(self)
-        steps = tf.shape(inputs)[0] // sum(map(sum, sizes))
-        rows = [size * steps for micro_batch in sizes for size in micro_batch]
-        pieces = tf.split(inputs, rows)
-        masks = [None] * len(rows) if mask is None else tf.split(mask, rows)
-        statistics = [variable.value for variable in self.non_trainable_variables]
-        start = [tf.identity(variable) for variable in statistics]
-        outputs, ends, replicas = [None] * len(rows), [], len(sizes[0])
-        for replica in range(replicas):
-            for variable, value in zip(statistics, start, strict=True):
-                variable.assign(value)
-            for i in range(replica, len(rows), replicas):
-                outputs[i] = original(self, pieces[i], training=training, mask=masks[i])
-            ends.append([tf.identity(variable) for variable in statistics])
-        for variable, values in zip(statistics, zip(*ends, strict=True), strict=True):
-            variable.assign(tf.add_n(values) / replicas)
-        return tf.ensure_shape(tf.concat(outputs, 0), inputs.shape)
+    def replacement(self: keras.Layer, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return call(original, self, inputs, training=training, mask=mask)
 
-    keras.layers.BatchNormalization.call = call
+    keras.layers.BatchNormalization.call = replacement
     try:
         yield
     finally:
         keras.layers.BatchNormalization.call = original
+
+
+Moments = Callable[[keras.layers.BatchNormalization, Any, Any, Callable[[], tuple[Any, Any]]], tuple[Any, Any]]
+"""Takes a layer, its input (cast for computing), the mask or None, and a function that computes what the layer would.
+
+Returns the mean and the variance, of shape [channels]; Keras squeezes those of one channel where there is a mask.
+"""
+
+
+@contextlib.contextmanager
+def replace_moments(moments: Moments) -> Iterator[None]:
+    """In the block, Keras's batch norm normalises in training mode by what ``moments`` returns, and writes it.
+
+    Replaces and restores ``BatchNormalization._moments``.
+    """
+    original = keras.layers.BatchNormalization._moments
+
+    def replacement(self: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> Any:
+        return moments(self, inputs, mask, lambda: original(self, inputs, mask))
+
+    keras.layers.BatchNormalization._moments = replacement
+    try:
+        yield
+    finally:
+        keras.layers.BatchNormalization._moments = original
 
 
 def variable_name(variable: tf.Variable) -> str:
@@ -217,6 +219,11 @@ def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
         if id(value) in wanted:
             found[wanted[id(value)]] = item
     return found
+
+
+def batch_norm_layers() -> list[keras.layers.BatchNormalization]:
+    """Return all live batch norm layers that are built."""
+    return [layer for layer in _live_instances(keras.layers.BatchNormalization) if layer.built]
 
 
 def _live_instances(*kinds: type[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import Request
 from dapple_tf.errors import PlanError
-from dapple_tf.exactness import BatchLoss, Inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
@@ -27,6 +27,7 @@ def pipeline(
     sparse_gradients: str = "exact",
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
+    batch_norm: BatchNorm = "micro-batch",
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -55,6 +56,9 @@ def pipeline(
             model after the last tensors that hold a row for each sample; what follows runs once a step on the rows of
             all micro-batches, and backward starts when it has. That needs the schedule "gpipe", and memory for the
             activations of all micro-batches. "auto": only where the loss does not add up, and the schedule allows it.
+        batch_norm: What batch norm in training mode keeps as moving statistics; it normalises each micro-batch (each
+            replica its samples of it) by itself in any case. "micro-batch": each micro-batch moves them in turn, and
+            replicas are averaged. "deferred": they move once a step, by mean and variance over the whole batch.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.
@@ -69,7 +73,9 @@ def pipeline(
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
-    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss)
+    request = Request(
+        stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss, batch_norm
+    )
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:
         return PipelinedStep(function, optimizer, request, plan, devices, cluster, example_batch)

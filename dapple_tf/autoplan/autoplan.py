@@ -24,7 +24,7 @@ from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError, UsageError
-from dapple_tf.exactness import BatchLoss, Inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
@@ -103,6 +103,11 @@ class Autoplan:
         if self._request.batch_loss == "auto" and not _may_wait(self._request, self._plan_given):
             return False
         return self._request.batch_loss
+
+    @property
+    def batch_norm(self) -> BatchNorm:
+        """Of which samples batch norm keeps moving statistics."""
+        return self._request.batch_norm
 
     @property
     def keeps_slices(self) -> bool:

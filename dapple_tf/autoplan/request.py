@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.errors import PlanError
-from dapple_tf.exactness import BatchLoss, Inexact, check_batch_loss, check_inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
 from graph_passes.schedules.policies import check_schedule_name
 from profiler.cluster import Cluster
@@ -24,8 +24,8 @@ class Request:
     ``stages``: a number, the names of the layers that start a stage, or "auto". With ``replicas`` (devices of each
     stage), "auto" means one stage per entry; without, a planner chooses both. ``micro_batches``: M, or "auto".
     ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or
-    "dense". ``inexact`` and ``batch_loss``: see ``exactness``. Raises PlanError for a value of the wrong type, and
-    ScheduleError for an unknown schedule.
+    "dense". ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. Raises PlanError for a value of the
+    wrong type, ScheduleError for an unknown schedule, and UsageError for what does not exist yet.
     """
 
     stages: int | Sequence[str] | str = "auto"
@@ -36,6 +36,7 @@ class Request:
     sparse_gradients: str = "exact"
     inexact: Inexact = "error"
     batch_loss: BatchLoss = False
+    batch_norm: BatchNorm = "micro-batch"
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) and self.micro_batches != "auto":
@@ -51,6 +52,7 @@ class Request:
         check_recompute(self.recompute)
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
+        check_batch_norm(self.batch_norm)
         if self.sparse_gradients not in _SPARSE_GRADIENTS:
             raise PlanError(
                 f"sparse_gradients={self.sparse_gradients!r}: give 'exact' (the optimizer gets an embedding's gradient "

@@ -1,4 +1,4 @@
-"""Handlers of the ops that accumulate, sum and clip gradients."""
+"""Handlers of the ops that accumulate, sum and clip gradients, and sum statistics."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _allreduce(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if node.has("ranks"):
         return context.communication.all_reduce(node, inputs), []
+    count = len(node.outputs)
+    return [tf.add_n(inputs[i::count]) for i in range(count)], []
+
+
+def _sum_statistics(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     count = len(node.outputs)
     return [tf.add_n(inputs[i::count]) for i in range(count)], []
 
@@ -142,6 +147,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.GRADIENTS: _gradients,
         OpName.ALLREDUCE: _allreduce,
         OpName.TIED_SUM: _tied_sum,
+        OpName.SUM_STATISTICS: _sum_statistics,
         OpName.REDUCED_GRADIENTS: _reduced_gradients,
         OpName.GATHER_SLICES: _gather_slices,
         OpName.DENSIFY: _densify,

@@ -123,6 +123,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.BACKWARD: _call,
         OpName.WEIGHTS: _call,
         OpName.UPDATE: _call,
+        OpName.WRITE_STATISTICS: _call,
         OpName.BARRIER: _barrier,
         OpName.MERGE_STATE: _merge_state,
         OpName.EXCHANGE: _exchange,

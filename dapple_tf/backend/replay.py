@@ -20,6 +20,7 @@ _SKIPPED = frozenset(
     {
         OpName.UPDATE,
         OpName.COMMIT,
+        OpName.WRITE_STATISTICS,
         OpName.SET_UPDATING,
         OpName.BARRIER,
         OpName.TIMESTAMP,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.request import Request
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.exactness import BatchNorm
 from dapple_tf.plan import Plan
 
 MODEL_OPTIONS = [
@@ -37,6 +38,13 @@ PLAN_OPTIONS = [
         show_default=True,
         help="Layers that backward computes again: all, none, stages:0,1 or layer names (a,b,c).",
     ),
+    click.option(
+        "--batch-norm",
+        type=click.Choice(get_args(BatchNorm)),
+        default="micro-batch",
+        show_default=True,
+        help="Moving statistics of batch norm: of each micro-batch in turn, or of the whole batch, once a step.",
+    ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
@@ -55,7 +63,13 @@ def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 
 def parse_request(
-    stages: str, replicas: str | None, micro_batches: str, schedule: str, recompute: str, **_: Any
+    stages: str,
+    replicas: str | None,
+    micro_batches: str,
+    schedule: str,
+    recompute: str,
+    batch_norm: BatchNorm,
+    **_: Any,
 ) -> Request:
     """Return the Request that PLAN_OPTIONS state; UsageError where a number is not one."""
     wanted_stages: int | list[str] | str = stages
@@ -70,7 +84,8 @@ def parse_request(
     if micro_batches != "auto" and not micro_batches.removeprefix("-").isdecimal():
         raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
     count = "auto" if micro_batches == "auto" else int(micro_batches)
-    return Request(wanted_stages, wanted_replicas, count, schedule, parse_recompute(recompute))
+    recomputed = parse_recompute(recompute)
+    return Request(wanted_stages, wanted_replicas, count, schedule, recomputed, batch_norm=batch_norm)
 
 
 def parse_recompute(text: str) -> Recompute:

@@ -42,6 +42,7 @@ def verify(**options: Any) -> None:
         micro_batches=request.micro_batches,
         schedule=request.schedule,
         recompute=request.recompute,
+        batch_norm=request.batch_norm,
         cluster=cluster,
     )
     ranks.print_result(str(report))

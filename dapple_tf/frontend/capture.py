@@ -7,6 +7,7 @@ argument is unknown, so that the same graph serves every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, LossError
 from dapple_tf.frontend.batch import batch_signature
+from dapple_tf.frontend.batch_norms import BatchNormCall, BatchNormRecorder
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
@@ -34,6 +36,9 @@ class Captured:
 
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
     node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out.
+
+    ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``dropped``: names of
+    nodes of the trace that the graph no longer has.
     """
 
     graph: Graph
@@ -45,6 +50,8 @@ class Captured:
     signature: tuple[tf.TensorSpec, ...]
     rows: Any = None
     dependence: BatchDependence | None = None
+    batch_norms: tuple[BatchNormCall, ...] = ()
+    dropped: frozenset[str] = frozenset()
 
     @property
     def stateful(self) -> bool:
@@ -88,9 +95,10 @@ class CapturedTensors:
         return read_value(tensor, self.inputs)
 
 
-def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
+def capture(loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norms: bool = False) -> Captured:
     """Trace ``loss_fn(*batch)`` once and read the graph.
 
+    ``batch_norms``: record the calls of batch norm layers in training mode, with what their statistics are made of.
     Raises CaptureError when the trace fails for an unknown batch size or the function trains nothing, and LossError
     when the loss is not a floating-point scalar.
     """
@@ -98,9 +106,10 @@ def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
     arguments = tf.nest.pack_sequence_as(tuple(batch), list(specs))
     function = internals.clone_function(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
     _check_signature(function)
-    name, recorder = _function_name(loss_fn), LayerRecorder()
+    name, recorder, norms = _function_name(loss_fn), LayerRecorder(), BatchNormRecorder()
+    recorded = internals.replace_moments(norms) if batch_norms else nullcontext()
     try:
-        with internals.record_layers(recorder):
+        with internals.record_layers(recorder), recorded:
             concrete = function.get_concrete_function(*arguments)
     except (TypeError, ValueError) as error:
         if "None" not in str(error):  # unrelated to the unknown batch size
@@ -117,7 +126,16 @@ def capture(loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Captured:
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
-    return Captured(graph, func_graph, inputs.variables, tuple(inputs.trainable), inputs.constants, aux, specs)
+    return Captured(
+        graph,
+        func_graph,
+        inputs.variables,
+        tuple(inputs.trainable),
+        inputs.constants,
+        aux,
+        specs,
+        batch_norms=tuple(norms.calls),
+    )
 
 
 def read_again(captured: Captured, loss: Any, rows: Any) -> Captured:

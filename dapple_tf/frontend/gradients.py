@@ -18,6 +18,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import Captured, CapturedTensors
+from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
@@ -63,7 +64,7 @@ def differentiate(
             for result in found
         ]
     joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
-    joint = _described_as_in(captured.graph, joint)
+    joint = drop_nodes(_described_as_in(captured.graph, joint), captured.dropped)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     return joint, tuple(
         StageGradients(

@@ -28,7 +28,7 @@ class _Call:
     """A layer's call: the ops ``first_op`` to ``end_op`` (exclusive) of ``graph``.
 
     ``path`` holds the names of the layer and of those that called it. A ``container`` calls other layers, or is a
-    model. ``batch_norm``: the layer is a ``keras.layers.BatchNormalization``.
+    model. ``batch_norm``: the number of the call among those of ``keras.layers.BatchNormalization`` layers, or None.
     """
 
     graph: Any
@@ -36,7 +36,7 @@ class _Call:
     end_op: int
     path: str
     container: bool
-    batch_norm: bool
+    batch_norm: int | None
 
 
 class LayerRecorder:
@@ -45,6 +45,7 @@ class LayerRecorder:
     def __init__(self) -> None:
         self._open: list[_OpenCall] = []
         self._calls: list[_Call] = []
+        self._batch_norms = 0
 
     def __call__(self, layer: keras.Layer, entering: bool) -> None:
         graph = tf.compat.v1.get_default_graph()
@@ -57,14 +58,16 @@ class LayerRecorder:
         path = "/".join(call.layer.name for call in self._open)
         call = self._open.pop()
         container = call.calls_layers or isinstance(layer, keras.Model)
-        batch_norm = isinstance(layer, keras.layers.BatchNormalization)
+        batch_norm = None
+        if isinstance(layer, keras.layers.BatchNormalization):
+            batch_norm, self._batch_norms = self._batch_norms, self._batch_norms + 1
         self._calls.append(_Call(graph, call.first_op, count, path, container, batch_norm))
 
     def mark_layers(self, graph: Graph, func_graph: Any) -> Graph:
         """Return ``graph``, read from ``func_graph``, with each node's Keras layer as an attribute.
 
         ``layer``: the path of the innermost layer whose call created the op. Where that layer contains others, the
-        attribute is called ``within``. ``batch_norm``: True for the ops of batch normalization.
+        attribute is called ``within``. ``batch_norm``, for the ops of batch normalization: the number of the call.
         """
         operations = func_graph.get_operations()
         calls = {op.name: call for op, call in zip(operations, self._innermost(func_graph), strict=True)}
@@ -73,7 +76,7 @@ class LayerRecorder:
             call = calls.get(node.name)
             if call is not None and call.path:
                 node = node.with_attrs(within=call.path) if call.container else node.with_attrs(layer=call.path)
-                node = node.with_attrs(batch_norm=True) if call.batch_norm else node
+                node = node if call.batch_norm is None else node.with_attrs(batch_norm=call.batch_norm)
             nodes.append(node)
         return dataclasses.replace(graph, nodes=tuple(nodes))
 

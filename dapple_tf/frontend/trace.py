@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapple_tf.errors import DappleWarning, ExactnessError
-from dapple_tf.exactness import BatchLoss, Exactness, Inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact
 from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
@@ -25,14 +26,16 @@ def trace_loss(
     batch_size: int,
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
+    batch_norm: BatchNorm = "micro-batch",
 ) -> Captured:
     """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
-    the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). Raises what
-    ``capture`` raises, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
+    the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
+    ``BatchNorm``. Raises what ``capture`` and ``defer_statistics`` raise, and ExactnessError where a step would differ
+    from one device's and ``inexact`` is "error".
     """
-    captured = capture(loss_fn, batch)
+    captured = capture(loss_fn, batch, batch_norms=batch_norm == "deferred")
     dependence = _find(captured, batch_size, batch_loss)
     if dependence.mixed and not dependence.exactness.undocumented:
         captured = weigh_terms(captured, dependence)
@@ -41,7 +44,8 @@ def trace_loss(
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
-    return dataclasses.replace(captured, graph=graph, dependence=dependence)
+    captured = dataclasses.replace(captured, graph=graph, dependence=dependence)
+    return defer_statistics(captured) if batch_norm == "deferred" else captured
 
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:

@@ -14,7 +14,9 @@ from dapple_tf.frontend.read_graph import called_functions
 from graph_passes.ir.graph import FunctionRef, Graph, Node, Opaque
 
 # Attributes that only the IR has.
-_IR_ATTRS = frozenset({"adds", "batch_norm", "frontier", "layer", "once", "stands_for", "tail", "within", "writes"})
+_IR_ATTRS = frozenset(
+    {"adds", "batch_norm", "frontier", "layer", "once", "stands_for", "statistic", "tail", "within", "writes"}
+)
 
 
 def write_graph(graph: Graph) -> graph_pb2.GraphDef:

@@ -77,7 +77,7 @@ def compile_step(
     key, size = batch_key(batch), batch_size(batch)
 
     def trace() -> StagedModel:
-        captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss)
+        captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm)
         captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         layers = find_layers(captured.graph)
         cuts = autoplan.decide(captured, layers, shapes, batch)

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.verification.divided_batch_norm import SizesOf, divide_batch_norm
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class OneDevice:
         """Run the plain training step: one tape over the whole batch, one call of the loss, ``apply_gradients``."""
         return self._train(batch, self.loss_fn, nullcontext())
 
-    def train_divided(self, batch: Sequence[Any], sizes_of: Callable[[Any], Sequence[Sequence[int]]]) -> Outcome:
+    def train_divided(self, batch: Sequence[Any], sizes_of: SizesOf, *, deferred: bool = False) -> Outcome:
         """Run the plain training step, but let Keras's batch norm take pieces of the batch one after the other.
 
-        ``sizes_of``: see ``internals.divide_batch_norm``. A layer that the loss calls in a tf.function of its own takes
-        the whole batch.
+        ``sizes_of`` and ``deferred``: see ``divide_batch_norm``. A layer that the loss calls in a tf.function of its
+        own takes the whole batch.
         """
         is_function = internals.is_tf_function(self.loss_fn)
         loss_fn = self.loss_fn.python_function if is_function else self.loss_fn  # type: ignore[attr-defined]
-        return self._train(batch, loss_fn, internals.divide_batch_norm(sizes_of))
+        return self._train(batch, loss_fn, divide_batch_norm(sizes_of, deferred=deferred))
 
     def _train(
         self,

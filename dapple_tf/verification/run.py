@@ -13,10 +13,11 @@ from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
-from dapple_tf.exactness import BatchLoss, Inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.verification.comparison import TOLERANCE, compare
+from dapple_tf.verification.divided_batch_norm import SizesOf
 from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of
 from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
 from graph_passes.analysis.variable_use import find_variables
@@ -37,6 +38,7 @@ def verify(
     sparse_gradients: str = "exact",
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
+    batch_norm: BatchNorm = "micro-batch",
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
@@ -49,12 +51,15 @@ def verify(
 
     Where the model has a documented exception, the step is also compared with one device that runs the same
     micro-batches one after the other, and the report shows both. With ``batch_loss`` it is not: no micro-batch has a
-    loss of its own then.
+    loss of its own then. With ``batch_norm="deferred"`` only batch norm takes the micro-batches one after the other,
+    and writes its moving statistics once.
 
     In a job every rank must call it. Rank 0 trains on one device, and every rank gets the same report. Variables that
     no step has trained yet have rank 0's values on every rank afterwards.
     """
-    request = Request(stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss)
+    request = Request(
+        stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss, batch_norm
+    )
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     planned = step.build_exposed(*batch)
     variables = planned.model.variables
@@ -91,6 +96,9 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
     exactness = model.exactness
     if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # with a tail, parts have no loss
         return Report(plan, plain, exactness)
+    if model.statistics:
+        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))
+        return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     parts = cut_samples(planned.batch_size, plan.micro_batches)
     in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))
     if not in_turn.ok:  # dropout and counts are the whole batch's in the pipeline: divide only batch norm's batch
@@ -100,7 +108,7 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
     return Report(plan, plain, exactness, in_turn)
 
 
-def _find_pieces(planned: PlannedModel) -> Callable[[Any], list[list[int]]]:
+def _find_pieces(planned: PlannedModel) -> SizesOf:
     """Return a function that returns how a batch norm layer's stage cuts the batch: see ``divide_batch_norm``."""
     model, plan = planned.model, planned.plan
     owners = {id(model.variables[name]): stages[0] for name, stages in find_variables(model.graph).users}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from graph_passes.analysis.statistics import find_statistics
 from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 _TAIL = "tail"
@@ -59,9 +60,10 @@ def find_frontier(graph: Graph) -> tuple[TailInput, ...]:
 def outside_of_tail(graph: Graph, once: Collection[str]) -> set[str]:
     """Return the nodes that micro-batches run.
 
-    They compute the frontier, and the outputs, writes and other side effects that are not in the tail.
+    They compute the frontier, statistics, and the outputs, writes and other side effects that are not in the tail.
     """
     tail = find_tail(graph)
     acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
-    roots = [*(entry.value.node for entry in find_frontier(graph)), *(v.node for v in graph.outputs), *acting]
+    given = (*(entry.value for entry in find_frontier(graph)), *find_statistics(graph).values(), *graph.outputs)
+    roots = [*(value.node for value in given), *acting]
     return ancestors(graph, [name for name in roots if name not in tail], stop=once)

@@ -16,13 +16,15 @@ class Variables:
 
     ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes;
     ``once``: those of them that are written once a step only, to the same value on all replicas; ``summed``: those to
-    which every write adds a sum over its samples, so that the additions of all replicas belong together.
+    which every write adds a sum over its samples, so that the additions of all replicas belong together. ``at_end``:
+    variables that only ``write_statistics`` uses, after all other calls.
     """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
     state: frozenset[str]
     once: frozenset[str] = frozenset()
     summed: frozenset[str] = frozenset()
+    at_end: frozenset[str] = frozenset()
 
     def owned(self, stage: int) -> tuple[str, ...]:
         """Return the variables that ``stage`` owns."""
@@ -43,7 +45,9 @@ class Variables:
         forward writes, whose copies are committed only if the step succeeds.
         """
         return tuple(
-            name for name in self.used(stage) if name in self.state or replica > 0 or self.owner(name) != stage
+            name
+            for name in self.used(stage)
+            if (name in self.state or replica > 0 or self.owner(name) != stage) and name not in self.at_end
         )
 
 
@@ -69,5 +73,16 @@ def find_variables(graph: Graph) -> Variables:
             per_micro_batch |= set() if function.name in names[3:] else writes.keys()
             for name, nodes in writes.items():
                 (added if all(node.has("adds") for node in nodes) else assigned).add(name)
-    found = tuple((name, tuple(stages)) for name, stages in users.items())
-    return Variables(found, frozenset(state), frozenset(state - per_micro_batch), frozenset(added - assigned))
+    at_end: dict[str, list[int]] = {}
+    for stage in range(count):
+        end = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))
+        names = [port.name for _, port in end.input_ports("variable")] if end else []
+        at_end |= {name: [stage] for name in names if name not in users}
+    found = tuple((name, tuple(stages)) for name, stages in (users | at_end).items())
+    return Variables(
+        found,
+        frozenset(state),
+        frozenset(state - per_micro_batch),
+        frozenset(added - assigned),
+        frozenset(at_end),
+    )

@@ -222,6 +222,7 @@ Role = Literal[
     "variable",
     "slices",
     "indices",
+    "statistic",
     "loss",
     "aux",
 ]
@@ -233,7 +234,8 @@ stage before, or to the next; ``gradient``: the gradient of a boundary tensor; `
 which is the micro-batch's share of the samples, or 1; ``stash``: a tensor that forward keeps for backward; ``carry``:
 a tensor that backward passes to the function of the weight gradients, where there is one; ``variable``: a resource,
 or its dense gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows
-(a port of each for each use of the variable, in the same order); ``loss`` and ``aux``: outputs of the model.
+(a port of each for each use of the variable, in the same order); ``statistic``: a tensor of forward that is summed over
+micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

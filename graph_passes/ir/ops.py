@@ -49,6 +49,8 @@ class OpName(StrEnum):
     SQUARE_NORM = "square_norm"
     GLOBAL_NORM = "global_norm"
     CLIP = "clip"
+    SUM_STATISTICS = "sum_statistics"
+    WRITE_STATISTICS = "write_statistics"
     MERGE = "merge"
     BARRIER = "barrier"
     SET_UPDATING = "set_updating"
@@ -279,8 +281,8 @@ _TABLE = (
     ),
     Op(
         OpName.ALLREDUCE,
-        "Sum gradients over the replicas of a stage.",
-        Operands("the gradients of every replica; on a rank, of its own replica"),
+        "Sum gradients, or statistics, over the replicas of a stage.",
+        Operands("the tensors of every replica; on a rank, of its own replica"),
         Operands("the sums; on a rank, and a token"),
         (*_PLACED, _VARIABLES, _REPLICAS, _BUCKET, _RANKS),
     ),
@@ -340,6 +342,20 @@ _TABLE = (
         Operands("the global norm, the gradients, then slices and their indices", None, ("float64",)),
         Operands("the scaled gradients, dense ones"),
         (*_PLACED, Attribute("limit", "float"), Attribute("slices", "int", required=False)),
+    ),
+    Op(
+        OpName.SUM_STATISTICS,
+        "A replica's statistics (of deferred batch norm), called `variables`, summed over the micro-batches.",
+        Operands("the statistics of each micro-batch"),
+        Operands("the sums", "variables"),
+        (*_PLACED, _VARIABLES),
+    ),
+    Op(
+        OpName.WRITE_STATISTICS,
+        "Write a stage's moving statistics from the sums over all micro-batches and replicas.",
+        Operands("the sums that the function takes"),
+        NOTHING,
+        (*_PLACED, _FUNCTION),
     ),
     Op(
         OpName.MERGE,

@@ -64,6 +64,9 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         barrier = barrier.after(node.name, "barrier: no weight changes before every gradient is there")
     for value in graph.outputs:
         barrier = barrier.after(value.node, "barrier: no weight changes before the loss is there")
+    for node in nodes_of(graph, OpName.WRITE_STATISTICS):
+        for value in node.inputs:
+            barrier = barrier.after(value.node, "barrier: no variable changes before all statistics are there")
     added = [barrier]
     gradients: Gradients = {}
     for node in reduced:
@@ -98,7 +101,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         ends = [Control(node.name, "the step ends after the optimizer")]
     nodes = []
     for node in graph.nodes:
-        if node.op == OpName.COMMIT:
+        if node.op in (OpName.COMMIT, OpName.WRITE_STATISTICS):
             node = node.after(begin.name, "barrier: nothing is half-written by a failure")
             ends.append(Control(node.name, "the step ends when all state is written"))
         nodes.append(node)

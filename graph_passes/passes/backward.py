@@ -144,7 +144,7 @@ def _split_stage(
 
 
 def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:
-    """Return what forward gives besides the stash: boundary tensors, and the model's outputs that the stage computes.
+    """Return what forward gives besides the stash: boundary tensors, the model's outputs, and statistics of the stage.
 
     Outputs that no stage computes (constants) are given by the last stage.
     """
@@ -159,6 +159,10 @@ def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[li
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
             ports.append(Port(role, name, joint.type_of(value)))
+            values.append(value)
+    for name, value in stages.statistics.items():
+        if stages.stage_of(value.node) == stage.index:
+            ports.append(Port("statistic", name, joint.type_of(value)))
             values.append(value)
     return ports, values
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.statistics import find_statistics
 from graph_passes.analysis.tail import TailInput
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Graph, Value
@@ -36,6 +37,7 @@ class StageGraph:
     ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
     uses them. ``shared``: boundary tensors that are equal on all replicas of a stage. ``tail``: the nodes that run
     once, after all micro-batches; they take the tensors ``frontier``, which are the outputs of the last stage.
+    ``statistics``: values of stages, by name, whose sums over micro-batches and replicas the end of the step takes.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class StageGraph:
     once: frozenset[str] = frozenset()
     tail: frozenset[str] = frozenset()
     frontier: tuple[TailInput, ...] = ()
+    statistics: Mapping[str, Value] = field(default_factory=dict)
 
     def stage_of(self, node: str) -> int | None:
         """Return the stage of ``node``, or None for a floating node."""
@@ -77,7 +80,16 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.frontier)
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
     shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.weight_terms)
-    return StageGraph(layers.graph, tuple(stages), layers.floating, shared, layers.once, layers.tail, layers.frontier)
+    return StageGraph(
+        layers.graph,
+        tuple(stages),
+        layers.floating,
+        shared,
+        layers.once,
+        layers.tail,
+        layers.frontier,
+        find_statistics(layers.graph),
+    )
 
 
 def _nearest(layers: Layers, position: int) -> str:

@@ -36,6 +36,7 @@ _ON_EVERY_REPLICA = frozenset(
         OpName.SQUARE_NORM,
         OpName.CLIP,
         OpName.UPDATE,
+        OpName.WRITE_STATISTICS,
         OpName.COMMIT,
         OpName.MERGE_STATE,
     }

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -47,39 +48,53 @@ def test_a_clone_keeps_the_options_and_shares_no_trace() -> None:
     assert double.experimental_get_tracing_count() == 1
 
 
-def test_batch_norm_takes_its_input_in_parts_in_one_graph_only() -> None:
-    layer = keras.layers.BatchNormalization(momentum=0.5, dtype="float64")
-    rows = tf.constant([[1.0], [3.0], [10.0], [20.0], [30.0], [40.0]], tf.float64)  # two steps a sample
-    inner = tf.function(lambda x: layer(x, training=True))
-
-    @tf.function(autograph=False)
-    def both(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        with internals.divide_batch_norm(lambda layer: [[1], [2]]):
-            return layer(x, training=True), inner(x)
-
-    divided, whole = both(rows)
-    assert divided.numpy()[:2, 0] == pytest.approx([-1, 1], abs=1e-3)
-    assert divided.numpy()[2:, 0].mean() == pytest.approx(0)
-    assert divided.shape == rows.shape
-    assert whole.numpy()[:2, 0].mean() < -1
-    assert layer.moving_mean.numpy() == pytest.approx(((0 / 2 + 2 / 2) / 2 + 25 / 2) / 2 + rows.numpy().mean() / 2)
-    assert keras.layers.BatchNormalization.call is keras.layers.BatchNormalization.__dict__["call"]
-    assert layer(rows, training=True).numpy() == pytest.approx(whole.numpy())
-
-
-def test_batch_norm_takes_parts_of_a_mask_too() -> None:
+def test_what_batch_norm_computes_is_replaced_in_the_block_only() -> None:
     layer = keras.layers.BatchNormalization(dtype="float64")
-    rows = tf.constant(np.arange(12.0).reshape(4, 3, 1))
-    mask = tf.constant([[True, True, False]] * 4)
+    calls = []
 
-    @tf.function(autograph=False)
-    def divided(x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-        with internals.divide_batch_norm(lambda layer: [[2, 2]]):
-            return layer(x, training=True, mask=mask)
+    def call(original: Any, layer: Any, inputs: Any, training: Any, mask: Any) -> Any:
+        calls.append((layer, training, mask))
+        return 2 * original(layer, inputs, training=training, mask=mask)
 
-    found = divided(rows, mask).numpy()
-    for part in (slice(0, 2), slice(2, 4)):
-        assert found[part] == pytest.approx(layer(rows[part], training=True, mask=mask[part]).numpy())
+    rows = tf.constant([[1.0], [3.0]], tf.float64)
+    with internals.replace_batch_norm(call):
+        doubled = layer(rows, training=True)
+    assert calls == [(layer, True, None)]
+    assert doubled.numpy() == pytest.approx(2 * layer(rows, training=True).numpy())
+    assert keras.layers.BatchNormalization.call is keras.layers.BatchNormalization.__dict__["call"]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mask", [None, [True, True, False, False]])
+def test_batch_norm_normalises_by_and_writes_what_replaces_its_moments(mask: Any) -> None:
+    layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=0.0, dtype="float64")
+    layer.build((None, 1))
+    given, seen = (tf.constant([2.0], tf.float64), tf.constant([4.0], tf.float64)), []
+
+    def moments(layer: Any, inputs: Any, mask: Any, compute: Any) -> Any:
+        seen.append((inputs.dtype.name, compute()))
+        return given
+
+    rows = tf.constant([[1.0], [3.0], [4.0], [8.0]], tf.float64)
+    with internals.replace_moments(moments):
+        found = layer(rows, training=True, mask=None if mask is None else tf.constant(mask))
+        layer(rows, training=False)
+    assert found.numpy().tolist() == [[-0.5], [0.5], [1.0], [3.0]]
+    assert layer.moving_mean.numpy().tolist() == [1.0]
+    assert layer.moving_variance.numpy().tolist() == [2.5]
+    ((dtype, (mean, variance)),) = seen
+    assert (dtype, mean.shape, variance.shape) == ("float64", *(((1,), (1,)) if mask is None else ((), ())))
+    assert mean.numpy() == pytest.approx(4.0 if mask is None else 2.0)
+    layer(rows, training=True)
+    assert len(seen) == 1
+
+
+def test_live_batch_norm_layers_are_found_once_they_are_built() -> None:
+    built, unbuilt = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
+    built.build((None, 2))
+    found = {id(layer) for layer in internals.batch_norm_layers()}
+    assert id(built) in found
+    assert id(unbuilt) not in found
 
 
 def test_a_clone_of_a_function_that_makes_a_variable_makes_its_own() -> None:

@@ -22,6 +22,7 @@ from graph_passes.passes.project import project
 from graph_passes.passes.rank_variables import rank_variables
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
+from graph_passes.passes.write_statistics import WriteStatistics
 from graph_passes.schedules.policies import build_schedule
 from tests.graph_passes.builders import calls, function
 
@@ -32,7 +33,8 @@ X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 class Kind:
     """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``.
 
-    ``term``: a number that all replicas have alike goes from first to last.
+    ``term``: a number that all replicas have alike goes from first to last. ``statistics``: forward gives one in each
+    stage, and the last stage writes from those of the first, too.
     """
 
     replicas: tuple[int, ...]
@@ -45,6 +47,7 @@ class Kind:
     overlap: bool = False
     term: bool = False
     sparse: bool = False
+    statistics: bool = False
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -57,7 +60,7 @@ class Kind:
         return sum(self.replicas)
 
 
-FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse")
+FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse", "statistics")
 
 
 @st.composite
@@ -81,6 +84,7 @@ def passes_of(kind: Kind) -> list[Pass]:
         *([Overlap(1)] if kind.overlap else []),
         AllReduce(),
         *([GatherSlices(parts_of(kind))] if kind.sparse else []),
+        *([WriteStatistics()] if kind.statistics else []),
         Order(schedule),
         Apply(updates, 0.5 if kind.clip else None),
     ]
@@ -115,7 +119,7 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]
     forward = function(
         f"stage{stage}/forward",
         ", ".join(takes),
-        ", ".join([*gives, "stash a"]),
+        ", ".join([*gives, *[f"statistic s{stage} float64[3,4]"] * kind.statistics, "stash a"]),
         [f"n{stage}"] * kind.state,
     )
     seeds = ["seed loss"] if last else [f"gradient {name}" for name in leaves]
@@ -125,9 +129,17 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]
     if kind.schedule == "zb-h1":
         inputs = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, "carry c"]))
         weights = function(f"stage{stage}/weights", ", ".join([*enters, "stash a, carry c"]), ", ".join(graded))
-        return forward, inputs, weights
+        return (forward, inputs, weights, *_statistics(stage, last, kind))
     backward = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, *graded]))
-    return forward, backward
+    return (forward, backward, *_statistics(stage, last, kind))
+
+
+def _statistics(stage: int, last: bool, kind: Kind) -> tuple[Function, ...]:
+    if not kind.statistics:
+        return ()
+    taken = dict.fromkeys((stage, 0) if last else (stage,))
+    sums = [f"statistic s{number} float64[3,4]" for number in taken]
+    return (function(f"stage{stage}/write_statistics", ", ".join([f"variable m{stage}", *sums]), "", [f"m{stage}"]),)
 
 
 def _trained(stage: int, stages: int, kind: Kind) -> list[str]:

@@ -37,8 +37,9 @@ class Analysis:
 
     ``trainable``: names of the trained variables. ``once_written``: variables of which every write is known not to
     depend on the batch. ``written``: all variables that forward writes. ``batch``: the batch size for which shapes were
-    inferred. ``batch_norms``: layers that normalise by the micro-batch, which is a documented exception.
-    ``hidden_draws``: nodes that draw from a generator's hidden state.
+    inferred. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
+    mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
+    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state.
     """
 
     func_graph: Any
@@ -46,8 +47,11 @@ class Analysis:
     written: Collection[str]
     once_written: Collection[str]
     batch: int
+    divided: frozenset[int] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
+    _trained_norms: set[int] = field(default_factory=set)
+    _whole_norms: set[int] = field(default_factory=set)
     _owner: Any = None  # the FuncGraph of the body that is being looked at
     _bodies: dict[tuple[str, tuple[Shape, ...]], Body] = field(default_factory=dict)
 
@@ -57,6 +61,11 @@ class Analysis:
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
+
+    @property
+    def mixed_norms(self) -> frozenset[int]:
+        """The batch norm calls that have statistics of the micro-batch, and others of the whole batch."""
+        return frozenset(self._trained_norms & self._whole_norms)
 
     def _visit(self, scope: Scope, node: Node) -> None:
         if node.op in ("arg", "variable", "capture", "rows") and not scope.nested:
@@ -170,8 +179,12 @@ class Analysis:
         trained = kind.trained or any(operand.trained for operand in kinds)
         if kind.form is Form.SIZE and value in scope.numbers:
             return dataclasses.replace(kind, trained=False) if varies(scope.numbers[value]) else CONSTANT
-        if node.has("batch_norm") and (kind.coupled or kind.total) and trained:
-            return self._batch_norm(scope, node, value)
+        if node.has("batch_norm") and (kind.coupled or kind.total):
+            call = node.integer("batch_norm")
+            if trained or call in self.divided:
+                self._trained_norms.add(call)
+                return self._batch_norm(scope, node, value)
+            self._whole_norms.add(call)
         if kind.coupled and kind.documented:
             return kind
         weighted = any(operand.form is Form.SHARE for operand in kinds)  # a weighted term: one in each micro-batch

@@ -21,7 +21,12 @@ from graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
 _WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
-_BATCH_NORM_REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
+_BATCH_NORM_REMEDY = (
+    "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch; layer norm and "
+    "group norm normalise each sample by itself"
+)
+_DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
+_DEFERRED_REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
 
@@ -36,16 +41,17 @@ def find_dependence(
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
-    once_written, whole = set(written), frozenset[Value]()
+    once_written, whole, divided = set(written), frozenset[Value](), frozenset[int]()
     while True:
-        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch)
+        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch, divided)
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
         both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
-        if not per_micro_batch & once_written and not both:
+        if not per_micro_batch & once_written and not both and analysis.mixed_norms <= divided:
             break
         once_written -= per_micro_batch
         whole |= both
+        divided |= analysis.mixed_norms
     return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss).result()
 
 
@@ -93,8 +99,11 @@ class _Decision:
         if kind.form not in _LOSSES and not kind.coupled:
             why = "the loss depends on the size of the micro-batch"
             self._add(Inexactness(loss.node, why, _NO_SUM))
+        why, remedy = BATCH_NORM, _BATCH_NORM_REMEDY
+        if self.captured.batch_norms:  # recorded, to write moving statistics of the whole batch
+            why, remedy = _DEFERRED, _DEFERRED_REMEDY
         for name in self.analysis.batch_norms:
-            self._add(Inexactness(name, BATCH_NORM, _BATCH_NORM_REMEDY, documented=True))
+            self._add(Inexactness(name, why, remedy, documented=True))
         for node in self.analysis.hidden_draws:
             if node.name in self.live:
                 why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"

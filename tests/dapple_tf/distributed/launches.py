@@ -36,7 +36,7 @@ QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "a last batch of one", "aux", "two unknown axes", "a GRU"),
         *("DP 2, overlap, M = 4", "dropout, recompute", "embedding, DP", "embedding, zb-h1"),
-        "sums written by replicas",
+        *("sums written by replicas", "batch norm, deferred, replicated"),
     ),
     3: (
         *("1:1:1 float64", "a short last batch", "tied, user replicated", "integers and booleans, split"),

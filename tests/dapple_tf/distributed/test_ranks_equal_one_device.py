@@ -119,3 +119,15 @@ def test_batch_norm_state_is_the_mean_of_the_replicas(launches: Launches) -> Non
     expected = (means[0] + means[1]) / 2
     moving = next(value for key, value in values.items() if "first" in key and "moving_mean" in key)
     np.testing.assert_allclose(moving, expected, rtol=1e-12)
+
+
+def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch(launches: Launches) -> None:
+    name = "batch norm, deferred, replicated"
+    results = launches.case_results(name)
+    mean, variance = np.zeros(4), np.ones(4)
+    for x, _ in CASES[name].batches():
+        mean, variance = 0.5 * mean + 0.5 * x.numpy().mean(axis=0), 0.5 * variance + 0.5 * x.numpy().var(axis=0)
+    for result in results:
+        for statistic, expected in (("moving_mean", mean), ("moving_variance", variance)):
+            found = next(value for key, value in result["values"].items() if "first" in key and statistic in key)
+            np.testing.assert_allclose(found, expected, rtol=1e-12)

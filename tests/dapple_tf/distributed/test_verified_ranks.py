@@ -33,6 +33,8 @@ def ranks(launches: Launches) -> list[dict[str, Any]]:
         ("a compiled loss", EQUAL, ""),
         ("batch norm", IN_TURN, "because of "),
         ("batch norm, two replicas", DIVIDED, "because of "),
+        ("deferred batch norm", DIVIDED, "its moving statistics are those of the whole batch"),
+        ("deferred batch norm, two replicas", DIVIDED, "because of "),
         ("noise", DIFFERS, "first to diverge: loss 'loss', error "),
         ("NaN", EQUAL, "NaN or infinite in loss 'loss', and in 16 more tensors: one device has it too"),
     ],

@@ -179,6 +179,17 @@ def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas:
     assert not report.plain.ok
 
 
+@pytest.mark.parametrize("replicas", [[1, 1], [1, 2]])
+def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(replicas: list[int]) -> None:
+    _, loss_fn = normalised()
+    options = {"replicas": replicas, "stages": ["net/norm"], "micro_batches": 2}
+    report = report_of(loss_fn, numbers(9), batch_norm="deferred", **options)
+    assert report.ok, str(report)
+    assert ": NOT equal to plain training, but equal to plain training whose batch norm alone takes " in str(report)
+    assert "its moving statistics are those of the whole batch" in str(report)
+    assert report.max_variable_error < 1e-12
+
+
 def test_draws_that_no_variable_repeats_differ_from_everything() -> None:
     """No two runs draw the same numbers, not even those of one device."""
     _, loss_fn = dense_layers()

@@ -31,6 +31,7 @@ KINDS = [
     Kind((1, 2), 1, skip=True, term=True),
     Kind((2, 2), 2, schedule="zb-h1", state=True),
     Kind((2, 1), 2, clip=True, overlap=True, sparse=True),
+    Kind((1, 2), 2, statistics=True),
 ]
 
 
@@ -76,6 +77,9 @@ def test_a_pass_that_is_moved_is_refused_or_gives_the_same_graph(kind: Kind) -> 
         ("order", "overlap"),
         ("order", "allreduce"),
         ("order", "gather_slices"),
+        ("order", "write_statistics"),
+        ("check_numerics", "write_statistics"),
+        ("expose_gradients", "write_statistics"),
         ("apply", "order"),
         ("check_numerics", "order"),
         ("check_numerics", "apply"),

@@ -426,6 +426,9 @@ CASES: dict[str, Case] = {
         in_turn=4,
         not_equal=("moving",),
     ),
+    "batch norm, deferred, replicated": Case(
+        normalized, batches((12, 12, 12)), layout(2, batch_norm="deferred"), in_turn=4, not_equal=("moving",)
+    ),
     "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
     "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"])),
     "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equals_one_device=False),

@@ -64,7 +64,7 @@ def run_case(case: Case, job: Job) -> dict[str, Any]:
 def own_names(step: Any, batch: Any, named: dict[str, tf.Variable]) -> list[str]:
     """Return the variables that this rank's updates and commits write or read."""
     found = {name for node in nodes_of(step.graph, "commit") for name in node.strings("variables")}
-    for node in nodes_of(step.graph, "update"):
+    for node in nodes_of(step.graph, "update", "write_statistics"):
         ports = step.graph.function(node.string("function")).input_ports("variable")
         found |= {port.name for _, port in ports}
     known = step.model(batch).variables

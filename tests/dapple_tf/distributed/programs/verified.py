@@ -68,6 +68,8 @@ CASES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "an embedding": lambda: check(embeddings, repeated_ids(), **TWO_STAGES),
     "batch norm": lambda: check(normalised, numbers(), **TWO_STAGES),
     "batch norm, two replicas": lambda: check(normalised, numbers(), **TWO_REPLICAS),
+    "deferred batch norm": lambda: check(normalised, numbers(), batch_norm="deferred", **TWO_STAGES),
+    "deferred batch norm, two replicas": lambda: check(normalised, numbers(), batch_norm="deferred", **TWO_REPLICAS),
     "noise": lambda: check(noisy, numbers(), **TWO_STAGES),
     "NaN": lambda: check(dense_layers, [tensor * float("nan") for tensor in numbers()], **TWO_STAGES),
 }

@@ -230,6 +230,7 @@ def test_batch_norm_in_training_mode_is_a_documented_reason_that_names_the_layer
     assert reason.documented
     assert "norm" in reason.layer
     assert "normalises by the mean and variance of its micro-batch" in reason.why
+    assert "batch_norm='deferred'" in reason.remedy
     assert "layer norm" in reason.remedy
     assert found.loss == "mean"
 
@@ -237,3 +238,19 @@ def test_batch_norm_in_training_mode_is_a_documented_reason_that_names_the_layer
 def test_batch_norm_in_inference_mode_is_exact() -> None:
     layer = keras.layers.BatchNormalization(name="norm", dtype="float64")
     assert decide(lambda b: tf.reduce_mean(layer(b.z, training=False))).exactness
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_mask_of_batch_norm_is_counted_where_its_activations_are_normalised(trained: bool) -> None:
+    """The count depends on the arguments alone; so do the other statistics where no activation is trained."""
+    layer = keras.layers.BatchNormalization(name="norm", dtype="float64")
+
+    def compute(b: Batch) -> Any:
+        rows = b.x[:, tf.newaxis] * (b.w[0] if trained else 1.0)
+        mask = tf.reduce_any(b.x > 0, -1, keepdims=True)
+        return tf.reduce_mean(layer(rows, training=True, mask=mask) * b.w)
+
+    found = decide(compute)
+    assert bool(found.exactness.reasons) == trained
+    assert found.exactness.undocumented == ()
+    assert any("norm" in name for name in found.once) != trained
