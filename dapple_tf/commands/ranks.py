@@ -37,6 +37,6 @@ class Ranks:
         return self.run_on_all(lambda: work() if self.is_first else None)
 
     def wait_for_all(self) -> None:
-        """Return once every rank has come here: Horovod ends for all ranks when the first one exits."""
+        """Return once every rank has come here; raise JobError on every rank if they have made different calls."""
         if self.job is not None:
-            self.job.gather(None)
+            self.job.check_call_history()

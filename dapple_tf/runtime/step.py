@@ -174,6 +174,7 @@ class PipelinedStep:
         gradients = dict(zip(names, values[aux:], strict=True))
         if self._job is not None:
             self._job.announce_call("gather the gradients")
+            self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
@@ -185,6 +186,7 @@ class PipelinedStep:
         if self._job is not None:
             self._compiled_last()
             self._job.announce_call("gather the variables")
+            self._job.check_call_history()  # variables trained on different batches are no model
             with self._lock:
                 gather_variables(self._job, self._compiled.models.values())
 
