@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
+from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError
 
 DEFAULT_DEVICES = 8
@@ -29,10 +30,11 @@ def init(devices: int | None = None) -> None:
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
-    job = membership.join()
-    _make_devices(devices, job)
-    if job is not None:
-        start_exit_reporting(job)
+    with watching_start():
+        job = membership.join()
+        _make_devices(devices, job)
+        if job is not None:
+            start_exit_reporting(job)
 
 
 def _make_devices(devices: int | None, job: membership.Job | None) -> None:

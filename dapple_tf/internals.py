@@ -29,6 +29,14 @@ CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 """Types of the ops that call a function."""
 
 
+def tensorflow_has_started() -> bool:
+    """Return whether TensorFlow has made its devices and threads in this process; does not start it.
+
+    Relies on the eager context of the module ``context`` and its mark of being initialized.
+    """
+    return context._context is not None and context._context._initialized
+
+
 def clone_function(function: Any) -> Any:
     """Return a new tf.function of the same Python function and options, without traces (``Function._clone``)."""
     return function._clone(None)

@@ -14,11 +14,18 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.policies import build_schedule
-from profiler.fields import Fields, naming_file, read_json
+from graph_passes.schedules.policies import check_schedule
+from profiler.fields import Fields
 from profiler.files import write_atomically
+from profiler.quote import quote
+from profiler.read_files import naming_file, read_json
 
 FORMAT = "dapple-plan/1"
+
+# Limits of a plan in a file, far above what can be trained.
+_MOST_MICRO_BATCHES = 100_000
+_MOST_LAYERS = 1_000_000
+_LONGEST_SCHEDULE = 4_000_000  # characters
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,13 @@ def _check_layers(layers: tuple[int, ...], count: int) -> None:
             )
 
 
+def _check_size(plan: Plan) -> None:
+    if plan.micro_batches > _MOST_MICRO_BATCHES:
+        raise PlanError(f"micro_batches is {plan.micro_batches}; a plan has at most {_MOST_MICRO_BATCHES}")
+    if plan.stages[-1].last_layer >= _MOST_LAYERS:
+        raise PlanError(f"the stages hold {plan.stages[-1].last_layer + 1} layers; a plan has at most {_MOST_LAYERS}")
+
+
 def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
     if not top.has("recompute"):
         return False
@@ -141,7 +155,7 @@ def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
     if isinstance(value, list):
         return top.integers("recompute")
     if not isinstance(value, bool):
-        raise PlanError(f"recompute is {value!r}, not true, false, or a list of layer numbers")
+        raise PlanError(f"recompute is {quote(value)}, not true, false, or a list of layer numbers")
     return value
 
 
@@ -153,7 +167,7 @@ def _from_json(data: Any) -> Plan:
         global_batch_size=top.integer("global_batch_size"),
         micro_batch_size=top.integer("micro_batch_size"),
         micro_batches=top.integer("micro_batches"),
-        schedule=top.text("schedule"),
+        schedule=top.text("schedule", longest=_LONGEST_SCHEDULE),
         recompute=_read_recompute(top),
         stages=tuple(
             StagePlan(stage.integer("first_layer"), stage.integer("last_layer"), stage.integers("devices"))
@@ -162,8 +176,9 @@ def _from_json(data: Any) -> Plan:
         predicted=top.mapping("predicted") if top.has("predicted") else None,
         overlap=top.flag("overlap") if top.has("overlap") else False,
     )
+    _check_size(plan)
     try:
-        build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        check_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     except ScheduleError as error:
         raise PlanError(f"schedule: {error}") from error
     return plan

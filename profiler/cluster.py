@@ -19,11 +19,15 @@ import yaml
 
 from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
-from profiler.fields import Fields, naming_file, read_json, read_text, read_yaml
+from profiler.fields import Fields
 from profiler.files import write_atomically
+from profiler.quote import quote
+from profiler.read_files import naming_file, read_json, read_text, read_yaml
 from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
 
 FORMAT = "dapple-cluster/1"
+
+_MOST_DEVICES = 100_000  # of a cluster in a file
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,11 @@ class Cluster:
         _check_above_zero("device_memory", self.device_memory)
         _check_link("intra_server", self.intra_server)
         _check_link("inter_server", self.inter_server)
-        names = [server.name for server in self.servers]
+        names = {server.name: None for server in self.servers}
         for (a, b), link in self.links.items():
             for name in (a, b):
                 if name not in names:
-                    raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {', '.join(names)}")
+                    raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {quote(list(names))}")
             if a != b and (b, a) in self.links:
                 raise ClusterError(f"links: {a!r} to {b!r} is given twice: a link has no direction")
             _check_link(f"links: {a!r} to {b!r}", link)
@@ -230,6 +234,8 @@ def _from_data(data: Any) -> Cluster:
         Server(server.text("name"), server.integer("devices"))
         for server in top.each("servers", known=("name", "devices"))
     )
+    if sum(server.devices for server in servers) > _MOST_DEVICES:
+        raise ClusterError(f"servers have more than {_MOST_DEVICES} devices together, which is more than is plausible")
     intra, inter = (_link_of(top, key) for key in ("intra_server", "inter_server"))
     if inter is None and len(servers) > 1:
         raise ClusterError(f"inter_server is missing, but there are {len(servers)} servers")

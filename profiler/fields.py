@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import math
-import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
+from profiler.quote import quote
+
+LARGEST_NUMBER = 10**15
+"""The largest whole number in a file: sums and products of a few are still short texts."""
+
+_LONGEST_TEXT = 2000  # characters, unless the reader says otherwise: names
 
 
 @dataclass(frozen=True)
@@ -38,28 +39,26 @@ class Fields:
         if file_format is not None:
             found = value.get("format") if isinstance(value, dict) else type(value).__name__
             if not isinstance(value, dict) or found != file_format:
-                raise error(f"format is {found!r}, not {file_format!r}")
+                raise error(f"format is {quote(found)}, not {file_format!r}")
             known = ("format", *known)
         if not isinstance(value, dict):
-            raise error(f"{where} is {value!r}, not an object")
+            raise error(f"{where} is {quote(value)}, not an object")
         prefix = f"{where}." if where else ""
         for key in value:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+                shown = quote(key).strip("'") if isinstance(key, str) else quote(key)
+                near = difflib.get_close_matches(shown, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-                raise error(f"{prefix}{key} is not a field of this file; {hint}")
+                raise error(f"{prefix}{shown} is not a field of this file; {hint}")
         return Fields(value, error, prefix)
 
     def has(self, key: str) -> bool:
         """Return whether an optional field is present and not null."""
         return self.data.get(key) is not None
 
-    def text(self, key: str) -> str:
-        """Return a string."""
-        value = self._get(key)
-        if not isinstance(value, str):
-            raise self.error(f"{self.where}{key} is {value!r}, not a string")
-        return value
+    def text(self, key: str, longest: int = _LONGEST_TEXT) -> str:
+        """Return a string of at most ``longest`` characters."""
+        return self._text(self._get(key), key, longest)
 
     def integer(self, key: str) -> int:
         """Return a whole number of at least 0."""
@@ -72,20 +71,20 @@ class Fields:
     def scalar(self, key: str) -> str | float:
         """Return a string, or a finite number of at least 0: a quantity with or without its unit."""
         value = self._get(key)
-        return value if isinstance(value, str) else self._number(value, key)
+        return self._text(value, key) if isinstance(value, str) else self._number(value, key)
 
     def flag(self, key: str) -> bool:
         """Return true or false."""
         value = self._get(key)
         if not isinstance(value, bool):
-            raise self.error(f"{self.where}{key} is {value!r}, not true or false")
+            raise self.error(f"{self.where}{key} is {quote(value)}, not true or false")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """Return an object with any fields."""
         value = self._get(key)
         if not isinstance(value, dict):
-            raise self.error(f"{self.where}{key} is {value!r}, not an object")
+            raise self.error(f"{self.where}{key} is {quote(value)}, not an object")
         return value
 
     def inner(self, key: str, known: Sequence[str]) -> Fields:
@@ -103,15 +102,12 @@ class Fields:
         """Return a list of any values."""
         value = self._get(key)
         if not isinstance(value, list):
-            raise self.error(f"{self.where}{key} is {value!r}, not a list")
+            raise self.error(f"{self.where}{key} is {quote(value)}, not a list")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings."""
-        for index, item in enumerate(self.items(key)):
-            if not isinstance(item, str):
-                raise self.error(f"{self.where}{key}[{index}] is {item!r}, not a string")
-        return tuple(self.items(key))
+        return tuple(self._text(item, f"{key}[{index}]") for index, item in enumerate(self.items(key)))
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of whole numbers of at least 0."""
@@ -126,7 +122,7 @@ class Fields:
         pairs = []
         for index, item in enumerate(self.items(key)):
             if not isinstance(item, list) or len(item) != 2:
-                raise self.error(f"{self.where}{key}[{index}] is {item!r}, not a pair of whole numbers")
+                raise self.error(f"{self.where}{key}[{index}] is {quote(item)}, not a pair of whole numbers")
             first, second = (self._integer(part, f"{key}[{index}]") for part in item)
             pairs.append((first, second))
         return tuple(pairs)
@@ -136,9 +132,18 @@ class Fields:
             raise self.error(f"{self.where}{key} is missing")
         return self.data[key]
 
+    def _text(self, value: Any, key: str, longest: int = _LONGEST_TEXT) -> str:
+        if not isinstance(value, str):
+            raise self.error(f"{self.where}{key} is {quote(value)}, not a string")
+        if len(value) > longest:
+            raise self.error(f"{self.where}{key} has {len(value)} characters; at most {longest} are read")
+        return value
+
     def _integer(self, value: Any, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{self.where}{key} is {value!r}, not a whole number of at least 0")
+            raise self.error(f"{self.where}{key} is {quote(value)}, not a whole number of at least 0")
+        if value > LARGEST_NUMBER:
+            raise self.error(f"{self.where}{key} is {quote(value)}, larger than is plausible ({LARGEST_NUMBER:g})")
         return value
 
     def _number(self, value: Any, key: str) -> float:
@@ -146,67 +151,4 @@ class Fields:
             with contextlib.suppress(OverflowError):  # a whole number larger than any float
                 if math.isfinite(value) and value >= 0:
                     return float(value)
-        raise self.error(f"{self.where}{key} is {value!r}, not a finite number of at least 0")
-
-
-@contextlib.contextmanager
-def naming_file(path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
-    """Prefix errors of type ``error`` raised inside the block with ``path``."""
-    try:
-        yield
-    except error as found:
-        raise error(f"{os.fspath(path)}: {found}") from found
-
-
-def read_text(path: str | os.PathLike[str], error: type[ValueError], kind: str = "text") -> str:
-    """Return the text of a file of ``kind``, in UTF-8. Raises ``error`` if it does not exist or is not text."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as found:
-        raise error(f"not a readable {kind} file: {found.strerror}") from found
-    except ValueError as found:
-        raise error(f"not a readable {kind} file: {found}") from found
-
-
-def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
-    """Return the data of a JSON file. Raises ``error`` for other files, for NaN, Infinity and repeated fields."""
-    text = read_text(path, error, "JSON")
-    try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats)
-    except (ValueError, RecursionError) as found:
-        raise error(f"not a readable JSON file: {found}") from found
-
-
-def read_yaml(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
-    """Return the data of a YAML (or JSON) file; nothing in it is executed. Raises ``error`` for other files."""
-    text = read_text(path, error, "YAML")
-    try:
-        return yaml.load(text, _PlainLoader)
-    except (ValueError, RecursionError, yaml.YAMLError) as found:
-        raise error(f"not a readable YAML file: {found}") from found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the field {key!r} is given twice in one object")
-    return data
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """yaml.SafeLoader that rejects a repeated field, as the JSON reader does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise ValueError(
-                    f"line {key.start_mark.line + 1}: the field {key.value!r} is given twice in one object"
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        raise self.error(f"{self.where}{key} is {quote(value)}, not a finite number of at least 0")

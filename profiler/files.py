@@ -10,8 +10,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails."""
+    """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails.
+
+    It is a new, empty file: if there is one of that name, or a link to another file, that is removed before.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield part
         os.replace(part, path)

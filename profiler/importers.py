@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 import networkx as nx
 
 from profiler.errors import ProfileError
-from profiler.fields import naming_file, read_text
 from profiler.profile import LayerCost, Profile
+from profiler.quote import quote
+from profiler.read_files import naming_file, read_text
 from profiler.topology import check_runnable
 
 _BATCH = re.compile(r"-pbs-(\d+)")
@@ -21,8 +23,9 @@ _EDGE = re.compile(r"(node\d+)\s+--\s+(node\d+)")
 _HEAD = re.compile(r"(node\d+)\s+--\s+(.*)")
 # A name may contain " -- ", commas, "=" and parentheses: the figures start at the last " -- forward_compute_time=".
 _NODE = re.compile(r"(.*)\s--\s+(forward_compute_time\s*=.*)")
-_FIGURE = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$|--)")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_LIST = re.compile(r"\[[^\[\]]*\]")
+_END_OF_FIGURE = re.compile(r",|--")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _INPUT = "Input"
 
@@ -88,7 +91,9 @@ def _parse(text: str, size_scale: float) -> tuple[dict[str, _Node], dict[tuple[s
                 raise ProfileError(f"line {number}: {node} was already given in line {nodes[node].line}")
             nodes[node] = _parse_node(head[2], number, size_scale)
         elif line:
-            raise ProfileError(f"line {number}: {line!r} is neither 'nodeN -- name -- figures' nor 'nodeN -- nodeM'")
+            raise ProfileError(
+                f"line {number}: {quote(line)} is neither 'nodeN -- name -- figures' nor 'nodeN -- nodeM'"
+            )
     if not nodes:
         raise ProfileError("the file holds no nodes")
     for (source, target), number in edges.items():
@@ -104,16 +109,13 @@ def _parse_node(text: str, line: int, size_scale: float) -> _Node:
     """Parse a node's line without its ``nodeN -- ``."""
     match = _NODE.fullmatch(text)
     if not match:
-        raise ProfileError(f"line {line}: {text!r} lacks forward_compute_time; is the file truncated?")
+        raise ProfileError(f"line {line}: {quote(text)} lacks forward_compute_time; is the file truncated?")
     name, tail = match[1].strip(), match[2]
-    given = dict(_FIGURE.findall(tail))
-    odd = _FIGURE.sub("", tail).strip()
-    if odd:
-        raise ProfileError(f"line {line}: cannot read {odd!r} among the figures of {name!r}; is the file truncated?")
+    given = _split_figures(tail, name, line)
     values = []
     for figure in _FIGURES:
         if figure not in given:
-            raise ProfileError(f"line {line}: {name!r} lacks {figure}; is the file truncated?")
+            raise ProfileError(f"line {line}: {quote(name)} lacks {figure}; is the file truncated?")
         values.append(_parse_figure(given[figure], figure, line))
     forward, backward, activation, parameters = values
     if name.startswith(_INPUT):
@@ -123,6 +125,23 @@ def _parse_node(text: str, line: int, size_scale: float) -> _Node:
     return _Node(line, LayerCost(name, forward / 1e3, backward / 1e3, activation, stash, parameters * size_scale))
 
 
+def _split_figures(text: str, name: str, line: int) -> dict[str, str]:
+    """Return the figures ``key=value``, which end at a comma, at "--" or with the text; a list is one value."""
+    masked = _LIST.sub(lambda found: "_" * len(found[0]), text)
+    ends = [(found.start(), found.end()) for found in _END_OF_FIGURE.finditer(masked)]
+    begins = [0, *(end for _, end in ends)]
+    parts = [text[b:e].strip() for b, e in zip(begins, [*(start for start, _ in ends), len(text)], strict=True)]
+    given = {}
+    for part in parts if parts[-1] else parts[:-1]:
+        key, equals, value = map(str.strip, part.partition("="))
+        if not equals or not key.isidentifier() or (set("[]") & set(value) and not _LIST.fullmatch(value)):
+            raise ProfileError(
+                f"line {line}: cannot read {quote(part)} among the figures of {quote(name)}; is the file truncated?"
+            )
+        given[key] = value
+    return given
+
+
 def _parse_figure(text: str, figure: str, line: int) -> float:
     """Return a number, or the sum of a list of outputs ``[a; b]``."""
     parts = text[1:-1].split(";") if text.startswith("[") and figure == "activation_size" else [text]
@@ -130,7 +149,7 @@ def _parse_figure(text: str, figure: str, line: int) -> float:
     for part in map(str.strip, parts):
         value = float(part) if _NUMBER.fullmatch(part) else math.nan
         if not math.isfinite(value) or value < 0:
-            raise ProfileError(f"line {line}: {figure} is {text!r}, not a finite number of at least 0")
+            raise ProfileError(f"line {line}: {figure} is {quote(text)}, not a finite number of at least 0")
         total += value
     return total
 
@@ -145,9 +164,10 @@ def _build(model: str, batch_size: int, nodes: Mapping[str, _Node], edges: Mappi
     order = _order(graph, [nodes[key].cost for key in keys])
     place = {node: position for position, node in enumerate(order)}
     names = [nodes[key].cost.name for key in keys]
+    count = Counter(names)
     layers = []
     for node in order:
-        unique = names[node] if names[node] and names.count(names[node]) == 1 else f"{keys[node]} {names[node]}".strip()
+        unique = names[node] if names[node] and count[names[node]] == 1 else f"{keys[node]} {names[node]}".strip()
         layers.append(replace(nodes[keys[node]].cost, name=unique))
     joined = sorted((place[source], place[target]) for source, target in graph.edges)
     return Profile(model, batch_size, device="unknown", layers=tuple(layers), edges=tuple(joined))

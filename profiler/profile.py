@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from profiler.errors import ProfileError
-from profiler.fields import Fields, naming_file, read_json
+from profiler.fields import Fields
 from profiler.files import write_atomically
+from profiler.read_files import naming_file, read_json
 from profiler.topology import check_edges
 
 FORMAT = "dapple-profile/1"

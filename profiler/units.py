@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from decimal import Decimal, DecimalException
 
 from profiler.errors import ClusterError
+from profiler.quote import quote
 
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+_LONGEST = 1000  # characters of a quantity; those that ``format_quantity`` writes have up to 350
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "Ki": 2**10,
     "Mi": 2**20,
@@ -42,18 +44,19 @@ def parse_quantity(value: str | float, units: Mapping[str, Decimal]) -> float:
 
     Raises ClusterError for text that is no number, or has a unit that is not among ``units``, which it lists.
     """
-    match = _QUANTITY.fullmatch(str(value))
-    if not match:
-        raise ClusterError(f"{value!r} is not a number with a unit such as 5{list(units)[-1]}")
-    figure, unit = match.groups()
+    text = str(value).strip()
+    number = _NUMBER.match(text) if len(text) <= _LONGEST else None
+    unit = "" if number is None else text[number.end() :].lstrip()
+    if number is None or len(unit.split()) > 1:
+        raise ClusterError(f"{quote(value)} is not a number with a unit such as 5{list(units)[-1]}")
     if unit and unit not in units:
         near = difflib.get_close_matches(unit, units, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ClusterError(f"{value!r} has the unknown unit {unit!r}{hint}; known are {', '.join(units)}")
+        raise ClusterError(f"{quote(value)} has the unknown unit {unit!r}{hint}; known are {', '.join(units)}")
     try:
-        return float(Decimal(figure) * units.get(unit, Decimal(1)))
+        return float(Decimal(number.group()) * units.get(unit, Decimal(1)))
     except DecimalException as error:
-        raise ClusterError(f"{value!r} is too large or too small") from error
+        raise ClusterError(f"{quote(value)} is too large or too small") from error
 
 
 def format_quantity(value: float, units: Mapping[str, Decimal]) -> str:

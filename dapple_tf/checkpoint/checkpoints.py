@@ -26,9 +26,11 @@ from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, DappleWarning
 from dapple_tf.runtime.step import PipelinedStep
+from profiler.quote import quote
 
-_NAME = re.compile(r"checkpoint-\d+\.safetensors")
-_PART = re.compile(_NAME.pattern + r"\.\d+\.part")
+_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)\.safetensors")
+_PART = re.compile(_NAME.pattern + r"\.[0-9]+\.part")
+_COUNT = re.compile(r"[0-9]{1,18}")
 _KEPT = 2
 
 
@@ -73,7 +75,7 @@ class Checkpoints:
         CheckpointError if all files are damaged, or the last good one is of another model; then nothing has changed.
         """
         self._announce("restore a checkpoint")
-        found: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._find_last)
+        found: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._choose_last)
         if found is None:
             return Position(0, 0)
         file, position = found
@@ -131,6 +133,12 @@ class Checkpoints:
                 "variables: give another folder"
             )
 
+    def _choose_last(self) -> tuple[CheckpointFile, Position] | None:
+        try:
+            return self._find_last()
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self._folder} cannot be read: {error.strerror}") from error
+
     def _find_last(self) -> tuple[CheckpointFile, Position] | None:
         """Return the last good checkpoint and its position; rename later ones, which are damaged."""
         paths = self._files()
@@ -138,12 +146,10 @@ class Checkpoints:
         for path in reversed(paths):
             try:
                 found = open_checkpoint(path)
-                position = Position(int(found.metadata["steps"]), int(found.metadata["batches"]))
+                position = _read_position(found)
             except DamagedError as error:
                 damaged.append(error)
                 continue
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             _check_variables(found, self._step.variables)
             for damage in damaged:
                 warnings.warn(
@@ -183,6 +189,14 @@ class Checkpoints:
         return sorted(
             (self._folder / name for name in os.listdir(self._folder) if _NAME.fullmatch(name)), key=_steps_of
         )
+
+
+def _read_position(found: CheckpointFile) -> Position:
+    counts = {key: found.metadata.get(key, "nothing") for key in ("steps", "batches")}
+    for key, text in counts.items():
+        if not _COUNT.fullmatch(text):
+            raise DamagedError(f"{found.path} is damaged: its {key} is {quote(text)}, not a count")
+    return Position(int(counts["steps"]), int(counts["batches"]))
 
 
 def _consume(values: Iterator[Any]) -> None:

@@ -7,9 +7,12 @@ includes a SHA-256 checksum of the whole file, computed with zeros in place of i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +23,16 @@ import tensorflow as tf
 
 from dapple_tf.errors import CheckpointError
 from profiler.files import atomic_replacement
+from profiler.quote import quote
+from profiler.read_files import check_depth
 
 FORMAT = "dapple-checkpoint/1"
 _METADATA = "__metadata__"
 _CHECKSUM = "sha256"
 _NO_CHECKSUM = "0" * 64
 _BLOCK_BYTES = 2**24
+_LONGEST_HEADER = 100 * 10**6  # bytes, as the format states
+_MOST_DIMENSIONS = 254  # TensorFlow's
 
 # The format's names of TensorFlow's dtypes. It has none for complex128: C128 follows its scheme.
 _DTYPES = {
@@ -99,7 +106,7 @@ def write_checkpoint(
     Raises OSError if the file cannot be written; no part of it is left then.
     """
     header = _make_header(variables, {**metadata, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
-    with atomic_replacement(path) as part, part.open("wb") as stream:
+    with atomic_replacement(path) as part, part.open("r+b") as stream:
         checksum = hashlib.sha256(header)
         stream.write(header)
         for _, value in zip(variables, values, strict=True):
@@ -119,30 +126,52 @@ def open_checkpoint(path: Path) -> CheckpointFile:
     Raises DamagedError for a file that is truncated, changed or not a checkpoint, CheckpointError for one of another
     format version, OSError for one that cannot be read.
     """
-    with path.open("rb") as stream:
+    with _open_regular(path) as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size
-        if not 0 < length <= size - 8:
-            raise DamagedError(f"{path} is damaged: it is {size} bytes long, shorter than its header")
+        if not 0 < length <= min(size - 8, _LONGEST_HEADER):
+            raise DamagedError(f"{path} is damaged: it is {size} bytes long, with a header of {length}")
         header = stream.read(length)
         try:
-            content = json.loads(header)
-            metadata = content.pop(_METADATA)
-            checksum, file_format = str(metadata[_CHECKSUM]), metadata["format"]
+            content = json.loads(header.decode())
+            check_depth(content)
+            metadata = {str(key): str(value) for key, value in content.pop(_METADATA).items()}
+            checksum, file_format = metadata[_CHECKSUM].encode(), metadata["format"]
             entries = {name: _read_entry(entry, 8 + length) for name, entry in content.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            end = _check_places(entries.values(), 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
-                f"{path} is damaged, or not a checkpoint: its header cannot be read ({error})"
+                f"{path} is damaged, or not a checkpoint: its header cannot be read ({quote(str(error))})"
             ) from error
-        expected = max((entry.end for entry in entries.values()), default=8 + length)
-        if size != expected:
-            raise DamagedError(f"{path} is damaged: it is {size} bytes long, and should be {expected}")
-        zeroed = header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)
-        if _checksum(length.to_bytes(8, "little") + zeroed, stream) != checksum:
+        if size != end:
+            raise DamagedError(f"{path} is damaged: it is {size} bytes long, and should be {end}")
+        zeroed = header.replace(checksum, _NO_CHECKSUM.encode(), 1)
+        if _checksum(length.to_bytes(8, "little") + zeroed, stream).encode() != checksum:
             raise DamagedError(f"{path} is damaged: its content does not match its checksum")
         if file_format != FORMAT:
-            raise CheckpointError(f"{path} has the format {file_format!r}, but this version of dapple reads {FORMAT!r}")
+            raise CheckpointError(
+                f"{path} has the format {quote(file_format)}, but this version of dapple reads {FORMAT!r}"
+            )
     return CheckpointFile(path, metadata, entries)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; raise DamagedError for a pipe, a device, or a link to nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(f"{path} leads nowhere ({error.strerror})") from error
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # links in a circle; a socket
+            raise
+        raise DamagedError(f"{path} is not a regular file ({error.strerror})") from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise DamagedError(f"{path} is not a regular file")
 
 
 def _make_header(variables: Mapping[str, tf.Variable], metadata: Mapping[str, str]) -> bytes:
@@ -162,8 +191,30 @@ def _make_header(variables: Mapping[str, tf.Variable], metadata: Mapping[str, st
 
 
 def _read_entry(entry: Mapping[str, Any], start: int) -> Entry:
-    begin, end = entry["data_offsets"]
-    return Entry(_NAMES[entry["dtype"]], tuple(entry["shape"]), start + begin, start + end)
+    """Return the entry of a tensor; raise ValueError unless its numbers are whole and fit its dtype and shape."""
+    (begin, end), shape = map(_whole_numbers, (entry["data_offsets"], entry["shape"]))
+    dtype = _NAMES[entry["dtype"]]
+    if end - begin != math.prod(shape) * tf.as_dtype(dtype).size:
+        raise ValueError(f"a tensor of {end - begin} bytes, but of shape {quote(list(shape))} and {dtype}")
+    return Entry(dtype, shape, start + begin, start + end)
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"{quote(values)} is not a list of offsets or dimensions")
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{quote(value)} is not an offset or a dimension")
+    return tuple(values)
+
+
+def _check_places(entries: Iterable[Entry], start: int) -> int:
+    """Return where the last tensor ends; raise ValueError unless each begins where the one before ends."""
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != start:
+            raise ValueError(f"no tensor begins at byte {start}")
+        start = entry.end
+    return start
 
 
 def _checksum(header: bytes, rest: BinaryIO) -> str:

@@ -5,9 +5,11 @@ The lock is the kernel's, on a file in the folder: it ends with the process that
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import stat
 import warnings
 import weakref
 from pathlib import Path
@@ -31,9 +33,10 @@ class FolderLock:
 def lock_folder(folder: Path) -> FolderLock | None:
     """Lock ``folder`` for this process; return None, with a DappleWarning, if its file system has no locks.
 
-    Raises CheckpointError naming the process that holds the lock and its host, OSError if the folder cannot be written.
+    Raises CheckpointError naming the process that holds the lock and its host, or where the lock is no regular file (a
+    link's target would be overwritten), OSError if the folder cannot be written.
     """
-    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = _open_lock(folder / NAME)
     found = os.fstat(descriptor)
     key = found.st_dev, found.st_ino
     held = _LOCKS.get(key)
@@ -62,6 +65,18 @@ def lock_folder(folder: Path) -> FolderLock | None:
     lock = FolderLock(descriptor)
     _LOCKS[key] = lock
     return lock
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+    raise CheckpointError(f"{path} is a link or another thing, not a lock of dapple: remove it, or give another folder")
 
 
 def _release_all() -> None:

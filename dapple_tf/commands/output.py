@@ -18,6 +18,11 @@ def print_result(text: str) -> None:
     click.echo(text)
 
 
+def print_progress(text: str) -> None:
+    """Print a line of progress, or a warning, on stderr."""
+    click.echo(text, err=True)
+
+
 def check_output(path: str | None) -> None:
     """Raise UsageError where ``path`` cannot be written; called before any work is done."""
     if path is not None and (problem := find_write_problem(Path(path))):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dapple_tf.commands.output import print_result
+from dapple_tf.commands.output import print_progress, print_result
 from dapple_tf.distributed.membership import Job
 
 T = TypeVar("T")
@@ -28,6 +28,11 @@ class Ranks:
         if self.is_first:
             print_result(text)
 
+    def print_progress(self, text: str) -> None:
+        """Print a line of progress on stderr, on rank 0 only."""
+        if self.is_first:
+            print_progress(text)
+
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns here, once it has succeeded on every rank; see ``Job.run_on_all``."""
         return work() if self.job is None else self.job.run_on_all(work)
@@ -36,7 +41,11 @@ class Ranks:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
         return self.run_on_all(lambda: work() if self.is_first else None)
 
+    def all_of(self, value: bool) -> bool:
+        """Return whether ``value`` is True on every rank; every rank must call this."""
+        return value if self.job is None else all(self.job.gather(value))
+
     def wait_for_all(self) -> None:
-        """Return once every rank has come here: Horovod ends for all ranks when the first one exits."""
+        """Return once every rank has come here; raise JobError on every rank if they have made different calls."""
         if self.job is not None:
-            self.job.gather(None)
+            self.job.check_call_history()

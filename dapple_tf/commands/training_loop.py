@@ -72,13 +72,13 @@ def run_steps(
     label: str,
     *,
     done: int = 0,
-    after: Callable[[int], None] | None = None,
+    after: Callable[[StepResult], None] | None = None,
     observe: Callable[[StepResult], None] | None = None,
     shown: bool = True,
 ) -> RunResult:
     """Train ``steps`` steps, one batch each; the first has the number ``done + 1``.
 
-    After each step ``after`` is called with its number, then ``observe`` with its result. Progress (``label``, loss,
+    After each step ``after`` is called with its result, then ``observe``. Progress (``label``, loss,
     samples/s, time left) goes to stderr if ``shown``.
     """
     losses, seconds, samples = [], [], 0
@@ -101,10 +101,11 @@ def run_steps(
             losses.append(loss)
             if number > 1:
                 seconds.append(took)
+            result_of_step = StepResult(done + number, loss, took, samples)
             if after is not None:
-                after(done + number)
+                after(result_of_step)
             if observe is not None:
-                observe(StepResult(done + number, loss, took, samples))
+                observe(result_of_step)
             status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):

@@ -13,6 +13,7 @@ import click
 from dapple_tf.autoplan.request import Request
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.cluster_option import load_optional_cluster
+from dapple_tf.commands.finite_losses import LossWatch
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import Observer
 from dapple_tf.commands.options import load_plan, parse_request
@@ -22,8 +23,9 @@ from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars, check_folder
 from dapple_tf.commands.train_report import TrainReport, report_run
 from dapple_tf.commands.train_settings import TrainSettings
-from dapple_tf.commands.training_loop import RunResult, repeat_batches, run_steps
+from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.drawing.save import check_path
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
@@ -36,7 +38,8 @@ Batches = Iterator[tuple[Any, ...]]
 def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     """Train as ``settings`` and the ``options`` of the model and the plan state, and print the results.
 
-    In a job every rank calls it, and rank 0 prints and writes.
+    In a job every rank calls it, and rank 0 prints and writes. Raises ClickException at the end of a run whose loss
+    became NaN or infinite.
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
@@ -45,12 +48,15 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     step, first, batches = ranks.run_on_all(lambda: _make_step(plan, request, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings))
+    losses = LossWatch(step, ranks, ranks.print_progress)
+    run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses))
     ranks.wait_for_all()
     report = _report(report_run(run, step.plan, plain_speed), step, settings, options["model"], ranks)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+    if losses.problem:
+        raise share_error(click.ClickException(losses.problem), 0)
 
 
 def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
@@ -108,14 +114,16 @@ def _check_unfinished(folder: str, done: int, steps: int) -> None:
         raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")
 
 
-def _save_after(checkpoints: Checkpoints | None, settings: TrainSettings) -> Callable[[int], None] | None:
-    """Return a function that saves a checkpoint after a step with this number, where one is due."""
-    if checkpoints is None:
-        return None
+def _save_after(
+    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch
+) -> Callable[[StepResult], None]:
+    """Return a function that notes the loss of a step, and saves a checkpoint where one is due and all is finite."""
 
-    def save(number: int) -> None:
-        if number % settings.checkpoint_interval == 0 or number == settings.steps:
-            checkpoints.save(number)
+    def save(done: StepResult) -> None:
+        losses.note(done)
+        due = done.number % settings.checkpoint_interval == 0 or done.number == settings.steps
+        if checkpoints is not None and due and losses.may_save():
+            checkpoints.save(done.number)
 
     return save
 
@@ -126,7 +134,7 @@ def _train(
     settings: TrainSettings,
     ranks: Ranks,
     done: int,
-    save_after: Callable[[int], None] | None,
+    save_after: Callable[[StepResult], None],
 ) -> RunResult:
     """Train until the last step, recording steps for the trace and the curves."""
     tensorboard = settings.tensorboard

@@ -41,6 +41,17 @@ class CallOrderCheck:
             del self._open[call.number]
         return ""
 
+    def describe_unanswered(self) -> str:
+        """Return which ranks have made a call that others have not made, or "" if there is none.
+
+        Once all ranks have left, none will follow.
+        """
+        if not self._open:
+            return ""
+        calls = self._open[min(self._open)]
+        others = [rank for rank in range(self._size) if rank not in calls]
+        return f"{_describe(calls)}, and {_subject(others)} not"
+
 
 def _describe(calls: dict[int, RankCall]) -> str:
     groups: dict[str, list[int]] = {}

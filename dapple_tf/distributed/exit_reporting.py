@@ -13,11 +13,9 @@ from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.rendezvous import connect_ranks
 from dapple_tf.distributed.shared_errors import reporting_rank
+from dapple_tf.distributed.timeout import read_timeout
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
-from dapple_tf.errors import JobError, StepError
-
-TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
-_DEFAULT_TIMEOUT = 30.0
+from dapple_tf.errors import StepError
 
 # Texts of errors with which a step fails when other ranks are gone.
 _LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo")
@@ -44,7 +42,7 @@ def start_watchdog(job: Job, environment: Mapping[str, str] = os.environ) -> Wat
     Rank 0's DAPPLE_TIMEOUT_SECONDS (default 30) holds for all ranks. Raises JobError if it is not a number from 1 up,
     or if a rank cannot connect to rank 0.
     """
-    timeout = job.run_on_rank_0(lambda: _read_timeout(environment))
+    timeout = job.run_on_rank_0(lambda: read_timeout(environment))
     watchdog = Watchdog(job.rank, job.size, connect_ranks(job), job.progress, timeout)
     watchdog.start()
     return watchdog
@@ -98,14 +96,3 @@ def _leave_at_exit(watchdog: Watchdog, process: int) -> None:
     if os.getpid() == process:
         watchdog.leave()
         _detach(watchdog)
-
-
-def _read_timeout(environment: Mapping[str, str]) -> float:
-    text = environment.get(TIMEOUT, "")
-    try:
-        timeout = float(text or _DEFAULT_TIMEOUT)
-    except ValueError:
-        timeout = 0.0
-    if not 1 <= timeout < float("inf"):
-        raise JobError(f"{TIMEOUT}={text!r}: give a number of seconds, 1 or more")
-    return timeout

@@ -50,7 +50,8 @@ class FailureDetector:
     """The failures that ``rank`` of ``size`` ranks knows of, and ``failure``, the one that ends it.
 
     ``connected``: ranks that it has a connection to. One of them has failed if nothing was received from it for more
-    than ``silence_seconds``. All times are seconds of one monotonic clock.
+    than ``silence_seconds``. ``agreed``: all ranks have left, and rank 0 has found that they made the same calls. All
+    times are seconds of one monotonic clock.
     """
 
     def __init__(self, rank: int, size: int, connected: Iterable[int], silence_seconds: float, now: float) -> None:
@@ -60,6 +61,7 @@ class FailureDetector:
         self._peers = {peer: _Peer(peer in own_connections, now) for peer in range(size) if peer != rank}
         self.failure: Failure | None = None
         self.error_reported = False
+        self.agreed = False
 
     # --- what is received
 
@@ -95,7 +97,8 @@ class FailureDetector:
         peer = self._peers[rank]
         peer.connected = False
         known = self.failure is not None and self.failure.rank == rank
-        if peer.left_after is not None or known:
+        needed = rank == 0 and not self.agreed  # it says whether all ranks have made the same calls
+        if known or (peer.left_after is not None and not needed):
             return
         what = "was killed or has crashed (its connection closed)"
         if network_error:
@@ -160,14 +163,16 @@ class FailureDetector:
         return math.inf if self.failure is None else self.failure.deadline
 
     @property
+    def others_left(self) -> bool:
+        """Whether the scripts of all other ranks have ended without an error."""
+        return all(peer.left_after is not None for peer in self._peers.values())
+
+    @property
     def may_leave(self) -> bool:
-        """Whether no other rank needs this one any more: Horovod ends on all ranks when it ends on one.
+        """Whether this rank may end: all have left (Horovod ends on all ranks when it ends on one), and agree.
 
         After an error of its own a rank waits only until the others have heard of it.
         """
-        peers = self._peers.values()
-        if not any(peer.connected for peer in peers):
-            return True
         if self.error_reported:
-            return all(peer.raised or not peer.connected for peer in peers)
-        return all(peer.left_after is not None for peer in peers)
+            return all(peer.raised or not peer.connected for peer in self._peers.values())
+        return self.agreed and self.failure is None

@@ -27,6 +27,11 @@ class LeaveMessage:
 
 
 @dataclass(frozen=True)
+class AgreementMessage:
+    """From rank 0: all ranks have left, and they have made the same calls; every rank may end."""
+
+
+@dataclass(frozen=True)
 class FailureReport:
     """``rank`` has failed: ``what`` happened to it, as a verb phrase ("was killed").
 
@@ -57,11 +62,12 @@ class CallMismatch:
     what: str
 
 
-Message = Heartbeat | LeaveMessage | FailureReport | CallMessage | CallMismatch
+Message = Heartbeat | LeaveMessage | AgreementMessage | FailureReport | CallMessage | CallMismatch
 
 _KINDS: Mapping[str, type[Message]] = {
     "heartbeat": Heartbeat,
     "leave": LeaveMessage,
+    "agreement": AgreementMessage,
     "failure": FailureReport,
     "call": CallMessage,
     "call mismatch": CallMismatch,

@@ -1,34 +1,36 @@
 """Connect rank 0 of a job with every other rank over TCP.
 
-A rank that connects must send the job's secret, which it has received through Horovod.
+Rank 0 listens only at the addresses over which the other ranks reach it. It serves all connections at once, each for
+a bounded time, so that strangers who connect and are silent, slow or talkative do not keep the ranks waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple_tf.distributed.handshake import Guest, prove_rank
+from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import JobError
 
-_CONNECT_SECONDS = 3.0  # for one address
+_CONNECT_SECONDS = 3.0  # for one connection
 _ALL_RANKS_SECONDS = 30.0
-_LONGEST_LINE = 1024  # bytes
+_RETRY_SECONDS = 0.2  # between two attempts at all addresses
+_MOST_GUESTS = 256  # connections that have not proven themselves; of more the oldest are closed
 
 
 @dataclass(frozen=True)
 class _Server:
-    """The address at which rank 0 listens, and the secret of the job."""
+    """The addresses and ports at which rank 0 listens, and the secret of the job."""
 
-    addresses: Sequence[str]
-    port: int
+    places: Sequence[tuple[str, int]]
     secret: str
 
 
@@ -37,94 +39,120 @@ def connect_ranks(job: Job) -> list[Link]:
 
     Raises JobError on every rank if one cannot reach rank 0.
     """
+    own, *others = job.gather(own_addresses())
     with contextlib.ExitStack() as opened:
-        sockets: list[socket.socket] = []
+        listeners: list[socket.socket] = []
 
         def listen() -> _Server:
-            sockets.append(opened.enter_context(_listen(job.size)))
-            return _Server(_host_addresses(), sockets[0].getsockname()[1], secrets.token_hex())
+            for address in choose_addresses(own, others):
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                made = socket.create_server((address, 0), family=family, backlog=job.size + _MOST_GUESTS)
+                listeners.append(opened.enter_context(made))
+            return _Server([listener.getsockname()[:2] for listener in listeners], secrets.token_hex())
 
         server = job.run_on_rank_0(listen)
         if job.rank == 0:
-            return job.run_on_all(lambda: _accept_ranks(sockets[0], server.secret, job.size))
+            return job.run_on_all(lambda: _accept_ranks(listeners, server.secret, job.size))
         return job.run_on_all(lambda: [_connect(job.rank, server)])
 
 
-def _listen(size: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+def _accept_ranks(
+    listeners: Sequence[socket.socket], secret: str, size: int, seconds: float = _ALL_RANKS_SECONDS
+) -> list[Link]:
+    """Return links to ranks 1 to ``size - 1``, once all have connected and proven themselves.
+
+    Raises JobError naming the ranks that have not in ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    with _Reception(listeners, secret, size) as reception:
+        while reception.missing:
+            if time.monotonic() >= end:
+                raise JobError(f"rank(s) {reception.missing} have not connected to rank 0 in {seconds:g} s")
+            reception.serve(end)
+        return [reception.links[rank] for rank in sorted(reception.links)]
 
 
-def _accept_ranks(listener: socket.socket, secret: str, size: int) -> list[Link]:
-    """Return links to ranks 1 to ``size - 1``, once all have connected."""
-    links: dict[int, Link] = {}
-    end = time.monotonic() + _ALL_RANKS_SECONDS
-    while len(links) < size - 1:
-        listener.settimeout(max(0.01, end - time.monotonic()))
-        try:
+class _Reception:
+    """Rank 0's end of all handshakes; ``links``: to the ranks that have proven themselves."""
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: str, size: int) -> None:
+        self._secret = secret
+        self._ranks = range(1, size)
+        self._guests: list[Guest] = []
+        self.links: dict[int, Link] = {}
+        self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Reception:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for guest in self._guests:
+            guest.connection.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not proven themselves."""
+        return [rank for rank in self._ranks if rank not in self.links]
+
+    def serve(self, end: float) -> None:
+        """Wait, no longer than to ``end`` (monotonic seconds), for something to arrive, and answer it."""
+        wake = min([end, *(guest.deadline for guest in self._guests)])
+        for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
+            if isinstance(key.data, Guest):
+                key.data.receive()
+            elif isinstance(key.fileobj, socket.socket):
+                self._accept(key.fileobj)
+        now, spare = time.monotonic(), len(self._guests) - _MOST_GUESTS
+        for place, guest in enumerate(list(self._guests)):
+            if guest.rank is not None or guest.refused or now >= guest.deadline or place < spare:
+                self._guests.remove(guest)
+                self._selector.unregister(guest.connection)
+                self._keep_or_close(guest)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has been closed meanwhile, or this process has too many open files
             connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - set(links))
-            raise JobError(f"rank(s) {missing} have not connected to rank 0 in {_ALL_RANKS_SECONDS:g} s") from None
-        rank = _identify(connection, secret)
-        if rank is None:
-            connection.close()
-        else:
-            links[rank] = Link(rank, connection)
-    return list(links.values())
+            connection.setblocking(False)
+            guest = Guest(connection, self._secret, time.monotonic() + _CONNECT_SECONDS)
+            guest.start()
+            self._guests.append(guest)
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+
+    def _keep_or_close(self, guest: Guest) -> None:
+        if guest.refused or guest.rank is None or guest.rank not in self._ranks:
+            guest.connection.close()
+            return
+        if guest.rank in self.links:  # it has given up its earlier connection
+            self.links[guest.rank].connection.close()
+        self.links[guest.rank] = Link(guest.rank, guest.connection)
 
 
-def _identify(connection: socket.socket, secret: str) -> int | None:
-    """Return the rank at the other end; None if it does not belong to the job."""
-    connection.settimeout(_CONNECT_SECONDS)
-    try:
-        hello = json.loads(_read_line(connection))
-        if not hmac.compare_digest(str(hello["secret"]), secret):
-            return None
-        connection.sendall(b"{}\n")
-        return int(hello["rank"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _connect(rank: int, server: _Server) -> Link:
-    failures = []
-    for address in server.addresses:
-        try:
-            connection = socket.create_connection((address, server.port), timeout=_CONNECT_SECONDS)
-            connection.sendall(json.dumps({"rank": rank, "secret": server.secret}).encode() + b"\n")
-            if _read_line(connection) == b"{}\n":
-                return Link(0, connection)
-            connection.close()
-            failures.append(f"{address}: not rank 0")
-        except OSError as error:
-            failures.append(f"{address}: {error}")
-    raise JobError(
-        f"rank {rank} cannot connect to rank 0 on port {server.port} of any of its addresses "
-        f"({'; '.join(failures)}): ranks report failures to each other over TCP, so allow it between the hosts"
-    )
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """Read one short line, byte by byte: what follows it stays unread."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-        byte = connection.recv(1)
-        if not byte:
+def _connect(rank: int, server: _Server, seconds: float = _ALL_RANKS_SECONDS) -> Link:
+    """Return a link to rank 0, tried at all its addresses in turn until one has proven itself."""
+    failures: dict[str, str] = {}
+    end = time.monotonic() + seconds - _CONNECT_SECONDS
+    while True:
+        for address, port in server.places:
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            with contextlib.ExitStack() as failed:
+                try:
+                    connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+                    failed.callback(connection.close)
+                    if prove_rank(connection, rank, server.secret, deadline):
+                        failed.pop_all()
+                        return Link(0, connection)
+                    failures[address] = f"port {port}: not rank 0"
+                except OSError as error:
+                    failures[address] = f"port {port}: {error}"
+        if time.monotonic() >= end:
             break
-        line += byte
-    return line
-
-
-def _host_addresses() -> Sequence[str]:
-    """Return this host's addresses, loopback last: ranks of other hosts cannot use it."""
-    import psutil  # a dependency of Horovod, which is installed when this is called
-
-    found = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80:")
-    ]
-    return sorted(found, key=lambda address: (address.startswith("127.") or address == "::1", ":" in address))
+        time.sleep(_RETRY_SECONDS)
+    found = "; ".join(f"{address} {failure}" for address, failure in failures.items())
+    raise JobError(
+        f"rank {rank} cannot connect to rank 0 at any of its addresses ({found}): ranks report failures to each other "
+        "over TCP, so allow it between the hosts"
+    )

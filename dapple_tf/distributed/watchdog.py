@@ -7,19 +7,26 @@ itself goes, every rank notices. ``failure_detector`` decides who has failed.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dapple_tf.distributed.call_order_check import CallOrderCheck, RankCall
+from dapple_tf.distributed.call_comparison import CallComparison
+from dapple_tf.distributed.call_order_check import RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
 from dapple_tf.distributed.failure_messages import describe_failure
 from dapple_tf.distributed.links import Link
-from dapple_tf.distributed.messages import CallMessage, CallMismatch, FailureReport, Heartbeat, LeaveMessage, Message
+from dapple_tf.distributed.messages import (
+    AgreementMessage,
+    CallMessage,
+    CallMismatch,
+    FailureReport,
+    Heartbeat,
+    LeaveMessage,
+    Message,
+)
 from dapple_tf.distributed.process_exit import ProcessExit, print_line
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.signals import SignalReceiver
@@ -36,6 +43,8 @@ _CAUSE_SECONDS = 0.4
 _LOST_RANKS_SECONDS = 3.0
 # Seconds for the main thread of a rank that was interrupted, or has raised, to end by itself.
 _OWN_EXIT_SECONDS = 5.0
+# Seconds between two looks, of a rank that has left, at whether its watchdog still runs.
+_CHECK_SECONDS = 1.0
 _LONGEST_REASON = 2000  # characters
 
 
@@ -65,11 +74,11 @@ class Watchdog:
         self._requests = ThreadRequests(self.signals.wake)
         self._transport = Transport(links, self.signals.reader)
         self._detector = FailureDetector(rank, size, self._transport.ranks, silence_seconds, time.monotonic())
-        self._call_order = CallOrderCheck(size)  # used on rank 0
-        self._own_calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
+        self._calls = CallComparison(size, self._report_different_calls)  # used on rank 0
         self._may_leave = threading.Event()
         self._exit = ProcessExit(rank, progress, exit_process)
         self._interrupts = 0
+        self._left = False
         self._exchanges_aborted = False
         self._thread = threading.Thread(target=self._run, name="dapple-watchdog", daemon=True)
 
@@ -83,7 +92,7 @@ class Watchdog:
     def announce_call(self, call: RankCall) -> None:
         """Have rank 0 compare a call that this rank is about to make; takes microseconds and waits for no rank."""
         if self._rank == 0:
-            self._own_calls.put(call)  # compared when the thread next wakes, at the next heartbeat at the latest
+            self._calls.add_own(call)  # compared when the thread next wakes, at the next heartbeat at the latest
         else:
             self._transport.send(CallMessage(self._rank, call))
 
@@ -97,13 +106,22 @@ class Watchdog:
         self._thread.join(_OWN_EXIT_SECONDS)
 
     def leave(self) -> None:
-        """Tell the others that this rank has left, wait until all have, and stop the thread.
+        """Tell the others that this rank has left, wait until all have and agree on what they did, and stop the thread.
 
-        They leave together because Horovod ends on all ranks when it ends on one. A rank that has failed waits only
-        until the others have heard of it.
+        They leave together because Horovod ends on all ranks when it ends on one, and since rank 0 may still find that
+        their last calls differ: then the process ends here, with an error. A rank that has failed waits only until the
+        others have heard of it.
         """
         self._run_in_thread(self._announce_leave)
-        self._may_leave.wait(_OWN_EXIT_SECONDS if self._detector.error_reported else self._timeout_seconds)
+        if self._detector.error_reported:
+            self._may_leave.wait(_OWN_EXIT_SECONDS)
+        while not self._detector.error_reported and not self._may_leave.wait(_CHECK_SECONDS):
+            if not self._thread.is_alive():
+                print_line(
+                    f"rank {self._rank} ends: its watchdog has failed, so it is not known whether all ranks agree."
+                )
+                self._exit.end(1)
+                return
         self._exit.ending = True
         self.signals.wake()
         self._thread.join(2)  # a thread that outlives the interpreter may crash it
@@ -139,7 +157,7 @@ class Watchdog:
                 self._transport.send(Heartbeat(self._rank, self._progress.status()))
                 if self._progress.hang_detector.has_failed(now):
                     self._abort_exchanges()
-            self._compare_own_calls()
+            self._calls.compare_own()
             self._detector.check(time.monotonic(), self._progress.waiting_in)
             self._act(time.monotonic())
         self._may_leave.set()
@@ -157,10 +175,12 @@ class Watchdog:
                 self._detector.note_status(message.rank, message.status)
             case LeaveMessage():
                 self._detector.note_leave(message.rank, message.status)
+            case AgreementMessage():
+                self._detector.agreed = True
             case FailureReport():
                 self._detector.note_report(message, now)
             case CallMessage():
-                self._compare(message.rank, message.call)
+                self._calls.compare(message.rank, message.call)
             case CallMismatch():
                 self._note_different_calls(message.what)
         passed_on = isinstance(message, LeaveMessage) or (isinstance(message, FailureReport) and message.raised)
@@ -186,7 +206,7 @@ class Watchdog:
     def _report_own_error(self, what: str, exit_code: int) -> None:
         if self._detector.error_reported:
             return
-        self._compare_own_calls()
+        self._calls.compare_own()
         cause = self._detector.failure
         if cause is not None and cause.rank is None:
             self._exit.print_call_mismatch(cause.what)
@@ -199,6 +219,8 @@ class Watchdog:
 
     def _announce_leave(self) -> None:
         if not self._detector.error_reported:
+            self._calls.compare_own()
+            self._left = True
             self._transport.send(LeaveMessage(self._rank, self._progress.status()))
 
     def _abort_exchanges(self) -> None:
@@ -211,16 +233,9 @@ class Watchdog:
 
     # --- calls that every rank must make
 
-    def _compare_own_calls(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._compare(self._rank, self._own_calls.get_nowait())
-
-    def _compare(self, rank: int, call: RankCall) -> None:
-        difference = self._call_order.add(rank, call)
-        if difference:
-            self._transport.send(CallMismatch(difference))
-            self._note_different_calls(difference)
+    def _report_different_calls(self, what: str) -> None:
+        self._transport.send(CallMismatch(what))
+        self._note_different_calls(what)
 
     def _note_different_calls(self, what: str) -> None:
         if self._detector.error_reported:  # the mismatch is the cause of that error
@@ -228,10 +243,19 @@ class Watchdog:
         # Until the deadline further ranks may announce their calls.
         self._detector.note_different_calls(what, time.monotonic(), _CAUSE_SECONDS)
 
+    def _conclude(self) -> None:
+        """Once all ranks have left, let them end if they have made the same calls; on rank 0."""
+        if self._left and self._detector.others_left and not self._detector.agreed and self._detector.failure is None:
+            self._detector.agreed = self._calls.conclude()
+            if self._detector.agreed:
+                self._transport.send(AgreementMessage())
+
     # --- actions
 
     def _act(self, now: float) -> None:
         """End the process if a failure requires it, and let ``leave`` return if no rank needs this one."""
+        if self._rank == 0:
+            self._conclude()
         if self._detector.may_leave:
             self._may_leave.set()
         failure = self._detector.failure

@@ -18,6 +18,7 @@ from dapple_tf.frontend.batch import batch_key, batch_size
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
+from dapple_tf.runtime.exclusive import exclusive
 from graph_passes.analysis.layers import find_layers
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ def compile_step(
     if program_key not in compiled.programs:
         extra = "" if variant is StepVariant.PLAIN else f" ({variant.value})"
         target.announce(f"build another program{extra}", size, key[1])
-        compiled.programs[program_key] = target.build(model, plan, variant)
+        with exclusive(model.variables.values()):  # they move to the devices of their stages
+            compiled.programs[program_key] = target.build(model, plan, variant)
     return CompiledStep(PlannedModel(model, plan, size), compiled.programs[program_key])
 
 

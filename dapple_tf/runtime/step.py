@@ -27,6 +27,8 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
+from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.variable_names import name_variables
@@ -174,6 +176,7 @@ class PipelinedStep:
         gradients = dict(zip(names, values[aux:], strict=True))
         if self._job is not None:
             self._job.announce_call("gather the gradients")
+            self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
@@ -185,6 +188,7 @@ class PipelinedStep:
         if self._job is not None:
             self._compiled_last()
             self._job.announce_call("gather the variables")
+            self._job.check_call_history()  # variables trained on different batches are no model
             with self._lock:
                 gather_variables(self._job, self._compiled.models.values())
 
@@ -200,7 +204,10 @@ class PipelinedStep:
         """
         with self._lock:
             compiled = self._compile_recorded(batch)
-            with self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note:
+            with (
+                exclusive(compiled.planned.model.variables.values()),
+                self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
+            ):
                 *outputs, times = compiled.program.run(tf.nest.flatten(tuple(batch)))
         size = batch_size(batch)
         plan, simulated = self.plan, self._autoplan.simulated
@@ -254,17 +261,23 @@ class PipelinedStep:
         return self._last
 
     def _run(self, batch: Sequence[Any], variant: StepVariant) -> tuple[CompiledStep, list[Any]]:
+        check_not_forked()
         with self._lock:  # steps share buffers, and a step is a whole training step
             compiled = self._compile(batch, variant)
-            return compiled, compiled.program.run(tf.nest.flatten(tuple(batch)))
+            with exclusive(compiled.planned.model.variables.values()):
+                return compiled, compiled.program.run(tf.nest.flatten(tuple(batch)))
 
     def _compile_recorded(self, batch: Sequence[Any]) -> CompiledStep:
+        check_not_forked()
         compiled = self._compile(batch, StepVariant.TIMED)
-        self._memory.rehearse(compiled, tf.nest.flatten(tuple(batch)), list_devices(self._wanted_devices))
+        with exclusive(compiled.planned.model.variables.values()):
+            self._memory.rehearse(compiled, tf.nest.flatten(tuple(batch)), list_devices(self._wanted_devices))
         return compiled
 
     def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
-        self._last = compile_step(
-            self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
-        )
+        check_not_forked()
+        with COMPILING:
+            self._last = compile_step(
+                self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
+            )
         return self._last

@@ -16,10 +16,13 @@ from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind
-from profiler.fields import Fields, naming_file, read_json
+from profiler.fields import Fields
+from profiler.quote import quote
+from profiler.read_files import naming_file, read_json
 
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
 _LONGEST = 1e9  # seconds: no step takes 30 years
+_LARGEST_FILE = 64 * 2**20  # bytes: about 100,000 events
 _SPAN = ("start", "end")
 _ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN)
 _TRANSFER = ("source", "target", "micro_batch", *_SPAN)
@@ -34,7 +37,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
     field that is missing or has an impossible value.
     """
     with naming_file(path, TraceError):
-        data = read_json(path, TraceError)
+        data = read_json(path, TraceError, _LARGEST_FILE)
         if not isinstance(data, dict) or "dapple" not in data:
             known = isinstance(data, list) or (isinstance(data, dict) and "traceEvents" in data)
             what = "a trace, but not one that dapple_tf saved" if known else "not a trace"
@@ -73,19 +76,21 @@ def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
             )
     stages = {event.action.stage for event in events}
     if stages != set(range(len(stages))):
-        raise TraceError(f"{where}.actions has stages {sorted(stages)}; they must be numbered from 0 without gaps")
+        raise TraceError(
+            f"{where}.actions has stages {quote(sorted(stages))}; they must be numbered from 0 without gaps"
+        )
     transfers = tuple(map(_read_transfer, fields.each("transfers", _TRANSFER)))
     for index, transfer in enumerate(transfers):
         if transfer.source == transfer.target or not {transfer.source, transfer.target} <= stages:
             raise TraceError(
                 f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}; it must connect two different "
-                f"stages of {sorted(stages)}"
+                f"stages of {quote(sorted(stages))}"
             )
     stage_events = tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT)))
     for index, found in enumerate(stage_events):
         if found.stage is not None and found.stage not in stages:
             raise TraceError(
-                f"{where}.stage_events[{index}] is of stage {found.stage}; the step has stages {sorted(stages)}"
+                f"{where}.stage_events[{index}] is of stage {found.stage}; the step has stages {quote(sorted(stages))}"
             )
     timeline = Timeline(events, transfers, stage_events, title=title)
     if not timeline.step_seconds:
@@ -122,5 +127,5 @@ def _read_span(fields: Fields) -> tuple[float, float]:
 def _choice(fields: Fields, key: str, known: Sequence[str]) -> Any:
     value = fields.text(key)
     if value not in known:
-        raise TraceError(f"{fields.where}{key} is {value!r}; known are {', '.join(known)}")
+        raise TraceError(f"{fields.where}{key} is {quote(value)}; known are {', '.join(known)}")
     return value

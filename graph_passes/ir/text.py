@@ -294,7 +294,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Graph:
                 functions.append(_parse_function(rest, lines))
             else:
                 nodes.append(parse_node(line))
-        except (TextError, ValueError, SyntaxError) as error:
+        except (TextError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             if str(error).startswith("line "):
                 raise
             raise TextError(f"line {number}: {error}") from error

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Sequence
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.text import is_text, parse_schedule
+from graph_passes.schedules.text import LONGEST_NUMBER, is_text, parse_schedule
 from graph_passes.schedules.zero_bubble import zero_bubble
 
 ZERO_BUBBLE = "zb-h1"
-_POLICY = re.compile(r"([a-z0-9][a-z0-9-]*)(?::D=(\d+))?")
-_EXPLICIT = re.compile(r"K=(\d+(?:,\d+)*)")
+_COUNT = rf"\d{{1,{LONGEST_NUMBER}}}"
+_POLICY = re.compile(rf"([a-z0-9][a-z0-9-]*)(?::D=({_COUNT}))?")
+_EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
 
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
@@ -37,8 +39,8 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
         case "1f1b-so":
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
-        f"no schedule is called {policy!r}; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and :D=n), "
-        "K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
+        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
+        ":D=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
     )
 
 
@@ -47,10 +49,9 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
 
     DAPPLE, section III.B; with K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
     """
+    _check_range(warm, micro_batches)
     stages = []
     for stage, k in enumerate(warm):
-        if not 1 <= k <= micro_batches:
-            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches}")
         actions = [Action(stage, "F", m) for m in range(k)]
         for m in range(micro_batches):
             actions.append(Action(stage, "B", m))
@@ -71,8 +72,7 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
         return None
     if explicit := _EXPLICIT.fullmatch(name):
         warm = tuple(map(int, explicit[1].split(",")))
-        if len(warm) != stages:
-            raise ScheduleError(f"{name} gives K of {len(warm)} stages, but there are {stages}")
+        _check_stages(name, len(warm), stages)
         return early_backward(warm, micro_batches).warm_up
     policy, limit = read_policy(name)
     warm = warm_up(policy, stages, micro_batches, limit)
@@ -99,6 +99,36 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
         return early_backward(warm, micro_batches)
     policy, limit = read_policy(name)
     return zero_bubble(warm_up(policy, stages, micro_batches, limit), micro_batches, limit)
+
+
+def check_schedule(name: str, stages: int, micro_batches: int) -> None:
+    """Raise ScheduleError where ``build_schedule`` would; the time does not grow with M."""
+    if is_text(name):
+        build_schedule(name, stages, micro_batches)
+    elif explicit := _EXPLICIT.fullmatch(name):
+        warm = tuple(map(int, explicit[1].split(",")))
+        _check_stages(name, len(warm), stages)
+        _check_range(warm, micro_batches)
+        for stage, (k, after) in enumerate(itertools.pairwise(warm)):
+            if k < after:
+                raise ScheduleError(
+                    f"the schedule deadlocks: after K_{stage} = {k} forwards stage {stage} waits for a backward, and "
+                    f"stage {stage + 1} for K_{stage + 1} = {after} forwards"
+                )
+    else:
+        policy, limit = read_policy(name)
+        _check_range(warm_up(policy, stages, micro_batches, limit), micro_batches)
+
+
+def _check_stages(name: str, given: int, stages: int) -> None:
+    if given != stages:
+        raise ScheduleError(f"{name[:200]} gives K of {given} stages, but there are {stages}")
+
+
+def _check_range(warm: Sequence[int], micro_batches: int) -> None:
+    for stage, k in enumerate(warm):
+        if not 1 <= k <= micro_batches:
+            raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches}")
 
 
 def check_schedule_name(name: str) -> None:
@@ -151,5 +181,5 @@ def read_policy(name: str) -> tuple[str, int | None]:
     """Return the policy and D of a name such as ``dapple-b:D=4``. Raises ScheduleError for a name of another form."""
     match = _POLICY.fullmatch(name)
     if not match:
-        raise ScheduleError(f"{name!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
+        raise ScheduleError(f"{name[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
     return match[1], None if match[2] is None else int(match[2])

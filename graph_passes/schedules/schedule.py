@@ -8,6 +8,7 @@ forwards of stage i, D the most micro-batches that the device's memory holds.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call i
 _NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = MappingProxyType(
     {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
 )
+_NAMED_ACTIONS = 20  # in the message of a stage with wrong actions
 _GRID_ACTIONS = 32  # of a stage, in the message of a deadlock
 
 
@@ -160,7 +162,7 @@ def check(schedule: Schedule) -> None:
     for stage, actions in enumerate(schedule.stages):
         expected = {Action(stage, kind, m) for kind in kinds for m in range(micro_batches)}
         if set(actions) != expected or len(actions) != len(expected):
-            different = sorted(expected ^ set(actions))
+            different = heapq.nsmallest(_NAMED_ACTIONS, expected ^ set(actions))
             raise ScheduleError(
                 f"stage {stage} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
                 f"unexpected: {' '.join(map(str, different)) or 'repeated actions'}"

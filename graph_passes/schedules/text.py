@@ -7,7 +7,10 @@ import re
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.schedule import Action, Kind, Schedule, check
 
-_ACTION = re.compile(r"(\d+)([FBW])(\d+)")
+LONGEST_NUMBER = 9
+"""Digits of a number in the text or name of a schedule."""
+
+_ACTION = re.compile(rf"(\d{{1,{LONGEST_NUMBER}}})([FBW])(\d{{1,{LONGEST_NUMBER}}})")
 _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
 
 
@@ -27,7 +30,7 @@ def parse_schedule(text: str) -> Schedule:
         for word in line.split():
             match = _ACTION.fullmatch(word)
             if not match:
-                raise ScheduleError(f"{word!r} is not an action such as 2F0")
+                raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
             if int(match[1]) != index:
                 raise ScheduleError(f"{word} is on the line of stage {index}")
             actions.append(Action(index, _KINDS[match[2]], int(match[3])))

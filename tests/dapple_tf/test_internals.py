@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -18,6 +21,7 @@ from tensorflow.python.ops import gradients_util
 
 from dapple_tf import internals
 from tests.dapple_tf.builders import executed_nodes
+from tests.paths import ROOT
 
 HERE, THERE = "/device:CPU:0", "/device:CPU:3"
 
@@ -643,3 +647,20 @@ def test_a_copy_of_an_op_is_differentiated() -> None:
         return tf.gradients(copy.outputs, x)[0]
 
     assert slope(tf.constant(2.0)) == 36
+
+
+# --- the start of TensorFlow
+
+
+def test_the_start_of_tensorflow_is_noticed() -> None:
+    """In a process of its own: here it has started long ago."""
+    program = """
+from dapple_tf import internals
+import tensorflow as tf
+assert not internals.tensorflow_has_started()
+tf.constant(1)
+assert internals.tensorflow_has_started()
+"""
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from tests.dapple_tf.builders import make_plan
+from tests.quick import at_most
 
 VALID = {
     "format": "dapple-plan/1",
@@ -194,3 +195,40 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_negative_devices_are_refused() -> None:
     with pytest.raises(PlanError, match=r"stages\[0\].devices is \[-1\]: name at least one device, each once, from 0"):
         make_plan((0, 1, (-1,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batches": 10**6}, "micro_batches is 1000000; a plan has at most 100000"),
+        ({"micro_batches": 10**400}, "larger than is plausible"),
+        ({"micro_batches": 10**5, "schedule": "K=7,9"}, "schedule: the schedule deadlocks: after K_0 = 7 forwards"),
+        ({"micro_batches": 10**5, "schedule": "K=100001,1"}, "schedule: K_0 = 100001 is not between 1 and M = 100000"),
+        ({"schedule": "K=" + "9" * 5000}, "schedule: 'K=9+' is not a schedule such as"),
+        ({"schedule": "dapple-a:D=" + "9" * 5000}, "is not a schedule such as"),
+        ({"schedule": "0F0 0B" + "9" * 5000}, "schedule: '0B9+' is not an action"),
+        ({"schedule": "0F0 " * 2_000_000}, "schedule has 8000000 characters"),
+        ({"model": "m" * 3000}, "model has 3000 characters; at most 2000 are read"),
+        ({"stages": [{"first_layer": 0, "last_layer": 10**7, "devices": [0]}]}, "the stages hold 10000001 layers"),
+        ({"recompute": {"a": list(range(10**5))}}, "recompute is .*, not true, false"),
+        ({"predicted": [[[[{"a": 1}]]]] * 10**5}, "predicted is .*, not an object"),
+    ],
+)
+def test_a_file_beyond_the_limits_is_refused_at_once(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """A million micro-batches once took over 10 s: the schedule was built."""
+    with at_most(2), pytest.raises(PlanError, match=message) as caught:
+        Plan.load(written(tmp_path, json.dumps({**VALID, **change})))
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "dapple-b", "zb-h1", "K=100000,1"])
+def test_the_schedule_of_a_plan_is_not_built_to_read_it(tmp_path: Path, schedule: str) -> None:
+    with at_most(0.5):
+        plan = Plan.load(written(tmp_path, {**VALID, "micro_batches": 10**5, "schedule": schedule}))
+    assert plan.micro_batches == 10**5
+
+
+def test_a_number_of_thousands_of_digits_in_a_file_is_refused(tmp_path: Path) -> None:
+    text = json.dumps({**VALID, "micro_batches": 4}).replace('"micro_batches": 4', '"micro_batches": ' + "9" * 5000)
+    with pytest.raises(PlanError, match="not a readable JSON file: a number of 5000 digits"):
+        Plan.load(written(tmp_path, text))

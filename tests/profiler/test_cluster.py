@@ -129,7 +129,10 @@ LINK_DATA = {"bandwidth": "1GB/s", "latency": "1us"}
         ({"inter_server": "25Gbps"}, "inter_server is '25Gbps', not an object"),
         ({"inter_server": None}, "inter_server is missing, but there are 2 servers"),
         ({"intra_server": None}, "intra_server is missing, but a server has several devices"),
-        ({"links": [{"between": ["a", "x"], **LINK_DATA}]}, "links: 'a' to 'x' names 'x'; the servers are a, b"),
+        (
+            {"links": [{"between": ["a", "x"], **LINK_DATA}]},
+            r"links: 'a' to 'x' names 'x'; the servers are .'a', 'b'",
+        ),
         ({"links": [{"between": ["a"], **LINK_DATA}]}, r"links\[0\].between is \['a'\], not two names of servers"),
         ({"links": [{"between": [0, 1], **LINK_DATA}]}, r"links\[0\].between\[0\] is 0, not a string"),
         ({"links": [{"between": ["a", "b"], "latency": 0}]}, r"links\[0\].bandwidth is missing"),
@@ -165,7 +168,7 @@ def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path, text: str, message: 
 
 def test_code_in_a_file_is_not_executed(tmp_path: Path) -> None:
     text = f"!!python/object/apply:os.mkdir ['{tmp_path}/made']"
-    with pytest.raises(ClusterError, match="could not determine a constructor"):
+    with pytest.raises(ClusterError, match=r"line 1: the tag '.*python/object/apply:os.mkdir': tags are not read"):
         Cluster.load(written(tmp_path, text))
     assert not (tmp_path / "made").exists()
 

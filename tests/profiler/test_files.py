@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,12 @@ def test_the_old_file_exists_until_the_new_one_is_complete(tmp_path: Path) -> No
         part.write_text("new")
         assert target.read_text() == "old"
     assert target.read_text() == "new"
+
+
+def test_a_link_in_place_of_the_part_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / f"a.txt.{os.getpid()}.part").symlink_to(precious)
+    write_atomically(tmp_path / "a.txt", "new")
+    assert precious.read_text() == "keep"
+    assert (tmp_path / "a.txt").read_text() == "new"

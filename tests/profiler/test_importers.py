@@ -13,6 +13,7 @@ from profiler.importers import read_graph_file, read_profile
 from profiler.profile import LayerCost, Profile
 from tests.paths import SHARED_PROFILES
 from tests.profiler.builders import make_layer, make_profile
+from tests.quick import at_most
 
 
 def node(number: int, name: str = "", time: str = "1", sizes: str = "8", parameters: str = "16") -> str:
@@ -266,3 +267,34 @@ def test_gnmts_second_embedding_comes_right_before_its_reader() -> None:
     order = [layer.name.partition("(")[0] for layer in read_profile(SHARED_PROFILES / "gnmt-16-pbs-64.txt").layers]
     reader = order.index("RecurrentAttention")
     assert order[reader - 4 : reader] == ["Input2", "node41 Embedding", "hidden", "node42 __getitem__"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("node1 -- a -- forward_compute_time=1" + " " * 30_000 + "x", "lacks backward_compute_time|not a finite"),
+        ("node1 -- a -- forward_compute_time=" + "1" * 30_000 + "x", "not a finite number"),
+        ("node1 -- a -- forward_compute_time=1, " + "[" * 30_000, "cannot read"),
+        ("node1 -- a -- forward_compute_time=1, " + "[a" * 30_000, "cannot read"),
+        ("node1 -- a -- forward_compute_time=1" + ", x" * 30_000, "cannot read 'x' among"),
+        ("node1 -- a" + " -- forward_compute_time" * 5_000, "lacks forward_compute_time|cannot read|lacks backward"),
+        ("node1" + " " * 30_000 + "x", "is neither"),
+        ("node" + "1" * 30_000 + " --", "is neither"),
+    ],
+)
+def test_a_long_line_is_refused_at_once(tmp_path: Path, line: str, message: str) -> None:
+    """Thirty thousand spaces once took minutes."""
+    path = tmp_path / "graph-pbs-1.txt"
+    path.write_text(line + "\n")
+    with at_most(1), pytest.raises(ProfileError, match=message) as caught:
+        read_graph_file(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_many_nodes_of_one_name_are_read_at_once(tmp_path: Path) -> None:
+    lines = [node(number, name="same") for number in range(10_000)]
+    lines += [f"\tnode{number} -- node{number + 1}" for number in range(9_999)]
+    path = tmp_path / "graph-pbs-1.txt"
+    path.write_text("\n".join(lines))
+    with at_most(5):
+        assert len(read_graph_file(path).layers) == 10_000

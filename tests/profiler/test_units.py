@@ -22,6 +22,7 @@ from profiler.units import (
     scale_bytes,
     scale_time,
 )
+from tests.quick import at_most
 
 
 @pytest.mark.parametrize(
@@ -111,3 +112,23 @@ def test_seconds_are_written_with_their_unit(seconds: float, text: str, fixed: s
 def test_bytes_are_written_with_their_unit_and_the_digits_asked_for() -> None:
     assert [format_bytes(count) for count in (0, 52, 15.23e9)] == ["0 B", "52 B", "15.2 GB"]
     assert format_bytes(15.234e9, 4) == "15.23 GB"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1" * 2000 + " x y",
+        "1" * 100_000,
+        "1" * 900 + "." + "1" * 90 + " x y",
+        "1" + " " * 100_000 + "x y",
+        "1e" + "9" * 900,
+    ],
+)
+def test_a_long_text_is_refused_at_once(text: str) -> None:
+    """Two thousand digits once took 20 s."""
+    with (
+        at_most(0.5),
+        pytest.raises(ClusterError, match=r"is not a number with a unit|is too large or too small") as caught,
+    ):
+        parse_quantity(text, SECONDS)
+    assert len(str(caught.value)) < 300

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -369,6 +372,138 @@ def test_a_damaged_file_is_renamed_and_the_one_before_it_loaded(
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
     saving.save(2)
     assert saving.restore() == Position(2, 2)
+
+
+def sign(header: bytes, body: bytes) -> bytes:
+    """Return the file of a header, whose checksum is written as zeros, and of the tensors."""
+    zeroed = len(header).to_bytes(8, "little") + header
+    return zeroed.replace(b"0" * 64, hashlib.sha256(zeroed + body).hexdigest().encode(), 1) + body
+
+
+def rewrite(path: Path, how: str) -> None:
+    """Rewrite a checkpoint with another header and the checksum that belongs to it."""
+    data = path.read_bytes()
+    body = data[8 + int.from_bytes(data[:8], "little") :]
+    header = read_header(path)
+    header["__metadata__"]["sha256"] = "0" * 64
+    entry, text = header["first"], header["__metadata__"]
+    begin, end = entry["data_offsets"]
+    match how:
+        case "deep":
+            path.write_bytes(sign(b"[" * 100_000, body))
+            return
+        case "nested":
+            entry["extra"] = functools.reduce(lambda inner, _: [inner], range(100), [])
+        case "lone surrogate":
+            text["sha256"] = "\ud800"
+        case "no steps":
+            del text["steps"]
+        case "negative steps":
+            text["steps"] = "-1"
+        case "long steps":
+            text["steps"] = "9" * 5000
+        case "long offset":
+            entry["data_offsets"] = [begin, "NINES"]
+        case "float offsets":
+            entry["data_offsets"] = [float(begin), float(end)]
+        case "boolean offset":
+            entry["data_offsets"] = [begin, True]
+        case "negative offset":
+            entry["data_offsets"] = [-8, end]
+        case "overlap":
+            entry["data_offsets"] = next(e["data_offsets"] for e in header.values() if e.get("shape") == [3, 1])
+        case "float shape":
+            entry["shape"] = [4.0, 3.0]
+        case "another shape":
+            entry["shape"] = [4, 4]
+        case "shape of text":
+            entry["shape"] = "43"
+        case "metadata of a list":
+            header["__metadata__"] = []
+        case "a list":
+            path.write_bytes(sign(json.dumps(list(header)).encode(), body))
+            return
+    written = json.dumps(header).replace('"NINES"', "9" * 5000)
+    path.write_bytes(sign(written.encode(), body))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("deep", "nested", "lone surrogate", "no steps", "negative steps", "long steps", "long offset", "a list"),
+        *("float offsets", "boolean offset", "negative offset", "overlap", "float shape", "another shape"),
+        *("shape of text", "metadata of a list"),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage_even_with_a_checksum(
+    tmp_path: Path, made: tuple[Any, tf.Variable], how: str
+) -> None:
+    step, weight = made
+    saving = Checkpoints(tmp_path, step)
+    weight.assign(tf.fill((4, 3), 7.0))
+    saving.save(1)
+    weight.assign(tf.fill((4, 3), 8.0))
+    rewrite(Path(saving.save(2)), how)
+    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* continuing from .*checkpoint-1\."):
+        assert saving.restore() == Position(1, 1)
+    np.testing.assert_array_equal(weight, np.full((4, 3), 7))
+
+
+def test_rewriting_alone_is_no_damage(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    rewrite(Path(saving.save(1)), "not at all")
+    assert saving.restore() == Position(1, 1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to itself", "socket", "device"])
+def test_what_is_no_file_is_renamed_and_the_one_before_it_loaded(
+    tmp_path: Path, made: tuple[Any, tf.Variable], kind: str
+) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    saving.save(1)
+    path = tmp_path / "checkpoint-2.safetensors"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "link to nothing":
+            path.symlink_to("nothing")
+        case "link to itself":
+            path.symlink_to(path.name)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(str(path))
+        case "device":
+            path.symlink_to("/dev/zero")
+    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors (is not a regular file|leads nowhere)"):
+        assert saving.restore() == Position(1, 1)
+    assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
+
+
+def test_names_that_only_resemble_those_of_checkpoints_are_left_alone(
+    tmp_path: Path, made: tuple[Any, tf.Variable]
+) -> None:
+    saving = Checkpoints(tmp_path, made[0])
+    others = ["checkpoint-007.safetensors", "checkpoint-\u0663.safetensors", "checkpoint-9.safetensors.bak"]
+    for name in others:
+        (tmp_path / name).write_text("")
+    for number in (1, 2, 7):
+        saving.save(number)
+    assert checkpoints_in(tmp_path) == sorted(["checkpoint-2.safetensors", "checkpoint-7.safetensors", *others])
+
+
+def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    folder = tmp_path / "folder"
+    saving = Checkpoints(folder, made[0])
+    (folder / f"checkpoint-1.safetensors.{os.getpid()}.part").symlink_to(precious)
+    (folder / "checkpoint-1.safetensors").symlink_to(precious)
+    saving.save(1)
+    assert saving.restore() == Position(1, 1)
+    (folder / "checkpoint-9.safetensors.1.part").symlink_to(precious)
+    saving = Checkpoints(folder, made[0])
+    assert precious.read_text() == "keep"
+    assert checkpoints_in(folder) == ["checkpoint-1.safetensors"]
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:

@@ -118,3 +118,23 @@ def test_without_locks_a_run_continues_with_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(DappleWarning, match="has no locks .No locks available.: make sure that no other run saves"):
         assert lock_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
+def test_what_is_no_lock_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "folder" / "lock"
+    precious.write_text("keep")
+    path.parent.mkdir()
+    match kind:
+        case "link":
+            path.symlink_to(precious)
+        case "link to nothing":
+            path.symlink_to(tmp_path / "made")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    with pytest.raises(CheckpointError, match="lock is a link or another thing, not a lock of dapple: remove it"):
+        lock_folder(path.parent)
+    assert precious.read_text() == "keep"
+    assert not (tmp_path / "made").exists()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dapple_tf.checkpoint.file import open_checkpoint
 from dapple_tf.plan import Plan
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_process
 from tests.dapple_tf.commands.test_tensorboard import read_curves
@@ -238,11 +241,29 @@ def test_compare_in_real_processes(run_here: Run) -> None:
 # --- numbers that are not finite
 
 
-def test_a_step_that_is_not_finite_fails_only_with_check_numerics(run_here: Run) -> None:
+def test_a_loss_that_becomes_nan_is_warned_of_and_fails_the_run_which_keeps_its_good_checkpoint(
+    run_here: Run, tmp_path: Path
+) -> None:
+    """It once ended with code 0, and both kept checkpoints were of NaN."""
+    options = (*TRAIN, "--stages", 2, "--steps", 4, "--set", "infinite=True", "--json")
+    run = run_here(*options, "--checkpoint-dir", tmp_path, "--checkpoint-every", 1)
+    assert run.code == 1
+    warning = next(line for line in run.stderr.splitlines() if "the loss of step" in line)
+    assert re.match(r"warning: the loss of step [34] is (nan|inf): to find out why, run with --check-numerics", warning)
+    error = r"^Error: the loss became (nan|inf) in step [34]; the checkpoints before are kept, and 2 were not saved"
+    assert re.search(error, run.stderr, re.MULTILINE)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1.safetensors",
+        "checkpoint-2.safetensors",
+    ]
+    for path in tmp_path.glob("checkpoint-*"):
+        for _, value in open_checkpoint(path).read():
+            assert np.isfinite(value).all()
+    assert math.isnan(json.loads(run.stdout.splitlines()[-1])["last_loss"])
+
+
+def test_a_step_that_is_not_finite_fails_with_check_numerics(run_here: Run) -> None:
     options = (*TRAIN, "--stages", 2, "--steps", 4, "--set", "infinite=True")
-    run = run_here(*options)
-    assert run.code == 0
-    assert "training 4: loss nan" in run.stderr
     run = run_here(*options, "--check-numerics")
     assert run.code == 1
     assert "training 2: loss" in run.stderr

@@ -22,7 +22,7 @@ def test_a_data_set_without_batches_is_refused() -> None:
 
 
 def test_steps_are_numbered_on_from_the_ones_done(capsys: pytest.CaptureFixture[str]) -> None:
-    saved: list[int] = []
+    saved: list[StepResult] = []
     seen: list[StepResult] = []
     run = run_steps(
         lambda x: (float(x[0]), {"aux": 0}),
@@ -34,7 +34,8 @@ def test_steps_are_numbered_on_from_the_ones_done(capsys: pytest.CaptureFixture[
         observe=seen.append,
     )
     assert (run.losses, len(run.seconds), run.samples) == ((0, 1, 2), 2, 4)
-    assert saved == [result.number for result in seen] == [6, 7, 8]
+    assert saved == seen
+    assert [result.number for result in seen] == [6, 7, 8]
     assert [result.loss for result in seen] == [0, 1, 2]
     assert "training 8: loss 2.0000" in capsys.readouterr().err
 

@@ -47,6 +47,17 @@ def test_ranks_that_make_the_same_call_are_named_together() -> None:
     assert text.startswith("ranks [0, 3] are about to run step 3 of float32[4], rank 1 is about to save")
 
 
+def test_a_call_that_others_have_not_made_is_unanswered() -> None:
+    check = CallOrderCheck(3)
+    for rank in range(3):
+        check.add(rank, call("a", 1))
+    assert check.describe_unanswered() == ""
+    for rank in (0, 2):
+        check.add(rank, call("b", 2))
+    check.add(0, call("c", 3))
+    assert check.describe_unanswered() == "ranks [0, 2] are about to b of float32[4], and rank 1 is not"
+
+
 # --- jobs
 
 EQUAL = "run step 11 with 16 samples (program 1) of float64[4], float64[4]"

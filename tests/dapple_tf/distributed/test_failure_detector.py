@@ -95,9 +95,10 @@ def test_a_network_error_is_reported_as_such() -> None:
 
 
 def test_a_rank_that_has_left_may_close_its_connection() -> None:
-    detector = detector_of()
-    detector.note_leave(0, status())
-    detector.note_disconnect(0, "", 101.0)
+    detector = detector_of(rank=0)
+    detector.note_leave(1, status())
+    detector.note_disconnect(1, "", 101.0)
+    detector.note_received(2, 199.0)
     detector.check(200.0, waiting_in=None)
     assert detector.failure is None
 
@@ -191,20 +192,35 @@ def test_a_withdrawn_failure_does_not_end_the_process() -> None:
 # --- when a rank may leave
 
 
-def test_a_rank_may_leave_once_all_others_have_left() -> None:
+def test_a_rank_may_leave_once_all_have_left_and_agree() -> None:
     detector = detector_of()
     detector.note_leave(0, status())
-    assert not detector.may_leave
+    assert not detector.others_left
     detector.note_leave(2, status())
-    assert detector.may_leave
-
-
-def test_a_rank_may_leave_once_no_connection_is_open() -> None:
-    detector = detector_of(rank=0)
-    detector.note_disconnect(1, "", 101.0)
+    assert detector.others_left
     assert not detector.may_leave
-    detector.note_disconnect(2, "", 101.0)
+    detector.agreed = True
     assert detector.may_leave
+
+
+def test_a_rank_that_must_end_for_a_failure_may_not_leave() -> None:
+    detector = detector_of()
+    detector.agreed = True
+    detector.note_different_calls("rank 0 is about to save", 101.0, 0.4)
+    assert not detector.may_leave
+
+
+def test_rank_0_is_needed_until_it_has_told_that_all_agree() -> None:
+    detector = detector_of()
+    detector.note_leave(0, status())
+    detector.note_disconnect(0, "", 101.0)
+    assert detector.failure is not None
+    assert detector.failure.rank == 0
+    detector = detector_of()
+    detector.note_leave(0, status())
+    detector.agreed = True
+    detector.note_disconnect(0, "", 101.0)
+    assert detector.failure is None
 
 
 def test_after_an_error_a_rank_may_leave_once_the_connected_ranks_have_reported_or_are_gone() -> None:

@@ -16,6 +16,7 @@ import pytest
 from dapple_tf.distributed.exit_reporting import start_watchdog
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.messages import LeaveMessage
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import JobError
@@ -166,7 +167,19 @@ def test_a_rank_may_leave_while_others_finish_the_same_step(ranks: Ranks) -> Non
     leaving.start()
     threading.Event().wait(0.6)
     assert ranks.ends.empty()
-    leaving.join()
+    leave_all(ranks, 0, 2)
+    leaving.join(3)
+    assert ranks.ends.empty()
+
+
+def leave_all(ranks: Ranks, *numbers: int) -> None:
+    """These ranks leave together; they have 5 s."""
+    leaving = [threading.Thread(target=ranks.watchdogs[number].leave, daemon=True) for number in numbers]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def announce(ranks: Ranks, *what: str) -> None:
@@ -188,6 +201,60 @@ def test_ranks_that_make_the_same_calls_go_on_whichever_is_first(ranks: Ranks) -
     announce(ranks, "to save", "to save", "to save")
     threading.Event().wait(1)
     assert ranks.ends.empty()
+
+
+def test_a_rank_waits_for_the_others_for_as_long_as_they_live(ranks: Ranks) -> None:
+    """Longer than the timeout, which is 2 s: whether all agree is not known before."""
+    leaving = threading.Thread(target=ranks.watchdogs[1].leave)
+    leaving.start()
+    leaving.join(3)
+    assert leaving.is_alive()
+    leave_all(ranks, 0, 2)
+    leaving.join(3)
+    assert not leaving.is_alive()
+    assert ranks.ends.empty()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_whose_last_calls_differ_do_not_end_well(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str], odd: int
+) -> None:
+    """They leave right after the calls; their processes once ended before the difference was reported."""
+    announce(ranks, "run step 8", "run step 8", "run step 8")
+    announce(ranks, *("run step 9 with 6 samples" if rank == odd else "run step 9" for rank in range(3)))
+    leave_all(ranks, 0, 1, 2)
+    assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert f"rank {odd} is about to run step 9 with 6 samples" in line
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_do_not_end_well_where_one_has_made_a_call_more(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str], odd: int
+) -> None:
+    announce(ranks, "run step 8", "run step 8", "run step 8")
+    ranks.progress[odd].announce_call("save")
+    leave_all(ranks, 0, 1, 2)
+    assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
+    others = [rank for rank in range(3) if rank != odd]
+    assert f"rank {odd} is about to save, and ranks {others} are not. Every" in capfd.readouterr().err
+
+
+def test_a_rank_whose_rank_0_ends_without_a_verdict_does_not_end_well(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    leaving = [threading.Thread(target=ranks.watchdogs[rank].leave, daemon=True) for rank in (1, 2)]
+    for thread in leaving:
+        thread.start()
+    ranks.watchdogs[0]._transport.send(LeaveMessage(0, ranks.progress[0].status()))
+    threading.Event().wait(0.3)
+    assert ranks.ends.empty()
+    for other in (1, 2):
+        ranks.sockets[0, other].shutdown(socket.SHUT_WR)
+    assert ranks.ended(2) == {1: 1, 2: 1}
+    assert KILLED in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("me", [0, 1, 2])

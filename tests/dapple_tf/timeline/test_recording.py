@@ -298,6 +298,7 @@ def test_the_error_for_a_damaged_trace_names_the_field(
         ('{"dapple": 3}', "dapple: format is 'int', not 'dapple-timeline/1'"),
         ('{"dapple": {"format": "dapple-timeline/1", "title": ""}}', "dapple: it holds neither a measured step"),
         ('{"traceEvents": [', r"not a readable JSON file: .* line 1 column 18"),
+        ('{"dapple": ' + "9" * 5000 + "}", "not a readable JSON file: a number of 5000 digits"),
         ('{"dapple": NaN}', "not a readable JSON file: NaN is not a number"),
         ("", "not a readable JSON file"),
         (b"\x0a\x93\x01\xff", "not a readable JSON file: 'utf-8' codec can't decode byte"),

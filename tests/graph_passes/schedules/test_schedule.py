@@ -12,6 +12,7 @@ from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
+    check_schedule,
     check_schedule_name,
     count_micro_batches,
     count_stages,
@@ -453,3 +454,48 @@ def test_the_stages_and_micro_batches_that_a_name_is_for(
 def test_a_name_that_is_no_schedule_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError):
         check_schedule_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "gpipe",
+            "dapple-a",
+            "dapple-b:D=2",
+            "gpipe:D=2",
+            "zb-h1",
+            "zb-h1:D=1",
+            "1f1b-so",
+            "dapple-a:D=0",
+            "dapple-c",
+        ),
+        *("K=1", "K=2,1", "K=1,2", "K=3,3,1", "K=0,1", "K=2,1,2", "K=4,4"),
+        *("0F0 0B0", "0F0 0B0; 1F0 1B0", "0B0 0F0"),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+def test_a_schedule_is_checked_as_if_it_was_built(name: str, stages: int, micro_batches: int) -> None:
+    try:
+        build_schedule(name, stages, micro_batches)
+    except ScheduleError as error:
+        with refused(ScheduleError, str(error)[:20]):
+            check_schedule(name, stages, micro_batches)
+    else:
+        check_schedule(name, stages, micro_batches)
+
+
+@pytest.mark.parametrize("text", ["0F" + "9" * 5000, "9" * 5000 + "F0", "K=" + "9" * 5000, "dapple-a:D=" + "9" * 5000])
+def test_a_number_of_thousands_of_digits_is_refused(text: str) -> None:
+    """Python itself refuses to read it, with a plain ValueError."""
+    with pytest.raises(ScheduleError):
+        build_schedule(text, 1, 1)
+    with pytest.raises(ScheduleError):
+        parse_schedule(text)
+
+
+def test_the_error_of_wrong_actions_names_only_some() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        parse_schedule(" ".join(f"0F{number}" for number in range(10_000)))
+    assert len(str(caught.value)) < 300

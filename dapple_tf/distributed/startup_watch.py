@@ -1,0 +1,122 @@
+"""End this rank if another does not come while ``dapple.init`` waits for all, and say which.
+
+The watchdog needs connections between the ranks, and to make these the launcher's library waits for all of them. Until
+then the ranks of one host watch each other's processes: one that has ended or stays stopped is named by the others
+within the timeout. One that runs is waited for, however slow it is. Of ranks on other hosts only their numbers are
+known; they are given up after ten timeouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from dapple_tf.distributed.process_exit import print_line
+from dapple_tf.distributed.rank_processes import State, find_rank_processes, state_of
+from dapple_tf.distributed.timeout import DEFAULT_TIMEOUT, TIMEOUT, read_timeout
+from dapple_tf.errors import JobError
+from profiler.detect import job_rank, job_size
+from profiler.errors import ClusterError
+
+_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
+_OTHER_HOSTS = 10
+_ADVICE = f"All processes end. {TIMEOUT} sets how long a rank may be away."
+
+
+@contextlib.contextmanager
+def watching_start(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Watch the other ranks while the block waits for all of them; does nothing outside of a job."""
+    try:
+        rank, size = job_rank(environment), job_size(environment)
+        timeout = read_timeout(environment)
+    except ClusterError:  # the block raises it
+        size = 1
+    except JobError:  # rank 0 raises it on all ranks
+        timeout = DEFAULT_TIMEOUT
+    if size < 2 or rank not in find_rank_processes(environment):
+        yield
+        return
+    done = threading.Event()
+    watch = StartupWatch(rank, size, timeout, lambda: find_rank_processes(environment))
+    thread = threading.Thread(target=watch.run, args=(done,), name="dapple-startup-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class StartupWatch:
+    """Examines, for ``rank`` of ``size``, the other ranks again and again; ``exit_process`` ends this one.
+
+    ``find_processes`` returns the processes of the ranks on this host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        find_processes: Callable[[], Mapping[int, Sequence[int]]],
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._timeout = timeout
+        self._interval = min(1.0, timeout / 10)
+        self._find_processes = find_processes
+        self._exit_process = exit_process
+        self._known: dict[int, Sequence[int]] = {}
+        self._since: dict[int, tuple[State, float]] = {}
+        self._told = False
+
+    def run(self, done: threading.Event) -> None:
+        """Examine the others until ``done`` is set, or one has failed."""
+        begin = last = time.monotonic()
+        while not done.wait(self._interval):
+            now = time.monotonic()
+            if now - last > 5 * self._interval:  # this process was stopped itself
+                begin += now - last
+                self._since.clear()
+            last = now
+            problem = self.examine(now, now - begin)
+            if problem:
+                print_line(f"rank {self._rank} stops in dapple.init: {problem}. {_ADVICE}")
+                if not done.wait(2 * self._interval):  # the others find it too, and must not be ended before
+                    self._exit_process(1)
+                return
+
+    def examine(self, now: float, waited: float) -> str:
+        """Return which rank has failed and how, or "", as of ``now``, after having ``waited`` seconds."""
+        self._known |= self._find_processes()
+        for rank in self._others:
+            if rank not in self._known:
+                continue
+            state = state_of(self._known[rank])
+            before, since = self._since.get(rank, (state, now))
+            since = since if before == state else now
+            self._since[rank] = state, since
+            name = f"rank {rank} (process {self._known[rank][0]})"
+            if state == State.ENDED and now - since >= min(_ENDED_SECONDS, self._timeout - 2 * self._interval):
+                return f"{name} was killed or has ended before all ranks had joined"
+            if state == State.STOPPED and now - since >= self._timeout - 2 * self._interval:
+                return f"{name} has been stopped for {now - since:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
+        return self._examine_unknown(waited)
+
+    def _examine_unknown(self, waited: float) -> str:
+        """Return "" until ranks of which nothing is known must be given up; say once that this rank waits."""
+        unknown = [rank for rank in self._others if rank not in self._known]
+        if unknown and waited >= _OTHER_HOSTS * self._timeout:
+            return f"after {waited:.0f} s not all of the ranks {unknown} have joined, which are not on this host"
+        if waited >= self._timeout and not self._told:
+            self._told = True
+            here = [rank for rank in self._others if rank in self._known]
+            print_line(
+                f"rank {self._rank} has waited in dapple.init for {waited:.0f} s: not all ranks have called it. Ranks "
+                f"{here} run on this host; ranks {unknown} are on other hosts."
+            )
+        return ""

@@ -1,0 +1,18 @@
+"""Quote values of any size in error messages: the text is short, and made in the time of the value's top levels."""
+
+from __future__ import annotations
+
+import reprlib
+
+_CHARACTERS = 120  # of a string or number
+_ITEMS = 8  # of a list or object
+_LEVELS = 3
+
+
+def quote(value: object) -> str:
+    """Return the ``repr`` of a value that a file holds; of long or deeply nested ones only a part."""
+    quoting = reprlib.Repr()
+    quoting.maxlevel = _LEVELS
+    quoting.maxlist = quoting.maxdict = _ITEMS
+    quoting.maxstring = quoting.maxlong = quoting.maxother = _CHARACTERS
+    return quoting.repr(value)

@@ -1,0 +1,113 @@
+"""Read text, JSON and YAML files as data, in time and memory that grow with the file's size alone.
+
+Files come from anywhere, so each kind has limits: bytes, levels of nesting, digits of a number. A file beyond them is
+refused with an error that names the limit. Nothing in a file is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from profiler.read_yaml import LONGEST_YAML, load_yaml
+
+LARGEST_FILE = 16 * 2**20
+"""Bytes of a file, unless the reader says otherwise: a profile of 50,000 layers."""
+
+_DEEPEST = 32  # levels of nesting; the files of this project have up to 6
+_DIGITS = 1000  # of a whole number; the largest float has 309
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@contextlib.contextmanager
+def naming_file(path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
+    """Prefix errors of type ``error`` raised inside the block with ``path``."""
+    try:
+        yield
+    except error as found:
+        raise error(f"{os.fspath(path)}: {found}") from found
+
+
+def read_text(
+    path: str | os.PathLike[str], error: type[ValueError], kind: str = "text", largest: int = LARGEST_FILE
+) -> str:
+    """Return the text of a file of ``kind``, in UTF-8.
+
+    Raises ``error`` if it does not exist, is not text or is larger than ``largest`` bytes; of a larger file, or one
+    without an end, no more is read.
+    """
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(largest + 1)
+        if len(data) > largest:
+            raise error(f"not a readable {kind} file: it has more than {largest} bytes")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as found:
+        raise error(f"not a readable {kind} file: {found.strerror}") from found
+    except UnicodeDecodeError as found:
+        raise error(f"not a readable {kind} file: {found}") from found
+
+
+def read_json(path: str | os.PathLike[str], error: type[ValueError], largest: int = LARGEST_FILE) -> Any:
+    """Return the data of a JSON file.
+
+    Raises ``error`` for other files, for NaN, Infinity and repeated fields, for text that is not Unicode (a lone
+    surrogate), and beyond the limits of this module.
+    """
+    text = read_text(path, error, "JSON", largest)
+    try:
+        data = json.loads(
+            text, parse_constant=_refuse_constant, parse_int=_parse_int, object_pairs_hook=_refuse_repeats
+        )
+        check_depth(data)
+        if _SURROGATE.search(text):
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as found:
+        raise error(f"not a readable JSON file: {found}") from found
+    return data
+
+
+def read_yaml(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
+    """Return the data of a YAML (or JSON) file; nothing in it is executed.
+
+    Raises ``error`` for other files, for repeated fields and tags, and beyond the limits of ``load_yaml``.
+    """
+    text = read_text(path, error, "YAML", LONGEST_YAML)
+    try:
+        return load_yaml(text)
+    except ValueError as found:
+        raise error(f"not a readable YAML file: {found}") from found
+
+
+def check_depth(data: Any) -> None:
+    """Raise ValueError for data whose lists and objects are nested in more than 32 levels."""
+    level: list[Any] = [[data]]
+    for _ in range(_DEEPEST + 1):
+        values = (value for outer in level for value in (outer.values() if isinstance(outer, dict) else outer))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"its lists and objects are nested in more than {_DEEPEST} levels")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, {digits[:20]}...; the longest has {_DIGITS}")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the field {key!r} is given twice in one object")
+    return data

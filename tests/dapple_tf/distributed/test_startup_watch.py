@@ -1,0 +1,175 @@
+"""A rank that does not come to ``dapple.init`` is named by the others within the timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dapple_tf.distributed.rank_processes import State, find_rank_processes, state_of
+from dapple_tf.distributed.startup_watch import StartupWatch, watching_start
+from tests.dapple_tf.distributed.failing_jobs import assert_ended
+from tests.processes import (
+    HOROVODRUN,
+    MPIRUN,
+    Launcher,
+    RanksError,
+    environment_without_launchers,
+    needs_horovod,
+    run_ranks,
+)
+
+# --- processes
+
+JOB = {"OMPI_MCA_orte_jobfam_session_dir": "the folder of a test", "OMPI_MCA_ess_base_jobid": "77"}
+
+
+def start(**variables: str) -> subprocess.Popen[bytes]:
+    """A process with these variables that sleeps, after it has started Python."""
+    made = subprocess.Popen(
+        [sys.executable, "-c", "import time; print('', flush=True); time.sleep(60)"],
+        env={**environment_without_launchers(), **variables},
+        stdout=subprocess.PIPE,
+    )
+    assert made.stdout is not None
+    made.stdout.readline()
+    return made
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with start(**JOB, OMPI_COMM_WORLD_RANK="5") as made:
+        yield made
+        made.kill()
+
+
+def wait_for(state: State, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 5
+    while state_of([process.pid]) != state:
+        assert time.monotonic() < end
+
+
+def test_the_processes_of_a_job_are_found_by_their_rank(process: subprocess.Popen[bytes]) -> None:
+    assert find_rank_processes(JOB) == {5: [process.pid]}
+    assert find_rank_processes({**JOB, "OMPI_MCA_ess_base_jobid": "78"}) == {}
+    assert find_rank_processes({}) == {}
+
+
+def test_processes_of_horovodrun_are_found_by_the_place_where_they_meet() -> None:
+    job = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4"}
+    with start(**job, HOROVOD_RANK="2") as made:
+        assert find_rank_processes(job) == {2: [made.pid]}
+        made.kill()
+
+
+def test_what_a_process_does_is_told(process: subprocess.Popen[bytes]) -> None:
+    assert state_of([process.pid]) == State.RUNS
+    process.send_signal(signal.SIGSTOP)
+    wait_for(State.STOPPED, process)
+    assert state_of([os.getpid(), process.pid]) == State.STOPPED
+    process.send_signal(signal.SIGCONT)
+    wait_for(State.RUNS, process)
+    process.kill()
+    wait_for(State.ENDED, process)
+    process.wait()
+    assert state_of([process.pid]) == State.ENDED
+
+
+# --- the watch
+
+
+def watch_of(process: subprocess.Popen[bytes], size: int = 2) -> StartupWatch:
+    return StartupWatch(0, size, 10.0, lambda: {0: [os.getpid()], 1: [process.pid]} if size else {})
+
+
+def test_a_rank_that_runs_is_waited_for_and_named_once(
+    process: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    watch = watch_of(process, size=3)
+    assert [watch.examine(now, now) for now in range(0, 99, 3)] == [""] * 33
+    assert capfd.readouterr().err == (
+        "dapple: rank 0 has waited in dapple.init for 12 s: not all ranks have called it. Ranks [1] run on this host; "
+        "ranks [2] are on other hosts.\n"
+    )
+    assert watch.examine(100.0, 100.0) == (
+        "after 100 s not all of the ranks [2] have joined, which are not on this host"
+    )
+
+
+def test_a_rank_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(process: subprocess.Popen[bytes]) -> None:
+    watch = watch_of(process)
+    process.send_signal(signal.SIGSTOP)
+    wait_for(State.STOPPED, process)
+    assert watch.examine(20.0, 0.0) == ""
+    process.send_signal(signal.SIGCONT)
+    wait_for(State.RUNS, process)
+    assert watch.examine(27.0, 7.0) == ""
+    process.send_signal(signal.SIGSTOP)
+    wait_for(State.STOPPED, process)
+    assert watch.examine(29.0, 9.0) == ""
+    assert watch.examine(36.0, 16.0) == ""
+    said = watch.examine(37.5, 17.5)
+    assert said == f"rank 1 (process {process.pid}) has been stopped for 8.5 s (SIGSTOP, Ctrl-Z or a debugger)"
+
+
+def test_a_rank_that_has_ended_has_failed(process: subprocess.Popen[bytes]) -> None:
+    watch = watch_of(process)
+    assert watch.examine(20.0, 0.0) == ""
+    process.kill()
+    process.wait()
+    assert watch.examine(21.0, 1.0) == ""
+    assert "was killed or has ended before all ranks had joined" in watch.examine(23.5, 3.5)
+
+
+def test_without_a_job_nothing_is_watched() -> None:
+    with watching_start({}):
+        pass
+    with watching_start({"OMPI_COMM_WORLD_SIZE": "2"}):  # contradicts itself: dapple.init says so
+        pass
+    with watching_start(
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "DAPPLE_TIMEOUT_SECONDS": "x"}
+    ):
+        pass
+
+
+# --- jobs
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("moment", "ranks", "launcher"),
+    [
+        ("stopped before init", 2, MPIRUN),
+        pytest.param("stopped in init", 3, MPIRUN, marks=pytest.mark.slow),
+        pytest.param("stopped before init", 2, HOROVODRUN, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_stopped_before_all_have_joined_is_named(moment: str, ranks: int, launcher: Launcher) -> None:
+    """The job once hung, silently."""
+    with pytest.raises(RanksError) as caught:
+        run_ranks(
+            ["-m", "tests.dapple_tf.distributed.programs.slow_start", moment, "1"],
+            ranks,
+            environment={"DAPPLE_TIMEOUT_SECONDS": "4"},
+            launcher=launcher,
+        )
+    assert_ended(caught.value)
+    said = "".join(caught.value.ranks[rank].stderr for rank in range(ranks) if rank != 1)
+    assert re.search(r"rank \d (stops|\(stage).*rank 1 .*(has been stopped for 3\.\d s|has sent nothing for)", said)
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_a_slow_rank_is_waited_for() -> None:
+    for rank in run_ranks(
+        ["-m", "tests.dapple_tf.distributed.programs.slow_start", "sleeps", "1"],
+        2,
+        environment={"DAPPLE_TIMEOUT_SECONDS": "2"},
+    ):
+        assert "joined" in rank.stdout

@@ -1,0 +1,16 @@
+"""A limit on the work of a reader: a small file must not keep a process busy."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """The block takes at most ``seconds`` of this process's own time: what other processes do does not count."""
+    begin = time.process_time()
+    yield
+    took = time.process_time() - begin
+    assert took <= seconds, f"it took {took:.1f} s"
