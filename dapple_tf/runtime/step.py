@@ -27,6 +27,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
+from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.variable_names import name_variables
@@ -74,6 +75,7 @@ class PipelinedStep:
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         self._compiled = CompiledSteps()
+        self._forward = Forward(loss_fn, self._autoplan)
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -156,6 +158,27 @@ class PipelinedStep:
         """Train on one batch, and return the mean loss over it, or (loss, aux)."""
         step, outputs = self._run(batch, self._variant)
         return step.planned.model.pack(outputs)
+
+    def forward(self, *batch: Any) -> Any:
+        """Return the loss of one batch, or (loss, aux), from a pipeline that only runs forward; nothing is trained.
+
+        What the loss function itself writes is written, as by a call of it. In a job every rank must call it.
+        """
+        with self._lock:
+            return self._forward.run(batch, self._target)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` of a batch as a pipeline that only runs forward, over the stages of this step.
+
+        ``function`` returns a scalar, or (scalar, aux), as a loss function does. It takes tensors batched on axis 0.
+        """
+        pipeline = Forward(function, self._autoplan)
+
+        def run(*batch: Any) -> Any:
+            with self._lock:
+                return pipeline.run(batch, self._target)
+
+        return run
 
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
