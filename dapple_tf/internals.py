@@ -397,3 +397,29 @@ def keras_mask(tensor: Any) -> Any:
 def set_keras_mask(tensor: Any, mask: Any) -> None:
     """Keep a mask with a tensor, where Keras's losses and metrics find it (``_keras_mask``)."""
     tensor._keras_mask = mask
+
+
+def global_seed() -> int | None:
+    """Return the seed of ``tf.random.set_seed``, or None if it was not called (``context.global_seed``)."""
+    seed = context.global_seed()
+    return None if seed is None else int(seed)
+
+
+def backup_path(callback: keras.callbacks.BackupAndRestore) -> str:
+    """Return the path of the weights that the callback writes (``_weights_path``)."""
+    return str(callback._weights_path)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """Return the epoch at which ``fit`` is to go on, where a callback has set it (``_initial_epoch``)."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Set the epoch at which ``fit`` is to go on (``_initial_epoch``)."""
+    model._initial_epoch = epoch
+
+
+BACKUP_LOAD, BACKUP_SAVE = "_load_model", "_save_model"
+"""Methods of ``BackupAndRestore`` that load and save a backup."""

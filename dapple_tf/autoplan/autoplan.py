@@ -146,9 +146,10 @@ class Autoplan:
         """
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
-            return follow_plan(self._decision.plan, self.layer_names, layers, costs)
-        devices = len(list_devices(self._devices)) if self._job is None else self._job.size
-        return plan_forward(self._request, layers, costs, devices)
+            return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
+        if self._job is None:
+            return plan_forward(self._request, layers, costs, len(list_devices(self._devices)), all_devices=False)
+        return plan_forward(self._request, layers, costs, self._job.size, all_devices=True)
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""

@@ -8,10 +8,13 @@ from typing import Any
 import keras
 
 from dapple_tf import internals
+from dapple_tf.distributed import membership
 from dapple_tf.errors import CaptureError, PlanError, UsageError
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
 from dapple_tf.keras.loops import Loops
+from dapple_tf.keras.rank_batches import BatchCheck
+from dapple_tf.keras.ranks import METHODS, adapt_to_ranks
 from dapple_tf.pipeline import pipeline as pipeline_step
 from dapple_tf.runtime.step import PipelinedStep
 
@@ -45,11 +48,15 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
     step: PipelinedStep = pipeline_step(training_function(model, names), optimizer=model.optimizer, **options)
     test = step.forward_of(evaluation_function(model, names))
     predict = step.forward_of(prediction_function(model, names))
-    loops = Loops(model, names, step, test, predict)
+    job = membership.current()
+    check = None if job is None else BatchCheck(job)
+    loops = Loops(model, names, step, test, predict, check)
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
         setattr(model, f"make_{kind}_function", _maker(model, kind, function))
+    if job is not None and check is not None:
+        adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
         step.build(names.name(tuple(example_batch)))
     return step
@@ -63,6 +70,10 @@ def restore(model: keras.Model) -> None:
     """
     if not _is_installed(model):
         raise UsageError(f"{model.name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
+    if "get_weights" in vars(model):
+        model.get_weights()  # gathers them
+        for name in METHODS:
+            delattr(model, name)
     for kind in _KINDS:
         delattr(model, f"make_{kind}_function")
         setattr(model, f"{kind}_function", None)

@@ -16,7 +16,8 @@ from dapple_tf.keras.metrics import MetricsUpdate
 class Loops:
     """The three functions of one compiled model.
 
-    ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``).
+    ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``). ``check`` is called
+    with every batch.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class Loops:
         train: Callable[..., Any],
         test: Callable[..., Any],
         predict: Callable[..., Any],
+        check: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._model = model
         self._names = names
         self._train = train
         self._test = test
         self._predict = predict
+        self._check = check
         self._update = MetricsUpdate(model)
 
     def train_function(self, batches: Iterable[Any]) -> Any:
@@ -45,7 +48,7 @@ class Loops:
 
     def predict_function(self, batches: Iterable[Any]) -> Any:
         """Return the model's outputs for ``batches``, put together on axis 0."""
-        found = [self._predict(self._names.name(data, inputs_only=True))[1]["outputs"] for data in batches]
+        found = [self._predict(self._name(data, inputs_only=True))[1]["outputs"] for data in batches]
         if len(found) == 1:
             return found[0]
         return keras.tree.map_structure(lambda *tensors: tf.concat(tensors, 0), *found)
@@ -53,10 +56,16 @@ class Loops:
     def _run(self, batches: Iterable[Any], step: Callable[[dict[str, Any]], Any]) -> Any:
         samples, logs = _fixed_samples(batches), None
         for data in _next_batches(batches, self._model.steps_per_execution):
-            named = self._names.name(data)
+            named = self._name(data)
             loss, aux = step(named)
             logs = self._update(self._names.nest(named), loss, aux, samples)
         return logs
+
+    def _name(self, data: Any, *, inputs_only: bool = False) -> dict[str, Any]:
+        named = self._names.name(data, inputs_only=inputs_only)
+        if self._check is not None:
+            self._check(named)
+        return named
 
     @staticmethod
     def _scaled(result: tuple[Any, Any], factor: float) -> tuple[Any, Any]:

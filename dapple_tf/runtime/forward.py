@@ -39,6 +39,11 @@ class Forward:
     _plans: dict[_Key, Plan] = field(default_factory=dict)
     _planned: bool = False
 
+    @property
+    def models(self) -> list[StagedModel]:
+        """All that was traced and is still used."""
+        return list(self._compiled.models.values())
+
     def run(self, batch: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
         compiled = self.compile(batch, target)

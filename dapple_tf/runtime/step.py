@@ -75,7 +75,7 @@ class PipelinedStep:
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         self._compiled = CompiledSteps()
-        self._forward = Forward(loss_fn, self._autoplan)
+        self._forwards = [Forward(loss_fn, self._autoplan)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -165,7 +165,7 @@ class PipelinedStep:
         What the loss function itself writes is written, as by a call of it. In a job every rank must call it.
         """
         with self._lock:
-            return self._forward.run(batch, self._target)
+            return self._forwards[0].run(batch, self._target)
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` of a batch as a pipeline that only runs forward, over the stages of this step.
@@ -173,6 +173,7 @@ class PipelinedStep:
         ``function`` returns a scalar, or (scalar, aux), as a loss function does. It takes tensors batched on axis 0.
         """
         pipeline = Forward(function, self._autoplan)
+        self._forwards.append(pipeline)
 
         def run(*batch: Any) -> Any:
             with self._lock:
@@ -206,10 +207,20 @@ class PipelinedStep:
         In one process all variables hold the trained values at any time.
         """
         if self._job is not None:
-            self._compiled_last()
+            if not self.built:
+                self._compiled_last()
             self._job.announce_call("gather the variables")
             with self._lock:
-                gather_variables(self._job, self._compiled.models.values())
+                gather_variables(self._job, self._models)
+
+    @property
+    def built(self) -> bool:
+        """Whether a batch has been compiled, for training or to run forward: variables may have moved since."""
+        return bool(self._models)
+
+    @property
+    def _models(self) -> list[StagedModel]:
+        return [*self._compiled.models.values(), *(model for forward in self._forwards for model in forward.models)]
 
     # --- recorded steps
 
