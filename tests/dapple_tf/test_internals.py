@@ -715,6 +715,7 @@ def test_the_global_seed() -> None:
     assert internals.global_seed() == before
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
 def test_a_backup_is_loaded_and_saved_by_methods_of_the_callback(tmp_path: Path) -> None:
     calls = []
     model = two_losses()
