@@ -20,6 +20,9 @@ from tests.processes import needs_horovod, run_ranks
 needs_keras_hub = pytest.mark.skipif(
     importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed: pip install keras-hub"
 )
+# Keras's own, where it builds an image layer or reads weights.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
 PROGRAMS = [
     "image_classification",
     pytest.param("text_classification", marks=needs_keras_hub),
