@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dapple_tf.frontend.tensorflow_version import require_tensorflow
 
 if TYPE_CHECKING:
-    from dapple_tf import errors
+    from dapple_tf import errors, keras
     from dapple_tf.checkpoint.checkpoints import Checkpoints
     from dapple_tf.commands.workload import Workload
     from dapple_tf.devices import init, scope
@@ -49,6 +49,7 @@ __all__ = [
     "analytic_profile",
     "errors",
     "init",
+    "keras",
     "pipeline",
     "plan",
     "profile",
@@ -76,6 +77,8 @@ _HOMES = {
     "verify": "dapple_tf.verification",
 }
 
+_MODULES = ("errors", "keras")
+
 
 class _Package(ModuleType):
     """The package, whose functions ``plan`` and ``pipeline`` stay functions when the modules of that name are imported.
@@ -92,8 +95,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("dapple_tf.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"dapple_tf.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -21,6 +21,7 @@ from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.tail import TailInput
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import DType, Function, Graph, Node, Shape, TensorType, attributes
+from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
@@ -50,7 +51,7 @@ from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.policies import build_schedule, forward_only
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ class StagedModel:
     statistics: bool
     traces: tuple[Any, ...]
 
+    @property
+    def trains(self) -> bool:
+        """Whether there are functions of backward; without them only forward runs."""
+        return at(0, what=OpName.BACKWARD) in self.graph.function_by_name
+
     def pack(self, outputs: Sequence[Any]) -> Any:
         """Return what the user's function would return: the loss, or (loss, aux)."""
         return outputs[0] if self.aux is None else (outputs[0], tf.nest.pack_sequence_as(self.aux, outputs[1:]))
@@ -157,7 +163,7 @@ def stage_model(
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
     if tail := build_tail(stages, joint, pruned[-1]):
         functions[-1] = (*functions[-1], tail)
-    graph = _stage_graph(captured, functions, build_once(stages, joint, functions))
+    graph = stage_graph(captured, functions, build_once(stages, joint, functions))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
@@ -169,7 +175,7 @@ def stage_model(
         graph=graph,
         stages=len(stages.stages),
         signature=captured.signature,
-        merges=_merges(captured),
+        merges=merge_kinds(captured),
         loss="mean" if captured.dependence is None else captured.dependence.loss,
         exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
         aux=captured.aux,
@@ -193,14 +199,14 @@ def stage_model(
     )
 
 
-def _merges(captured: Captured) -> tuple[MergeKind, ...]:
+def merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
     """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
     outputs = captured.graph.outputs[1:]
     found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux
     return tuple(kind or merge_kind(captured.graph.type_of(v)) for kind, v in zip(found, outputs, strict=True))
 
 
-def _stage_graph(
+def stage_graph(
     captured: Captured, functions: Sequence[tuple[Function, ...]], once: Sequence[Function | None]
 ) -> Graph:
     """Return the graph of the batch's inputs and the stages' functions, without any calls."""
@@ -230,14 +236,12 @@ def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) 
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
+    placed = _place_stages(plan, devices)
+    if not model.trains:
+        return _forward_passes(model, plan, placed, home)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     if model.frontier:
         check_forwards_first(schedule)
-    try:
-        placed = tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
-    except IndexError:
-        wanted = sorted({d for stage in plan.stages for d in stage.devices})
-        raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
     order: list[Pass] = [
         *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
         *([LookUpRows(model.lookups)] if model.lookups else []),  # in what Recompute repeats too
@@ -263,6 +267,28 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
     return tuple(order)
+
+
+def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
+    """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
+    schedule = forward_only(len(plan.stages), plan.micro_batches)
+    return (
+        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
+        SplitConcat(plan.replicas, model.shared),
+        CopyVariables(),
+        Order(schedule),
+        Place(placed, home),
+        VerifyPipeline(schedule),
+    )
+
+
+def _place_stages(plan: Plan, devices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the devices of each stage; PlanError where there are not as many."""
+    try:
+        return tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
+    except IndexError:
+        wanted = sorted({d for stage in plan.stages for d in stage.devices})
+        raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
 
 
 def pipeline_graph(

@@ -335,3 +335,106 @@ def without_specialisation() -> Iterator[None]:
         yield
     finally:
         context.context().function_call_options = options
+
+
+def call_model(model: keras.Model, x: Any, *, training: bool) -> Any:
+    """Call the model as a step of Keras does: with ``training`` where it takes it (``_call_has_training_arg``)."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, outputs: Any, sample_weight: Any, *, training: bool) -> Any:
+    """Return the total loss of a compiled model, by its own ``compute_loss`` if it has one (``_compute_loss``)."""
+    return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training)
+
+
+@contextlib.contextmanager
+def output_losses(model: keras.Model) -> Iterator[list[Any]]:
+    """Collect in the block the loss of each output, where Keras would update a metric of its own with each.
+
+    Those metrics (``CompileLoss._metrics``) are replaced meanwhile, and not updated. There are some only where the
+    model has several losses.
+    """
+    found: list[Any] = []
+    compiled = model._compile_loss
+    if compiled is None:
+        yield found
+        return
+    original = compiled._metrics
+
+    class Recorder:
+        def update_state(self, value: Any, sample_weight: Any = None) -> None:
+            found.append(value)
+
+    class Recorders(list[Any]):
+        def __len__(self) -> int:
+            return len(original)  # the first call makes the metrics
+
+        def __iter__(self) -> Iterator[Recorder]:
+            return (Recorder() for _ in original)
+
+    compiled._metrics = Recorders()
+    try:
+        yield found
+    finally:
+        compiled._metrics = original
+
+
+def loss_metrics(model: keras.Model) -> list[Any]:
+    """Return the metrics of the losses of several outputs (``_compile_loss``), in their order."""
+    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """Return the metric of the total loss (``_loss_tracker``)."""
+    return model._loss_tracker
+
+
+def has_metrics(model: keras.Model) -> bool:
+    """Return whether metrics take the outputs: compiled ones (``_compile_metrics``), or the model's own."""
+    return model._compile_metrics is not None or overrides(model, "compute_metrics")
+
+
+def overrides(model: keras.Model, name: str) -> bool:
+    """Return whether the model's method ``name`` is not that of ``keras.Model``."""
+    return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
+
+
+def has_strategy(model: keras.Model) -> bool:
+    """Return whether the model was made under a tf.distribute strategy (``_distribute_strategy``)."""
+    return model._distribute_strategy is not None
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Return the mask that Keras keeps with a tensor (``_keras_mask``), or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Keep a mask with a tensor, where Keras's losses and metrics find it (``_keras_mask``)."""
+    tensor._keras_mask = mask
+
+
+def global_seed() -> int | None:
+    """Return the seed of ``tf.random.set_seed``, or None if it was not called (``context.global_seed``)."""
+    seed = context.global_seed()
+    return None if seed is None else int(seed)
+
+
+def backup_path(callback: keras.callbacks.BackupAndRestore) -> str:
+    """Return the path of the weights that the callback writes (``_weights_path``)."""
+    return str(callback._weights_path)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """Return the epoch at which ``fit`` is to go on, where a callback has set it (``_initial_epoch``)."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Set the epoch at which ``fit`` is to go on (``_initial_epoch``)."""
+    model._initial_epoch = epoch
+
+
+BACKUP_LOAD, BACKUP_SAVE = "_load_model", "_save_model"
+"""Methods of ``BackupAndRestore`` that load and save a backup."""

@@ -72,7 +72,8 @@ def api_page() -> str:
     """Return the page of everything that ``import dapple_tf as dapple`` gives."""
     parts = ["# Python API\n\nEverything that `import dapple_tf as dapple` gives, from its docstrings.\n"]
     for name in dapple_tf.__all__:
-        home = "dapple_tf.errors" if name == "errors" else f"{dapple_tf._HOMES[name]}.{name}"
+        is_module = name in dapple_tf._MODULES
+        home = f"dapple_tf.{name}" if is_module else f"{dapple_tf._HOMES[name]}.{name}"
         parts.append(f"::: {home}\n    options:\n      heading: dapple.{name}\n      toc_label: {name}\n")
     return "\n".join(parts)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.decision import PlanDecision
+from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
 from dapple_tf.autoplan.measured_problem import PlanningInputs, count_slots
 from dapple_tf.autoplan.micro_batches_auto import choose_micro_batches
@@ -83,6 +84,11 @@ class Autoplan:
         return self._decision.plan
 
     @property
+    def planned(self) -> bool:
+        """Whether training has been traced, and has its plan."""
+        return bool(self.layer_names)
+
+    @property
     def choice(self) -> ScheduleChoice | None:
         """The simulated candidates of the schedule and M, where these were "auto"."""
         return None if self._decision is None else self._decision.choice
@@ -136,6 +142,19 @@ class Autoplan:
             tuple(layers.find(names[start]) for start in plan.starts),
             tuple(i for i, layer in enumerate(layers.layers) if plan.recompute is True or layer.name in recomputed),
         )
+
+    def plan_forward(self, layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> Plan:
+        """Return the plan of a function of the same model that only runs forward.
+
+        Its stages have the devices that they have in training; before training has a plan, they are balanced by an
+        estimate. Raises the errors of a request that does not fit this function.
+        """
+        costs = estimate_costs(layers, shapes)
+        if self._decision is not None:
+            return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
+        if self._job is None:
+            return plan_forward(self._request, layers, costs, len(list_devices(self._devices)), all_devices=False)
+        return plan_forward(self._request, layers, costs, self._job.size, all_devices=True)
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""

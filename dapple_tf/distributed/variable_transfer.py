@@ -45,6 +45,19 @@ def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
     locations.placed_for = None
 
 
+def share_variables(job: Job, variables: Iterable[tf.Variable]) -> None:
+    """Give every rank the values that rank 0 has, until the next step; every rank must call this, with all allocated.
+
+    Every rank must have the variables in the same order.
+    """
+    locations, all_ranks = job.variable_locations, frozenset(range(job.size))
+    distinct = list({id(variable): variable for variable in variables}.values())
+    send_values(job, [Transfer(variable, 0, all_ranks) for variable in distinct])
+    for variable in distinct:
+        locations.set_ranks(variable, all_ranks)
+    locations.placed_for = None
+
+
 def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
     """Carry out the transfers, bit by bit, of any dtype; every rank must call this with the same transfers."""
     for source in range(job.size):

@@ -22,6 +22,7 @@ from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
+from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
 
@@ -95,12 +96,17 @@ class CapturedTensors:
         return read_value(tensor, self.inputs)
 
 
-def capture(loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norms: bool = False) -> Captured:
+def capture(
+    loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norms: bool = False, trains: bool = True
+) -> Captured:
     """Trace ``loss_fn(*batch)`` once and read the graph.
 
     ``batch_norms``: record the calls of batch norm layers in training mode, with what their statistics are made of.
-    Raises CaptureError when the trace fails for an unknown batch size or the function trains nothing, and LossError
-    when the loss is not a floating-point scalar.
+    Without ``trains`` the function is only to run forward: every variable that it does not write counts as trainable,
+    so that all that is computed from it stays in the micro-batches.
+
+    Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
+    LossError when the loss is not a floating-point scalar.
     """
     specs = batch_signature(batch)
     arguments = tf.nest.pack_sequence_as(tuple(batch), list(specs))
@@ -126,11 +132,15 @@ def capture(loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norms: b
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
+    written = {} if trains else written_variables(graph)
+    trainable = inputs.trainable if trains else [name for name in inputs.variables if name not in written]
+    if trains and not trainable:
+        raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
     return Captured(
         graph,
         func_graph,
         inputs.variables,
-        tuple(inputs.trainable),
+        tuple(trainable),
         inputs.constants,
         aux,
         specs,
@@ -202,8 +212,7 @@ class _Inputs:
 def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
     """Return the inputs of a trace: its first ``arguments`` inputs are the batch's tensors, the others captures.
 
-    ``name``: of the function, for errors. Raises CaptureError for a captured resource that is not a variable, and for
-    a function without trainable variables.
+    ``name``: of the function, for errors. Raises CaptureError for a captured resource that is not a variable.
     """
     found = _Inputs()
     for i, tensor in enumerate(func_graph.inputs[:arguments]):
@@ -229,8 +238,6 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
             label = f"capture/{len(found.constants)}"
             found.nodes[placeholder.op.name] = Node(label, "capture")
             found.constants[label] = outside
-    if not found.trainable:
-        raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
     return found
 
 

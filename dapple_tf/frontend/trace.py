@@ -27,20 +27,22 @@ def trace_loss(
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
     batch_norm: BatchNorm = "micro-batch",
+    *,
+    trains: bool = True,
 ) -> Captured:
     """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
     the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
-    ``BatchNorm``. Raises what ``capture`` and ``defer_statistics`` raise, and ExactnessError where a step would differ
-    from one device's and ``inexact`` is "error".
+    ``BatchNorm``. ``trains``: see ``capture``. Raises what ``capture`` and ``defer_statistics`` raise, and
+    ExactnessError where a step would differ from one device's and ``inexact`` is "error".
     """
-    captured = capture(loss_fn, batch, batch_norms=batch_norm == "deferred")
+    captured = capture(loss_fn, batch, batch_norms=batch_norm == "deferred", trains=trains)
     dependence = _find(captured, batch_size, batch_loss)
     if dependence.mixed and not dependence.exactness.undocumented:
         captured = weigh_terms(captured, dependence)
         dependence = _find(captured, batch_size, batch_loss)
-    _report(captured.graph.name, dependence, inexact)
+    _report(captured.graph.name, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
@@ -65,13 +67,13 @@ def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
     return graph.replace(nodes=tuple(nodes))
 
 
-def _report(name: str, dependence: BatchDependence, inexact: Inexact) -> None:
+def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
     reasons = dependence.exactness.undocumented
     if reasons and inexact == "error":
         raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{Exactness(reasons)}")
     if reasons and inexact == "warn":
         message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(reasons)}"
         warnings.warn(message, DappleWarning, stacklevel=9)
-    if dependence.grows:
+    if dependence.grows and trains:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
         warnings.warn(message, DappleWarning, stacklevel=9)

@@ -29,6 +29,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
+from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.variable_names import name_variables
@@ -76,6 +77,7 @@ class PipelinedStep:
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         self._compiled = CompiledSteps()
+        self._forwards = [Forward(loss_fn, self._autoplan)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -159,6 +161,28 @@ class PipelinedStep:
         step, outputs = self._run(batch, self._variant)
         return step.planned.model.pack(outputs)
 
+    def forward(self, *batch: Any) -> Any:
+        """Return the loss of one batch, or (loss, aux), from a pipeline that only runs forward; nothing is trained.
+
+        What the loss function itself writes is written, as by a call of it. In a job every rank must call it.
+        """
+        with self._lock:
+            return self._forwards[0].run(batch, self._target)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` of a batch as a pipeline that only runs forward, over the stages of this step.
+
+        ``function`` returns a scalar, or (scalar, aux), as a loss function does. It takes tensors batched on axis 0.
+        """
+        pipeline = Forward(function, self._autoplan)
+        self._forwards.append(pipeline)
+
+        def run(*batch: Any) -> Any:
+            with self._lock:
+                return pipeline.run(batch, self._target)
+
+        return run
+
     def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
 
@@ -186,11 +210,21 @@ class PipelinedStep:
         In one process all variables hold the trained values at any time.
         """
         if self._job is not None:
-            self._compiled_last()
+            if not self.built:
+                self._compiled_last()
             self._job.announce_call("gather the variables")
             self._job.check_call_history()  # variables trained on different batches are no model
             with self._lock:
-                gather_variables(self._job, self._compiled.models.values())
+                gather_variables(self._job, self._models)
+
+    @property
+    def built(self) -> bool:
+        """Whether a batch has been compiled, for training or to run forward: variables may have moved since."""
+        return bool(self._models)
+
+    @property
+    def _models(self) -> list[StagedModel]:
+        return [*self._compiled.models.values(), *(model for forward in self._forwards for model in forward.models)]
 
     # --- recorded steps
 

@@ -62,7 +62,7 @@ def find_variables(graph: Graph) -> Variables:
     for stage in range(count):
         ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.RUN_ONCE, OpName.TAIL)
         names = [at(stage, what=op) for op in ops]
-        optional = names[2:]  # where backward is split, where something runs once a step, and where there is a tail
+        optional = names[1:]  # backward, where it is split, where something runs once a step, and where there is a tail
         for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])

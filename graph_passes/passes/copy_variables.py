@@ -29,7 +29,7 @@ class CopyVariables:
 
     name: str = "copy_variables"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.REFRESH, OpName.COMMIT, OpName.BARRIER}),
         may_produce=frozenset({OpName.REFRESH, OpName.COMMIT}),
     )

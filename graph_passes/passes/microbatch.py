@@ -51,10 +51,10 @@ def merge_kind(kind: TensorType) -> MergeKind:
 class Microbatch:
     """Call the functions of ``stages`` stages on each of ``micro_batches`` micro-batches.
 
-    The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` and, where backward
-    is split, ``stageN/weights``; ``stageN/once`` where the stage has it, and ``stageN/tail`` where there is a tail,
-    which takes the tensors ``frontier``. ``aux``: how to merge each aux output. ``loss``: whether the loss is the mean
-    or the sum of the micro-batches'.
+    The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` (but not where only
+    forward runs) and, where backward is split, ``stageN/weights``; ``stageN/once`` where the stage has it, and
+    ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``. ``aux``: how to merge each aux output.
+    ``loss``: whether the loss is the mean or the sum of the micro-batches'.
     """
 
     stages: int
@@ -66,9 +66,9 @@ class Microbatch:
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.INPUT}),
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
-        produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.BACKWARD, OpName.MERGE}),
-        may_produce=frozenset({OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS, OpName.WEIGHTS})
-        | {OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS},
+        produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.MERGE}),
+        may_produce=frozenset({OpName.BACKWARD, OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
+        | {OpName.WEIGHTS, OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS},
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -105,9 +105,9 @@ def call_stages(
         nodes += calls.tail(stages - 1, frontier)
         for m in together:
             for stage in reversed(range(stages)):
-                nodes += calls.backward(stage, m, OpName.BACKWARD)
-                if at(stage, what=OpName.WEIGHTS) in graph.function_by_name:
-                    nodes += calls.backward(stage, m, OpName.WEIGHTS)
+                for op in (OpName.BACKWARD, OpName.WEIGHTS):
+                    if at(stage, what=op) in graph.function_by_name:
+                        nodes += calls.backward(stage, m, op)
     merged: list[tuple[str, str, MergeKind]] = [("loss", "loss", loss)]
     merged += [(f"aux/{i}", str(i), kind) for i, kind in enumerate(aux)]
     for name, label, kind in merged:

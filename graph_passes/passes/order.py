@@ -29,7 +29,7 @@ class Order:
     schedule: Schedule
     name: str = "order"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.TIMESTAMP}),
     )

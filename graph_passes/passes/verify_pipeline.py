@@ -25,7 +25,7 @@ class VerifyPipeline:
     schedule: Schedule
     name: str = "verify_pipeline"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
         requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
     )

@@ -63,6 +63,11 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     return schedule
 
 
+def forward_only(stages: int, micro_batches: int) -> Schedule:
+    """Return the schedule of a pipeline that does not train: each stage runs the forwards in micro-batch order."""
+    return Schedule(tuple(tuple(Action(s, "F", m) for m in range(micro_batches)) for s in range(stages)))
+
+
 def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
     """Return K_i of each stage, or None if more than these defines the schedule ``name`` (``zb-h1`` and texts).
 

@@ -64,7 +64,7 @@ class Schedule:
     @property
     def micro_batches(self) -> int:
         """M, the number of micro-batches."""
-        return len(self.stages[0]) // (3 if self.splits else 2)
+        return sum(action.kind == "F" for action in self.stages[0])
 
     @property
     def warm_up(self) -> tuple[int, ...]:

@@ -664,3 +664,105 @@ assert internals.tensorflow_has_started()
     subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
+
+
+# --- compiled Keras models
+
+
+def two_losses() -> keras.Model:
+    inputs = keras.Input([2])
+    outputs = [keras.layers.Dense(1, name=name)(inputs) for name in ("first", "second")]
+    model = keras.Model(inputs, outputs, name="net")
+    model.compile("sgd", ["mse", "mae"])
+    return model
+
+
+def test_the_losses_of_outputs_are_collected_and_their_metrics_left_alone() -> None:
+    model = two_losses()
+    x, y = tf.ones([3, 2]), [tf.ones([3, 1]), tf.zeros([3, 1])]
+    outputs = internals.call_model(model, x, training=True)
+    for _ in range(2):  # the first call makes the metrics
+        with internals.output_losses(model) as losses:
+            total = internals.compute_loss(model, x, y, outputs, None, training=True)
+        assert float(total) == pytest.approx(float(sum(losses)))
+        expected = [tf.reduce_mean(tf.square(outputs[0] - 1)), tf.reduce_mean(tf.abs(outputs[1]))]
+        np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert [metric.name for metric in internals.loss_metrics(model)] == ["first_loss", "second_loss"]
+    assert [float(metric.result()) for metric in internals.loss_metrics(model)] == [0, 0]
+    assert internals.loss_tracker(model) is model.metrics[0]
+    with internals.output_losses(keras.Sequential()) as none:
+        assert none == []
+
+
+def test_a_model_is_called_as_a_step_of_keras_calls_it() -> None:
+    class Plain(keras.Model):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x
+
+    model = Plain()
+    assert internals.call_model(model, tf.ones([1, 2]), training=True).shape == (1, 2)
+    dropout = keras.Sequential([keras.layers.Dropout(0.999)])
+    assert float(tf.reduce_sum(internals.call_model(dropout, tf.ones([1, 50]), training=False))) == 50
+    assert float(tf.reduce_sum(internals.call_model(dropout, tf.ones([1, 50]), training=True))) != 50
+
+
+def test_methods_and_metrics_of_ones_own_are_found() -> None:
+    class Own(keras.Model):
+        def compute_metrics(self, *args: object, **options: object) -> dict[str, object]:
+            return {}
+
+    assert internals.overrides(Own(), "compute_metrics")
+    assert not internals.overrides(Own(), "train_step")
+    assert internals.has_metrics(Own())
+    model = two_losses()
+    assert not internals.has_metrics(model)
+    model.train_step = lambda data: {}
+    assert internals.overrides(model, "train_step")
+    model.compile("sgd", ["mse", "mae"], metrics=["mae", "mae"])
+    assert internals.has_metrics(model)
+
+
+def test_a_model_knows_its_strategy() -> None:
+    assert not internals.has_strategy(two_losses())
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        assert internals.has_strategy(two_losses())
+
+
+def test_masks_are_kept_with_tensors() -> None:
+    embedded = keras.layers.Embedding(3, 2, mask_zero=True)(tf.constant([[1, 0]]))
+    mask = internals.keras_mask(embedded)
+    np.testing.assert_array_equal(mask, [[True, False]])
+    other = tf.ones([1, 2])
+    assert internals.keras_mask(other) is None
+    internals.set_keras_mask(other, mask)
+    assert keras.losses.MeanAbsoluteError()(tf.zeros([1, 2, 1]), tf.reshape(other, [1, 2, 1])) == 1
+    metric = keras.metrics.MeanMetricWrapper(lambda y, p: keras.ops.cast(p, "float32"))
+    predicted = tf.constant([[1.0, 5.0]])
+    internals.set_keras_mask(predicted, mask)
+    metric.update_state(predicted, predicted)
+    assert float(metric.result()) == 1
+
+
+def test_the_global_seed() -> None:
+    before = internals.global_seed()
+    tf.random.set_seed(5)
+    assert internals.global_seed() == 5
+    tf.random.set_seed(before)
+    assert internals.global_seed() == before
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
+def test_a_backup_is_loaded_and_saved_by_methods_of_the_callback(tmp_path: Path) -> None:
+    calls = []
+    model = two_losses()
+    callback = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+    for name in (internals.BACKUP_LOAD, internals.BACKUP_SAVE):
+        original = getattr(callback, name)
+        setattr(callback, name, lambda name=name, original=original: [calls.append(name), original()])
+    assert internals.initial_epoch(model) is None
+    model.fit(np.ones([2, 2]), [np.ones([2, 1])] * 2, verbose=0, callbacks=[callback])
+    assert calls == [internals.BACKUP_LOAD, internals.BACKUP_SAVE]
+    assert internals.backup_path(callback).startswith(str(tmp_path / "backup"))
+    internals.set_initial_epoch(model, 3)
+    history = model.fit(np.ones([2, 2]), [np.ones([2, 1])] * 2, verbose=0, epochs=4)
+    assert history.epoch == [3]

@@ -1,0 +1,78 @@
+"""The plan of a function that only runs forward: its stages are where training has the same layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.plan import Plan, StagePlan
+from graph_passes.analysis.layers import Layers
+from graph_passes.passes.partition import balance
+
+
+def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
+    """Return ``plan`` for the ``layers`` of another function of the same model.
+
+    ``names``: of the layers that ``plan`` counts; without any the stages are balanced by ``costs``. A stage starts at
+    its first layer that the other function has too, so that its variables stay on its devices. A stage without such a
+    layer, of dropout alone, say, is left out; with ``all_devices`` its devices become replicas of the stage before.
+    """
+    kept: list[StagePlan] = []
+    for stage, start in zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True):
+        if start is not None:
+            kept.append(StagePlan(start, start, stage.devices))
+        elif all_devices:
+            kept[-1] = dataclasses.replace(kept[-1], devices=(*kept[-1].devices, *stage.devices))
+    return dataclasses.replace(plan, stages=_until_next(kept, layers), recompute=False, predicted=None)
+
+
+def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
+    """Return a plan for ``layers`` before training has one: as requested, or one stage a device where that is "auto".
+
+    There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
+    with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
+    """
+    stages, most = request.stages, len(layers.positions()) + 1
+    if request.stages_are_auto:
+        stages = min(devices, most)
+    elif request.replicas is None:
+        stages = min(stages, most) if isinstance(stages, int) else [name for name in stages if _has(layers, name)]
+    wanted = dataclasses.replace(request, stages=stages, schedule="gpipe", recompute=False)
+    enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
+    plan = plan_requested_stages(wanted, layers, costs, enough, devices)
+    used = sum(plan.replicas)
+    if all_devices and used < devices:
+        last = dataclasses.replace(plan.stages[-1], devices=(*plan.stages[-1].devices, *range(used, devices)))
+        plan = dataclasses.replace(plan, stages=(*plan.stages[:-1], last))
+    return plan
+
+
+def _has(layers: Layers, name: str) -> bool:
+    return any(name == layer.name or f"/{name}/" in f"/{layer.name}/" for layer in layers.layers)
+
+
+def _find_starts(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts) -> list[int | None]:
+    """Return the first layer of every stage, None for one without a layer in common."""
+    if not names:
+        possible = layers.positions()
+        count = min(len(plan.stages) - 1, len(possible))
+        found = balance(costs.layers, possible, [costs.cuts[p - 1] for p in possible], count + 1)
+        return [0, *found, *[None] * (len(plan.stages) - 1 - count)]
+    positions = {layer.name: index for index, layer in enumerate(layers.layers)}
+    starts: list[int | None] = [0]
+    last = 0
+    for stage in plan.stages[1:]:
+        common = (positions.get(name, 0) for name in names[stage.first_layer : stage.last_layer + 1])
+        start = next((p for p in common if p > last and not layers.cut(p).problem), None)
+        starts.append(start)
+        last = last if start is None else start
+    return starts
+
+
+def _until_next(stages: Sequence[StagePlan], layers: Layers) -> tuple[StagePlan, ...]:
+    """Return the stages, each of which ends before the next one starts."""
+    ends = [*(stage.first_layer for stage in stages[1:]), len(layers.layers)]
+    return tuple(dataclasses.replace(stage, last_layer=end - 1) for stage, end in zip(stages, ends, strict=True))

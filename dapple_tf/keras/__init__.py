@@ -1,0 +1,12 @@
+"""Keras models over a pipeline: ``compile`` as always, one line, then ``fit``, ``evaluate`` and ``predict`` as always.
+
+model.compile(optimizer, loss, metrics=[...])
+dapple.keras.pipeline(model, stages=2, micro_batches=8)
+model.fit(x, y, epochs=3)
+"""
+
+from __future__ import annotations
+
+from dapple_tf.keras.install import pipeline, restore
+
+__all__ = ["pipeline", "restore"]

@@ -1,0 +1,86 @@
+"""What Keras calls for each batch, or each ``steps_per_execution`` batches: train, test and predict functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.keras.batches import BatchNames
+from dapple_tf.keras.metrics import MetricsUpdate
+
+
+class Loops:
+    """The three functions of one compiled model.
+
+    ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``). ``check`` is called
+    with every batch.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        names: BatchNames,
+        train: Callable[..., Any],
+        test: Callable[..., Any],
+        predict: Callable[..., Any],
+        check: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._names = names
+        self._train = train
+        self._test = test
+        self._predict = predict
+        self._check = check
+        self._update = MetricsUpdate(model)
+
+    def train_function(self, batches: Iterable[Any]) -> Any:
+        """Train on the next batches, and return the metrics; StopIteration where there is none."""
+        factor = self._model.optimizer.loss_scale_factor or 1.0
+        return self._run(batches, lambda batch: self._scaled(self._train(batch), factor))
+
+    def test_function(self, batches: Iterable[Any]) -> Any:
+        """Evaluate the next batches, and return the metrics; StopIteration where there is none."""
+        return self._run(batches, self._test)
+
+    def predict_function(self, batches: Iterable[Any]) -> Any:
+        """Return the model's outputs for ``batches``, put together on axis 0."""
+        found = [self._predict(self._name(data, inputs_only=True))[1]["outputs"] for data in batches]
+        if len(found) == 1:
+            return found[0]
+        return keras.tree.map_structure(lambda *tensors: tf.concat(tensors, 0), *found)
+
+    def _run(self, batches: Iterable[Any], step: Callable[[dict[str, Any]], Any]) -> Any:
+        samples, logs = _fixed_samples(batches), None
+        for data in _next_batches(batches, self._model.steps_per_execution):
+            named = self._name(data)
+            loss, aux = step(named)
+            logs = self._update(self._names.nest(named), loss, aux, samples)
+        return logs
+
+    def _name(self, data: Any, *, inputs_only: bool = False) -> dict[str, Any]:
+        named = self._names.name(data, inputs_only=inputs_only)
+        if self._check is not None:
+            self._check(named)
+        return named
+
+    @staticmethod
+    def _scaled(result: tuple[Any, Any], factor: float) -> tuple[Any, Any]:
+        loss, aux = result
+        return (loss if factor == 1.0 else loss / factor), aux
+
+
+def _next_batches(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    """Return an iterator over the next ``count`` batches, or fewer; StopIteration where there is none."""
+    iterator = iter(batches)
+    return itertools.chain([next(iterator)], itertools.islice(iterator, count - 1))
+
+
+def _fixed_samples(batches: Iterable[Any]) -> int | None:
+    """Return the number of samples of each batch where the data set's specs fix it, else None."""
+    specs = keras.tree.flatten(getattr(batches, "element_spec", None))
+    shape = getattr(specs[0], "shape", None)
+    return None if shape is None or not shape.rank else shape[0]

@@ -1,0 +1,58 @@
+"""Equal batches on all ranks of a job: random shuffles begin from the same seeds, and batches are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.distributed.membership import Job
+
+
+def align_randomness(job: Job) -> None:
+    """Give every rank rank 0's state of Python's and NumPy's random numbers, and one seed to TensorFlow.
+
+    Data sets are shuffled with these. A seed that the user has given TensorFlow stays; every rank must call this.
+    Raises JobError where the ranks were given different ones.
+    """
+    own = random.getstate(), np.random.get_state(), int.from_bytes(os.urandom(3), "big")
+    python, numpy, seed = job.broadcast(own)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    given = internals.global_seed()
+    job.compare({"seed of tf.random.set_seed": given})
+    if given is None:
+        tf.random.set_seed(seed)
+
+
+class BatchCheck:
+    """Compares a batch of every epoch with the other ranks': they must all read the same data, in the same order."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._expected = True
+
+    def expect(self) -> None:
+        """Compare the next batch."""
+        self._expected = True
+
+    def __call__(self, tensors: dict[str, Any]) -> None:
+        """Raise JobError on every rank where a batch is to be compared and differs; every rank must call this."""
+        if self._expected:
+            self._expected = False
+            what = "first batch of the epoch (seed the data set's shuffle alike on all ranks)"
+            self._job.compare({what: _digest(tensors)})
+
+
+def _digest(tensors: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = np.asarray(tensors[name])
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,119 @@
+"""Callbacks of ``fit`` in a job: rank 0 prints and writes, decisions are alike, and values are there when read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from dapple_tf import internals
+from dapple_tf.distributed.membership import Job
+
+# Callbacks that only write: they run on rank 0.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+# Callbacks that read no weights, or by methods of the model that gather them first.
+_NO_READERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TerminateOnNaN,
+)
+
+
+class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is not typed
+    """Gathers the trained values before callbacks that may read them: at each epoch's begin and end, and evaluation.
+
+    ``before_epoch`` is called first. This must be the first callback, on every rank.
+    """
+
+    def __init__(self, gather: Callable[[], None], before_epoch: Callable[[], None], reads: bool) -> None:
+        super().__init__()
+        self._gather = gather
+        self._before_epoch = before_epoch
+        self._reads = reads
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._before_epoch()
+        self._gather_if_read()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._gather_if_read()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._gather_if_read()
+
+    def _gather_if_read(self) -> None:
+        if self._reads:
+            self._gather()
+
+
+def reads_values(callbacks: Sequence[Any], model: keras.Model) -> bool:
+    """Return whether a callback, or the end of ``fit``, may read variables that other ranks hold."""
+    return bool(model.optimizer.use_ema) or any(_reads(callback) for callback in callbacks)
+
+
+def _reads(callback: Any) -> bool:
+    if type(callback) is keras.callbacks.TensorBoard:
+        return bool(callback.histogram_freq)
+    return type(callback) not in _NO_READERS
+
+
+@contextlib.contextmanager
+def adapted(callbacks: Sequence[Any], model: keras.Model, job: Job) -> Iterator[list[Any]]:
+    """Give the callbacks that this rank runs, in the block as a rank of ``job`` must run them."""
+    kept = [callback for callback in callbacks if job.rank == 0 or not isinstance(callback, _WRITERS)]
+    with contextlib.ExitStack() as stack:
+        for callback in kept:
+            if job.rank:
+                _replace(stack, callback, verbose=0)
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                _share_backup(stack, callback, model, job)
+            if job.rank and isinstance(callback, keras.callbacks.ModelCheckpoint):
+                # Rank 0 writes; a path without a folder has none made here.
+                _replace(stack, callback, filepath=os.path.basename(callback.filepath))
+        yield kept
+
+
+def _share_backup(stack: contextlib.ExitStack, callback: Any, model: keras.Model, job: Job) -> None:
+    """Have rank 0 alone read and write the backup; the others get its weights and the epoch to go on at."""
+    path = internals.backup_path(callback)
+    load_here = getattr(callback, internals.BACKUP_LOAD)
+
+    def load() -> None:
+        exists = job.broadcast(os.path.exists(path))
+        if job.rank == 0:
+            load_here()
+        elif exists:
+            model.load_weights(path)
+        internals.set_initial_epoch(model, job.broadcast(internals.initial_epoch(model)))
+
+    _replace(stack, callback, **{internals.BACKUP_LOAD: load})
+    if job.rank:
+        save = {internals.BACKUP_SAVE: lambda: model.save_weights(path, overwrite=True)}
+        _replace(stack, callback, **save, on_train_end=lambda logs=None: None)
+
+
+def _replace(stack: contextlib.ExitStack, callback: Any, **attributes: Any) -> None:
+    """Set attributes of the callback that it has, until the end of ``stack``."""
+    for name, value in attributes.items():
+        if not hasattr(callback, name):
+            continue
+        if name in vars(callback):
+            stack.callback(setattr, callback, name, vars(callback)[name])
+        else:
+            stack.callback(delattr, callback, name)
+        setattr(callback, name, value)

@@ -1,0 +1,115 @@
+"""A pipelined model in a job: the same script on every rank; rank 0 prints and writes.
+
+Methods of the model that print, read all variables or touch files are replaced on the model itself. Every rank must
+call them, in the same order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.variable_transfer import share_variables
+from dapple_tf.keras.rank_batches import BatchCheck, align_randomness
+from dapple_tf.keras.rank_callbacks import GatherValues, adapted, reads_values
+from dapple_tf.runtime.step import PipelinedStep
+
+_SAVING = ("save", "save_weights", "export")
+METHODS = (*_SAVING, "get_weights", "load_weights", "fit", "evaluate", "predict")
+"""The methods that are replaced."""
+
+
+def adapt_to_ranks(model: keras.Model, step: PipelinedStep, job: Job, check: BatchCheck) -> None:
+    """Replace the methods of the model that a job of several processes needs otherwise."""
+    methods = _RankMethods(model, step, job, check)
+    for name in METHODS:
+        original = getattr(model, name)
+        kind = "save" if name in _SAVING else "test" if name in ("evaluate", "predict") else name
+        setattr(model, name, getattr(methods, kind)(original))
+
+
+class _RankMethods:
+    """Each method returns the replacement of one of the model's."""
+
+    def __init__(self, model: keras.Model, step: PipelinedStep, job: Job, check: BatchCheck) -> None:
+        self._model = model
+        self._step = step
+        self._job = job
+        self._check = check
+
+    def gather(self) -> None:
+        """Give this rank the trained values of all ranks."""
+        if self._step.built:
+            self._step.gather()
+
+    def save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Rank 0 writes, the others wait; an error of rank 0 is raised on all."""
+
+        def save(*args: Any, **options: Any) -> None:
+            self.gather()
+            self._job.run_on_rank_0(lambda: original(*args, **options) and None)
+
+        return save
+
+    def get_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_weights() -> Any:
+            self.gather()
+            return original()
+
+        return get_weights
+
+    def load_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Rank 0 reads the file, and sends the others the values."""
+
+        def load_weights(*args: Any, **options: Any) -> None:
+            self.gather()
+            model, optimizer = self._model, self._model.optimizer
+            self._job.run_on_rank_0(lambda: original(*args, **options) and None)
+            if self._job.broadcast(optimizer.built) and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+            variables = [*model.variables, *(optimizer.variables if optimizer.built else [])]
+            share_variables(self._job, [variable.value for variable in variables])
+
+        return load_weights
+
+    def fit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def fit(*args: Any, **options: Any) -> Any:
+            align_randomness(self._job)
+            bound = self._quiet(original, args, options)
+            given = bound.arguments.get("callbacks") or []
+            found = list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else _as_list(given))
+            first = GatherValues(self.gather, self._check.expect, reads_values(found, self._model))
+            with adapted(found, self._model, self._job) as kept:
+                if isinstance(given, keras.callbacks.CallbackList):
+                    first.set_model(self._model)
+                    given.callbacks = [first, *kept]
+                else:
+                    bound.arguments["callbacks"] = [first, *kept]
+                return original(*bound.args, **bound.kwargs)
+
+        return fit
+
+    def test(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``evaluate`` and ``predict``: only rank 0 shows a progress bar."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            self._check.expect()
+            bound = self._quiet(original, args, options)
+            return original(*bound.args, **bound.kwargs)
+
+        return run
+
+    def _quiet(self, original: Callable[..., Any], args: Any, options: Any) -> inspect.BoundArguments:
+        """Return the arguments of a call of ``original``, without a progress bar on all ranks but rank 0."""
+        bound = inspect.signature(original).bind(*args, **options)
+        if self._job.rank:
+            bound.arguments["verbose"] = 0
+        return bound
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]

@@ -1,0 +1,77 @@
+"""Functions of a batch that run forward over the stages of a training step, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.autoplan.autoplan import Autoplan
+from dapple_tf.autoplan.batch_fit import fit_plan
+from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
+from dapple_tf.errors import UsageError
+from dapple_tf.forward_model import stage_forward
+from dapple_tf.frontend.batch import batch_key, batch_size
+from dapple_tf.frontend.shapes import infer_batch_axes
+from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.plan import Plan
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target
+from graph_passes.analysis.layers import find_layers
+
+_Key = tuple[str, tuple[tf.TensorSpec, ...]]
+
+
+@dataclass
+class Forward:
+    """A function of a batch, run forward over the stages that ``autoplan`` gives to training.
+
+    ``function``: as for ``dapple.pipeline``, but it needs no variable to train. What it writes (seeds of draws, batch
+    norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
+
+    Traces are made anew once training has a plan, so that variables need not move.
+    """
+
+    function: Callable[..., Any]
+    autoplan: Autoplan
+    _compiled: CompiledSteps = field(default_factory=CompiledSteps)
+    _plans: dict[_Key, Plan] = field(default_factory=dict)
+    _planned: bool = False
+
+    @property
+    def models(self) -> list[StagedModel]:
+        """All that was traced and is still used."""
+        return list(self._compiled.models.values())
+
+    def run(self, batch: Sequence[Any], target: Target) -> Any:
+        """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
+        compiled = self.compile(batch, target)
+        return compiled.planned.model.pack(compiled.program.run(tf.nest.flatten(tuple(batch))))
+
+    def compile(self, batch: Sequence[Any], target: Target) -> CompiledStep:
+        """Return the program for batches like ``batch``; raises what ``compile_step`` raises."""
+        if not tf.executing_eagerly():
+            raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
+        if self.autoplan.planned and not self._planned:
+            self._compiled, self._plans, self._planned = CompiledSteps(), {}, True
+        key, size = batch_key(batch), batch_size(batch)
+        if key not in self._compiled.models:
+            target.announce("trace the model to run forward", size, key[1])
+            self._compiled.models[key] = target.run_on_all(lambda: self._trace(key, batch, size))
+        model = self._compiled.models[key]
+        plan = fit_plan(self._plans[key], size)
+        target.check_plan(self._plans[key], plan, size)
+        program_key = (id(model), plan.micro_batches, plan.replicas, StepVariant.PLAIN)
+        if program_key not in self._compiled.programs:
+            target.announce("build another program (forward)", size, key[1])
+            self._compiled.programs[program_key] = target.build(model, plan, StepVariant.PLAIN)
+        return CompiledStep(PlannedModel(model, plan, size), self._compiled.programs[program_key])
+
+    def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:
+        autoplan = self.autoplan
+        captured = trace_loss(self.function, batch, size, autoplan.inexact, autoplan.batch_loss, trains=False)
+        captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
+        layers = find_layers(captured.graph)
+        self._plans[key] = plan = autoplan.plan_forward(layers, shapes)
+        return stage_forward(captured, layers, plan.starts)

@@ -1,0 +1,96 @@
+"""Models that cannot be pipelined are refused with what to do; ``compile`` and ``restore`` take a pipeline off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
+from tests.dapple_tf.keras import models
+from tests.dapple_tf.keras.models import X, Y
+
+
+class OwnStep(keras.Sequential):
+    """A model that trains in a way of its own."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class OwnTest(keras.Sequential):
+    def test_step(self, data: Any) -> Any:
+        return super().test_step(data)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(OwnStep, "train_step"), (OwnTest, "test_step")])
+def test_a_step_of_ones_own_is_refused_with_the_alternative(kind: type[keras.Sequential], name: str) -> None:
+    model = kind([keras.Input([6]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(CaptureError, match=f"{kind.__name__} overrides {name}, .* dapple.pipeline"):
+        dapple.keras.pipeline(model)
+
+
+def test_a_model_must_be_a_compiled_keras_model() -> None:
+    model = keras.Sequential([keras.Input([6]), keras.layers.Dense(1)], name="net")
+    with pytest.raises(UsageError, match=r"net has no optimizer: call model.compile"):
+        dapple.keras.pipeline(model)
+    with pytest.raises(UsageError, match=r"model is a function, not a keras.Model"):
+        dapple.keras.pipeline(lambda x: x)  # type: ignore[arg-type]
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(PlanError, match="run_eagerly=True, but a pipeline is a graph"):
+        dapple.keras.pipeline(model)
+
+
+def test_a_model_of_a_distribution_strategy_is_refused() -> None:
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        model = models.sequential()
+    with pytest.raises(PlanError, match=r"tf.distribute strategy: make it without"):
+        dapple.keras.pipeline(model)
+
+
+def test_options_are_those_of_dapple_pipeline() -> None:
+    with pytest.raises(PlanError, match="stages='two'"):
+        dapple.keras.pipeline(models.sequential(), stages="two")
+    with pytest.raises(TypeError, match="micro_batch"):
+        dapple.keras.pipeline(models.sequential(), micro_batch=4)
+
+
+def test_a_batch_needs_inputs() -> None:
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2)
+    with pytest.raises(BatchError, match="the batch has no inputs"):
+        model.train_on_batch({}, Y)
+
+
+def test_compiling_again_takes_the_pipeline_off() -> None:
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2)
+    model.compile("sgd", "mse")
+    with pytest.raises(UsageError, match=r"net was compiled again .* call dapple.keras.pipeline"):
+        model.fit(X, Y, verbose=0)
+    step = dapple.keras.pipeline(model, stages=2, micro_batches=2, example_batch=(X, Y))
+    assert len(step.plan.stages) == 2
+    assert model.fit(X, Y, verbose=0).history["loss"][0] > 0
+
+
+def test_a_restored_model_trains_on_as_keras_does() -> None:
+    results = []
+    for pipelined in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = models.sequential(metrics=["mae"])
+        if pipelined:
+            dapple.keras.pipeline(model, stages=2, micro_batches=3)
+        first = model.train_on_batch(X, Y)
+        if pipelined:
+            dapple.keras.restore(model)
+            assert "make_train_function" not in vars(model)
+        results.append([first, model.train_on_batch(X, Y), model.test_on_batch(X, Y)])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-9)
+    with pytest.raises(UsageError, match="net has no pipeline"):
+        dapple.keras.restore(model)

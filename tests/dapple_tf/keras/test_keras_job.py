@@ -1,0 +1,82 @@
+"""The same Keras script in one process, and on every rank of a job: rank 0 prints and writes, results are equal."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+import dapple_tf as dapple
+from tests.dapple_tf.keras.plain import assert_close
+from tests.dapple_tf.keras.scripts import SCRIPTS, run_script
+from tests.processes import Rank, needs_horovod, run_ranks
+
+# Keras's own, where it saves a model.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
+Expected = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """What plain Keras gives for a script, run once."""
+    found: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in found:
+            found[name] = run_script(name, tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_with_a_pipeline_equals_the_script_without(name: str, expected: Expected, tmp_path: Path) -> None:
+    stages = ["dropout"] if name == "dropout" else 2
+    found = run_script(name, tmp_path, lambda model: dapple.keras.pipeline(model, stages=stages, micro_batches=3))
+    assert_close(found, expected(name), name)
+
+
+def launch(folder: Path, *names: str) -> tuple[tuple[Rank, ...], list[Any]]:
+    arguments = ["-m", "tests.dapple_tf.keras.rank_program", str(folder), *names]
+    ranks = run_ranks(arguments, 2, timeout_seconds=240)
+    return ranks, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def check_results(names: Sequence[str], expected: Expected, results: Sequence[Any]) -> None:
+    for name in names:
+        for rank, found in enumerate(results):
+            assert_close(found[name], expected(name), f"{name} on rank {rank}")
+
+
+@needs_horovod
+def test_two_ranks_equal_plain_keras(expected: Expected, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    ranks, results = launch(tmp_path, "callbacks")
+    folder = tmp_path / "callbacks"
+    with subtests.test("history, callbacks and variables are equal on both"):
+        check_results(["callbacks"], expected, results)
+    with subtests.test("rank 0 alone prints"):
+        assert "Epoch 1/5" in ranks[0].stdout
+        assert "val_loss" in ranks[0].stdout
+        assert ranks[1].stdout == ""
+    with subtests.test("rank 0 writes, once"):
+        lines = (folder / "log.csv").read_text("utf-8").splitlines()
+        assert lines[0].startswith("epoch,")
+        assert [line.split(",")[0] for line in lines[1:]] == [str(i) for i in range(len(lines) - 1)]
+        assert len(list((folder / "saved").glob("*.keras"))) == len(lines) - 1
+        assert {path.name for path in folder.iterdir()} == {"best.weights.h5", "last.keras", "log.csv", "saved"}
+    with subtests.test("the saved model has the values of all ranks"):
+        saved = keras.models.load_model(folder / "last.keras")
+        assert_close(saved.get_weights(), results[0]["callbacks"][1], "saved")
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_two_ranks_equal_plain_keras_in_other_scripts(expected: Expected, tmp_path: Path) -> None:
+    names = [name for name in SCRIPTS if name != "callbacks"]
+    check_results(names, expected, launch(tmp_path, *names)[1])
