@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dapple_tf.errors import DappleWarning, ExactnessError
@@ -15,7 +16,7 @@ from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.rows import use_rows
-from dapple_tf.frontend.shapes import probe_shapes
+from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
 from graph_passes.ir.graph import Graph
 
@@ -52,7 +53,7 @@ def trace_loss(
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:
     probe, shapes = probe_shapes(captured, batch_size)
-    return find_dependence(captured, shapes, probe, batch_loss)
+    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), batch_loss)
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:

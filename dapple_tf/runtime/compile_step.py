@@ -13,7 +13,7 @@ from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
-from dapple_tf.errors import DappleWarning, UsageError
+from dapple_tf.errors import DappleWarning, LossError, UsageError
 from dapple_tf.frontend.batch import batch_key, batch_size
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
@@ -79,7 +79,13 @@ def compile_step(
 
     def trace() -> StagedModel:
         captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm)
-        captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
+        micro_batch = autoplan.micro_batch_size(size)
+        captured, shapes = infer_batch_axes(captured, micro_batch)
+        if not shapes and micro_batch != size:
+            raise LossError(
+                f"{captured.graph.name} cannot run on a micro-batch of {micro_batch} samples: it holds something with "
+                f"as many rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
+            )
         layers = find_layers(captured.graph)
         cuts = autoplan.decide(captured, layers, shapes, batch)
         model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, sparse=autoplan.keeps_slices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,15 @@ import numpy as np
 from dapple_tf import internals
 from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random, reshape, slicing
 from dapple_tf.frontend.dependence.bodies import Body, read_body
-from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, coupled, rows, shared
-from dapple_tf.frontend.dependence.numbers import Numbers, constant_value, evaluate, strided_index, varies
+from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
+from dapple_tf.frontend.dependence.numbers import (
+    Numbers,
+    constant_value,
+    evaluate,
+    holds_for_all_sizes,
+    strided_index,
+    varies,
+)
 from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope
 from graph_passes.analysis.layers import SHAPE_OPS
 from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value
@@ -26,9 +33,19 @@ _RULES = {
     **pick.RULES,
     **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
 }
+# Ops whose rules say what an operand made of sizes of the micro-batch means; most ops combine sizes to a size.
+_TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
+    {*layout.RULES, *reshape.RULES, *slicing.RULES, "GatherV2", "Gather", "GatherNd", "ScatterNd", "OneHot"}
+    | {"Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
+    | {"DepthwiseConv2dNativeBackpropInput", "AvgPoolGrad", "AvgPool3DGrad", "UnsortedSegmentSum"}
+)
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
 _SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
+
+
+ShapesAt = Callable[[int], Mapping[str, Sequence[Shape]]]
+"""Returns the shapes of the outputs of all nodes for a batch of so many samples."""
 
 
 @dataclass
@@ -37,9 +54,10 @@ class Analysis:
 
     ``trainable``: names of the trained variables. ``once_written``: variables of which every write is known not to
     depend on the batch. ``written``: all variables that forward writes. ``batch``: the batch size for which shapes were
-    inferred. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
-    mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
-    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state.
+    inferred; ``shapes_at`` infers them for another. ``divided``: calls of batch norm layers of which every statistic is
+    the micro-batch's, also the count of a mask, which does not depend on trained variables. ``batch_norms``: layers
+    that normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a
+    generator's hidden state.
     """
 
     func_graph: Any
@@ -47,11 +65,13 @@ class Analysis:
     written: Collection[str]
     once_written: Collection[str]
     batch: int
+    shapes_at: ShapesAt
     divided: frozenset[int] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
+    _other_shapes: Mapping[str, Sequence[Shape]] | None = None
     _owner: Any = None  # the FuncGraph of the body that is being looked at
     _bodies: dict[tuple[str, tuple[Shape, ...]], Body] = field(default_factory=dict)
 
@@ -122,6 +142,11 @@ class Analysis:
                 return scope.couple(node, "draws random numbers for samples inside a nested function or loop")
             return found
         rule = _RULES.get(node.op)
+        sizes = any(kind.form is Form.SIZE for kind in kinds)
+        if sizes and rule is not None and node.op not in _TAKE_SIZES:
+            if all(kind.form is Form.SIZE or kind.shared for kind in kinds):
+                return SIZE
+            return scope.couple(node, f"takes the size of the micro-batch as an argument of {node.op}")
         if rule is not None:
             return rule(scope, node, kinds)
         if not internals.is_op(node.op):  # an old-style call: the op has the name of the function
@@ -188,7 +213,7 @@ class Analysis:
         if kind.coupled and kind.documented:
             return kind
         weighted = any(operand.form is Form.SHARE for operand in kinds)  # a weighted term: one in each micro-batch
-        if (kind.total or (kind.coupled and scope.fixed(value))) and not trained and not weighted:
+        if (kind.total or (kind.coupled and self._is_fixed(scope, value))) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
             return shared(once=True)
@@ -198,6 +223,18 @@ class Analysis:
         if kind.rows and node.effect is not Effect.RANDOM and kind.trained != trained:
             return dataclasses.replace(kind, trained=trained)
         return kind if kind.trained == trained else dataclasses.replace(kind, trained=trained)
+
+    def _is_fixed(self, scope: Scope, value: Value) -> bool:
+        """Return whether the shape of ``value`` is known and the same for another batch size."""
+        if not scope.fixed(value):
+            return False
+        traced = scope.graph.type_of(value).shape.dims
+        if traced is not None and all(dim is not None and dim >= 0 for dim in traced):
+            return True
+        if self._other_shapes is None:
+            self._other_shapes = self.shapes_at(2 * self.batch)
+        others = self._other_shapes.get(value.node, ())
+        return value.index < len(others) and others[value.index].dims == scope.dims(value)
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
@@ -223,6 +260,8 @@ def _evaluate(scope: Scope, node: Node) -> None:
     _track_layout(scope, node)
     inputs = [scope.numbers.get(value) for value in node.inputs]
     if not inputs or None in inputs:
+        return
+    if not holds_for_all_sizes(node, [numbers for numbers in inputs if numbers is not None], scope.batch):
         return
     found = [evaluate(node, [numbers[i] for numbers in inputs if numbers is not None]) for i in range(len(MULTIPLES))]
     if all(outputs is not None for outputs in found):

@@ -65,6 +65,9 @@ def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> 
         return Kind(Form.MEAN)
     if node.op == "Mean" and not whole_numbers:
         dims = scope.graph.type_of(node.inputs[0]).shape.dims or ()
+        here = any(k.origin == kind.origin and scope.graph.node(v.node).op == "Where" for v, k in scope.kinds.items())
+        if scope.nested or not here or scope.graph.node(node.inputs[1].node).op != "Const":
+            return scope.couple(node, "takes the mean over rows that a nested function chose, or over computed axes")
         if all(axis == kind.axis or (axis < len(dims) and (dims[axis] or 0) > 0) for axis in axes):
             return Kind(Form.SUM, mixed=True)
     return scope.couple(node, f"takes the {node.op.lower()} over the batch")
@@ -237,6 +240,8 @@ def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Ki
     if not found:
         return shared()
     rank = scope.rank(node.inputs[0])
+    if any(scope.rank(value) != rank for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows):
+        return scope.couple(node, f"applies {node.op} to operands of different ranks")
     core = 1 if node.op in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3", "FFT", "IFFT", "RFFT", "IRFFT") else 2
     if rank is None or not kinds[0].rows or kinds[0].axis >= rank - core or not _same_rows(found) or kinds[0].slope:
         return scope.couple(node, f"applies {node.op} to a matrix of samples")

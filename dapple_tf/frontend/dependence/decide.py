@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis
+from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.cut_tail import cut_tail
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind
@@ -32,18 +32,25 @@ _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stat
 
 
 def find_dependence(
-    captured: Captured, shapes: Mapping[str, Sequence[Shape]], batch: int, batch_loss: BatchLoss = False
+    captured: Captured,
+    shapes: Mapping[str, Sequence[Shape]],
+    batch: int,
+    shapes_at: ShapesAt,
+    batch_loss: BatchLoss = False,
 ) -> BatchDependence:
     """Return how the micro-batches of ``captured`` make up the whole batch.
 
     ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
+    ``shapes_at``: infers the shapes for another batch size, where they decide.
     """
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
     once_written, whole, divided = set(written), frozenset[Value](), frozenset[int]()
     while True:
-        analysis = Analysis(captured.func_graph, frozenset(captured.trainable), written, once_written, batch, divided)
+        analysis = Analysis(
+            captured.func_graph, frozenset(captured.trainable), written, once_written, batch, shapes_at, divided
+        )
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
         both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
@@ -155,10 +162,10 @@ class _Decision:
         """Return the sizes to replace by the whole batch's: floats for all their users, integers for one operand."""
         found: dict[tuple[str, int | None], WholeSize] = {}
         for (name, operand), value in self.scope.sizes.items():
-            coefficients = affine(self.scope.numbers[value])
+            coefficients = affine(self.scope.numbers[value], self.scope.batch)
             if name not in self.live or coefficients is None:
                 continue
-            scale, offset = coefficients[0] // self.scope.batch, coefficients[1]
+            scale, offset = coefficients
             key: tuple[str, int | None]
             number = self.graph.type_of(value).dtype.differentiable
             key = (value.node, None) if number else (name, operand)
@@ -174,10 +181,10 @@ class _Decision:
             if node.op in SHAPE_OPS and any(scope.kinds[value].trained for value in node.inputs)
         }
         for name in sorted(ancestors(self.graph, once) & activations):
-            coefficients = [affine(scope.numbers[value]) for value in self.graph.node(name).values()]
+            coefficients = [affine(scope.numbers[value], scope.batch) for value in self.graph.node(name).values()]
             for index, pair in enumerate(coefficients):
                 if pair is not None:
-                    found.append(WholeSize(name, index, pair[0] // scope.batch, pair[1]))
+                    found.append(WholeSize(name, index, *pair))
         return tuple(found)
 
     def _add(self, reason: Inexactness) -> None:
@@ -220,7 +227,7 @@ class _Decision:
     def _is_proportional(self, value: Value) -> bool:
         """Return whether a size is proportional to the number of samples, so that those of micro-batches add up."""
         numbers = self.scope.numbers.get(value)
-        coefficients = None if numbers is None else affine(numbers)
+        coefficients = None if numbers is None else affine(numbers, self.scope.batch)
         return coefficients is not None and not coefficients[1].any()
 
     def _check_writes(self) -> None:

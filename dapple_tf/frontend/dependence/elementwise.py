@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
-from dapple_tf.frontend.dependence.scope import Scope, op_names
-from graph_passes.ir.graph import Node
+from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from graph_passes.ir.graph import Node, Value
 
 UNARY = op_names(
     "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0e BesselI1e BesselI0 BesselI1 Bitcast Cast Ceil "
@@ -32,6 +32,7 @@ ELEMENTWISE = UNARY | BINARY
 _ADDING = frozenset({"Add", "AddV2", "AddN", "Sub"})
 _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
+_QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
 _LINEAR_UNARY = op_names(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
@@ -49,6 +50,8 @@ def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.total or kind.form is Form.SHARE for kind in kinds):
         return _of_totals(scope, node, kinds)
     if any(kind.rows for kind in kinds):
+        if node.op in _QUANTIZING and not attr(node, "range_given", False):
+            return scope.couple(node, "quantizes by the smallest and the largest number of the batch")
         return _of_rows(scope, node, kinds)
     return shared(once=any(kind.once for kind in kinds))
 
@@ -65,6 +68,8 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not sums:
         return Kind(Form.MEAN)
     mixed = len(sums) < len(kinds) or any(kind.mixed for kind in sums)
+    if mixed and not node.outputs[0].dtype.differentiable:
+        return scope.couple(node, "adds integers that depend on samples and integers that do not")
     return Kind(Form.SUM, mixed=mixed)
 
 
@@ -91,7 +96,7 @@ def _whole_sizes(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
         return [SIZE if sizes else kind for kind in kinds]
     if node.op in _DIVIDING and kinds[0].form is Form.SUM and not kinds[0].mixed and sizes == [1]:
         found = scope.numbers.get(node.inputs[1])
-        coefficients = None if found is None else affine(found)
+        coefficients = None if found is None else affine(found, scope.batch)
         proportional = coefficients is not None and coefficients[0].shape == () and not coefficients[1]
         if proportional and node.inputs[1] not in scope.whole:
             scope.mean_sizes.add(node.inputs[1])
@@ -111,7 +116,9 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     found = scope.numbers.get(value)
     if found is not None and not varies(found):
         return shared()
-    if found is not None and affine(found) is not None:
+    if _becomes_integer(scope, value):
+        return scope.couple(node, "computes with a size of the micro-batch that is used as a shape or an index too")
+    if found is not None and affine(found, scope.batch) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
     if not kind.trained and scope.graph.type_of(value).dtype.differentiable:  # a float: no op uses it as a shape
@@ -120,10 +127,28 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     return scope.couple(node, "uses the size of the micro-batch as a number")
 
 
+def _becomes_integer(scope: Scope, value: Value) -> bool:
+    """Return whether a float is rounded to an integer again, which may be a shape: that stays the micro-batch's."""
+    pending = [value] if scope.graph.type_of(value).dtype.differentiable else []
+    sizes = set(pending)
+    while pending:
+        source = pending.pop()
+        for user in (node for node in scope.graph.nodes if source in node.inputs):
+            if any(scope.kinds.get(operand, SIZE).form not in (Form.SIZE, Form.SHARED) for operand in user.inputs):
+                continue
+            if user.op == "Cast" and not user.outputs[0].dtype.differentiable:
+                return True
+            new = [output for output in user.values() if output not in sizes]
+            sizes.update(new)
+            pending += new
+    return False
+
+
 def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if node.op in _LINEAR_UNARY:
-        rounds = scope.graph.type_of(node.inputs[0]).dtype.differentiable and not node.outputs[0].dtype.differentiable
-        if rounds and kinds[0].form is not Form.SHARE:
+        before, after = scope.graph.type_of(node.inputs[0]).dtype, node.outputs[0].dtype
+        rounds = after.name == "bool" or (before.differentiable and not after.differentiable)
+        if rounds and before != after and kinds[0].form is not Form.SHARE:
             return scope.couple(node, "rounds a sum or mean over the batch")
         return kinds[0]
     if node.op in _ADDING:

@@ -96,7 +96,8 @@ def _broadcast_to(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "broadcasts to a shape that cannot be inferred")
     axis = kinds[0].axis + after - before
     others = [a for a, _ in scope.batch_axes(Value(node.name)) if a != axis]
-    if others:
+    unknown = kinds[1].form is Form.SIZE and scope.lengths(node.inputs[1]) is None
+    if others or unknown:
         return scope.couple(node, "pairs each sample with others (it broadcasts to the batch's size)")
     return kinds[0].at(axis)
 
@@ -174,16 +175,16 @@ def _fill(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
 def _empty(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a tensor that is filled later."""
     if kinds[0].form is Form.SIZE:
-        lengths = scope.number(node.inputs[0])
-        axes = [] if lengths is None else [i for i, n in enumerate(lengths) if n > 0 and n % scope.batch == 0]
-        if len(axes) == 1 and lengths is not None:
-            return rows(axes[0], CONSTANT_ROWS, int(lengths[axes[0]]) // scope.batch)
+        found = scope.lengths(node.inputs[0])
+        axes = [] if found is None else [axis for axis, varies in enumerate(found[1]) if varies]
+        if len(axes) == 1 and found is not None:
+            return rows(axes[0], CONSTANT_ROWS, int(found[0][axes[0]]) // scope.batch)
     return shared() if kinds[0].shared else scope.couple(node, "makes a tensor whose batch axis cannot be inferred")
 
 
 def _space_to_batch(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not kinds[0].rows:
-        return kinds[0] if kinds[0].coupled else shared()
+        return scope.couple(node, "moves blocks of a sum or mean") if kinds[0].total else shared()
     blocks = scope.number(node.inputs[1])
     if blocks is None or kinds[0].axis or kinds[0].slope or kinds[0].origin:
         return scope.couple(node, "moves blocks into the batch axis")

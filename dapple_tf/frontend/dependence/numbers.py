@@ -38,12 +38,43 @@ def varies(numbers: Numbers) -> bool:
     return any(not np.array_equal(first, second) for first, second in itertools.pairwise(numbers))
 
 
-def affine(numbers: Numbers) -> tuple[Any, Any] | None:
-    """Return (c, d) such that the numbers are c x k + d for k times the first batch size, or None."""
+def affine(numbers: Numbers, batch: int) -> tuple[Any, Any] | None:
+    """Return (c, d), whole numbers, such that the numbers are c x batch size + d; None if they are not.
+
+    ``batch``: the first of the three batch sizes, of which the others are multiples.
+    """
     first, second, third = (np.asarray(value, np.int64) for value in numbers)
-    if not np.array_equal(third - second, second - first):
+    if not np.array_equal(third - second, second - first) or ((second - first) % batch).any():
         return None
-    return second - first, first - (second - first)
+    return (second - first) // batch, 2 * first - second
+
+
+def holds_for_all_sizes(node: Node, inputs: Sequence[Numbers], batch: int) -> bool:
+    """Return whether the results of an integer op at three batch sizes tell its results at all others.
+
+    An op that compares or rounds may give the same at these three sizes and another result for small batches.
+    """
+    if node.op not in _PIECEWISE or not any(map(varies, inputs)):
+        return True
+    if node.op in ("Select", "SelectV2"):
+        return not varies(inputs[0])
+    if len(inputs) != 2:
+        return False
+    if node.op in ("FloorDiv", "FloorMod"):
+        found, divisor = affine(inputs[0], batch), np.asarray(inputs[1][0])
+        return bool(
+            found is not None and not varies(inputs[1]) and bool(divisor.all()) and not (found[0] % divisor).any()
+        )
+    both = affine(inputs[0], batch), affine(inputs[1], batch)
+    if node.op not in _SIGNS and node.op not in ("Equal", "NotEqual"):
+        return False
+    if both[0] is None or both[1] is None:
+        return False
+    slope, offset = both[0][0] - both[1][0], both[0][1] - both[1][1]
+    first, last = slope + offset, np.where(slope > 0, np.inf, np.where(slope < 0, -np.inf, offset))  # from 1 sample on
+    if node.op in ("Equal", "NotEqual"):
+        return bool(np.all((slope == 0) | (first * np.sign(slope) > 0)))
+    return bool(np.all(_SIGNS[node.op](first, 0) == _SIGNS[node.op](last, 0)))
 
 
 def evaluate(node: Node, inputs: Sequence[Any]) -> list[Any] | None:
@@ -146,6 +177,15 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "LogicalAnd": np.logical_and,
     "LogicalOr": np.logical_or,
 }
+
+_SIGNS: Mapping[str, Callable[..., Any]] = {
+    **{op: _BINARY[op] for op in ("Greater", "GreaterEqual", "Less", "LessEqual")},
+    **dict.fromkeys(("Maximum", "Minimum"), np.greater_equal),
+}
+_PIECEWISE = frozenset(
+    {*_SIGNS, "Equal", "NotEqual", "FloorDiv", "FloorMod", "Select", "SelectV2", "Abs", "Max", "Min", "All", "Any"}
+    | {"LogicalAnd", "LogicalOr", "LogicalNot", "Range", "InvertPermutation"}
+)
 
 _RULES: dict[str, Callable[..., Any]] = {
     **{op: (lambda attrs, x, y, f=f: f(x, y)) for op, f in _BINARY.items()},

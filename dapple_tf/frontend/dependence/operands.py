@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dapple_tf.frontend.dependence.elementwise import add_totals
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
-from graph_passes.ir.graph import Node, Value
+from graph_passes.ir.graph import Node
 
 Rule = Callable[[Scope, Node, Sequence[Kind]], Kind | list[Kind]]
 
@@ -30,13 +30,17 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
     def wrap(rule: Rule) -> Rule:
         def full(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
             data = list(kinds[:count] if count is not None else kinds[:-1])
-            if any(kind.rows for kind in kinds[len(data) :]):
+            if any(kind.rows or kind.total for kind in kinds[len(data) :]):
                 return scope.couple(node, f"chooses entries by data of the batch ({node.op})")
             if any(kind.rows for kind in data):
                 if any(kind.total for kind in kinds):
                     return scope.couple(node, f"combines samples with a sum or mean over the batch ({node.op})")
                 return rule(scope, node, kinds)
             if any(kind.total or kind.form is Form.SHARE for kind in data):
+                if any(kind.form is Form.SIZE for kind in kinds):
+                    return scope.couple(node, f"repeats or cuts a sum or mean by the micro-batch's size ({node.op})")
+                if node.op == "PadV2":
+                    return scope.couple(node, "pads a sum or mean over the batch with a constant")
                 return add_totals(scope, node, data) if len(data) > 1 else data[0]
             if any(kind.form is Form.SIZE for kind in kinds):
                 return equal_rows(scope, node) if all(kind.shared for kind in data) else SIZE
@@ -49,14 +53,20 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
 
 def equal_rows(scope: Scope, node: Node) -> Kind:
     """Return the kind of equal rows, made of shared values and a size."""
-    lengths = scope.number(node.inputs[0 if node.op == "Fill" else 1])
-    if node.op in ("Fill", "BroadcastTo", "Reshape") and lengths is not None:
-        axes = [(i, int(n) // scope.batch) for i, n in enumerate(lengths) if n > 0 and n % scope.batch == 0]
-    else:
-        axes = scope.batch_axes(Value(node.name))
+    found = scope.lengths(node.inputs[0 if node.op == "Fill" else 1])
+    why = f"makes a tensor whose batch axis cannot be inferred ({node.op})"
+    if found is None or node.op not in ("Fill", "BroadcastTo", "Tile"):
+        return scope.couple(node, why)
+    lengths, varies = found
+    axes = [axis for axis in range(len(lengths)) if varies[axis]]
     if len(axes) != 1:
-        return scope.couple(node, f"makes a tensor whose batch axis cannot be inferred ({node.op})")
-    return rows(axes[0][0], CONSTANT_ROWS, axes[0][1])
+        return scope.couple(node, why)
+    if node.op != "Fill":  # an axis of several entries would repeat these in turn
+        dims = scope.dims(node.inputs[0])
+        axis = axes[0] - (len(lengths) - len(dims or ()))
+        if dims is None or (axis >= 0 and dims[axis] != 1):
+            return scope.couple(node, why)
+    return rows(axes[0], CONSTANT_ROWS, int(lengths[axes[0]]) // scope.batch)
 
 
 def only_rows(kinds: Sequence[Kind]) -> list[Kind]:

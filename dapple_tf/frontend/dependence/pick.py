@@ -42,6 +42,8 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             return source.plain()
         return scope.couple(node, "picks entries of other samples")
     if source.axis != axis:
+        if index.form is Form.SIZE:
+            return scope.couple(node, "picks entries by the size of the micro-batch")
         if index.rows:
             return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
         return source.at(source.axis + (index_rank - batch_dims - 1 if source.axis > axis else 0))
@@ -52,6 +54,8 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
+    if index.total:
+        return scope.couple(node, "picks entries by a sum or mean over the batch")
     if source.total:
         why = "picks entries of a sum or mean over the batch by an index that depends on the batch"
         return source if index.shared else scope.couple(node, why)
@@ -78,6 +82,8 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     depth = int(dims[-1])
     slopes = index.slope or (0,)
     wide = slopes * depth if len(slopes) == 1 else slopes
+    if index.form is Form.SIZE:
+        return scope.couple(node, "picks entries by the size of the micro-batch")
     if index.rows and index.axis == index_rank - 1:
         return scope.couple(node, "picks entries by an index that spans samples")
     if not source.rows:
@@ -97,8 +103,10 @@ def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "compares each sample's position with others (one_hot or eye of the batch's size)")
     if any(kind.form is Form.SIZE or kind.rows or kind.total for kind in kinds[1:]):
         return scope.couple(node, "makes one entry for each sample of the batch (one_hot or eye of the batch's size)")
+    if kinds[0].form is Form.SIZE:
+        return SIZE
     if not kinds[0].rows:
-        return shared()
+        return scope.couple(node, "compares a sum over the batch with others") if kinds[0].total else shared()
     rank = scope.rank(Value(node.name))
     axis = attr(node, "axis", -1)
     if rank is None:

@@ -28,7 +28,7 @@ def stateless_draw(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if shape.form is not Form.SIZE:
         return scope.couple(node, "draws random numbers for the samples by an op that micro-batches cannot repeat")
     axes, known = scope.batch_axes(Value(node.name)), scope.layouts.get(node.inputs[0])
-    if len(axes) != 1:
+    if len(axes) != 1 or (node.inputs[0] in scope.numbers and scope.lengths(node.inputs[0]) is None):
         return scope.couple(node, "draws random numbers in a shape that cannot be inferred")
     axis, factor = axes[0]
     layout = known[axis] if known is not None and axis < len(known) else None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.kinds import Kind, rows
+from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.ir.graph import Node, Value
@@ -35,23 +35,21 @@ def reshaped(scope: Scope, node: Node, source: Value, kind: Kind, target: Value)
             continue
         inner = stride // inside
         if length % (inner * scope.batch) == 0:
-            outer = length // (inner * scope.batch) if kind.outer else CONSTANT_ROWS
+            outer = length // (inner * scope.batch)
+            if not kind.outer and outer == 1:  # still equal
+                outer = CONSTANT_ROWS
             slope = kind.slope if len(kind.slope) < 2 or last[-1:] == first[-1:] else ()
             if slope != kind.slope:
                 return scope.couple(node, "reshapes positions of samples")
             return dataclasses.replace(kind, axis=axis, outer=outer, inner=inner)
-    if not kind.outer:  # all rows are equal
-        axes = [(axis, length // scope.batch) for axis, length in enumerate(last) if length % scope.batch == 0]
-        if len(axes) == 1:
-            return rows(axes[0][0], CONSTANT_ROWS, axes[0][1], trained=kind.trained)
     return scope.couple(node, "reshapes the batch so that no axis of the result separates the samples")
 
 
 def _target_dims(scope: Scope, node: Node, target: Value) -> tuple[int | None, ...] | None:
-    lengths = scope.number(node.inputs[1]) if len(node.inputs) > 1 else None
-    if lengths is None:
+    found = scope.lengths(node.inputs[1]) if len(node.inputs) > 1 else None
+    if found is None:
         return scope.dims(target)
-    return tuple(int(length) if length >= 0 else None for length in lengths)
+    return tuple(int(length) if length >= 0 else None for length in found[0])
 
 
 def _reshaped_unknown(

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dapple_tf.frontend.dependence.kinds import Kind, coupled
-from dapple_tf.frontend.dependence.numbers import Numbers
+from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, Value
 
 MULTIPLES = (1, 2, 3)
@@ -82,9 +84,20 @@ class Scope:
         return dims is not None and None not in dims and not self.batch_axes(value)
 
     def number(self, value: Value) -> Any | None:
-        """Return the NumPy value of small integers at the first batch size, or None where they are unknown."""
+        """Return the NumPy value of small integers, or None where they are unknown or depend on the batch size."""
         found = self.numbers.get(value)
-        return None if found is None else found[0]
+        return None if found is None or varies(found) else found[0]
+
+    def lengths(self, value: Value) -> tuple[Any, Any] | None:
+        """Return the NumPy value of small integers at the first batch size, and which of them depend on it.
+
+        None where one is unknown, or depends on the batch size but is no multiple of it.
+        """
+        found = self.numbers.get(value)
+        coefficients = None if found is None else affine(found, self.batch)
+        if found is None or coefficients is None or np.any((coefficients[0] != 0) & (coefficients[1] != 0)):
+            return None
+        return found[0], coefficients[0] != 0
 
     def axes(self, value: Value, rank: int) -> list[int] | None:
         """Return the axes that an operand names, as non-negative ints, or None where they are unknown."""

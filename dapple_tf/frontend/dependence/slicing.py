@@ -9,7 +9,7 @@ from typing import Any
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import strided_index
-from dapple_tf.frontend.dependence.operands import Rule, data_operands
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.ir.graph import Node
 
@@ -51,22 +51,26 @@ def _split_rule(data: int, axis_operand: int) -> Rule:
 @data_operands(1)
 def _strided_slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     rank = scope.rank(node.inputs[0])
-    parts = [scope.number(value) for value in node.inputs[1:]]
-    if rank is None or any(part is None for part in parts):
-        return _slice_of_unknown(scope, node, kinds[0])
-    index = strided_index(dict(node.attrs), *parts)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        used = sum(1 for item in index if item is not None and item is not Ellipsis)
-        index[at : at + 1] = [slice(None)] * (rank - used)
+    parts = [scope.lengths(value) for value in node.inputs[1:3]]
+    strides = scope.number(node.inputs[3])
+    if rank is None or strides is None or None in parts:
+        return _slice_of_unknown(scope, node, kinds, strides)
+    lengths = [part[0] for part in parts if part is not None]
+    varying = parts[0][1] | parts[1][1]  # type: ignore[index]  # neither is None
+    index = list(zip(strided_index(dict(node.attrs), lengths[0], lengths[1], strides), map(bool, varying), strict=True))
+    at = next((i for i, (item, _) in enumerate(index) if item is Ellipsis), len(index))
+    used = sum(1 for item, _ in index if item is not None and item is not Ellipsis)
+    index[at : at + 1] = [(slice(None), False)] * (rank - used)
     source, target = 0, 0
     result: Kind | None = None
-    for item in [*index, *[slice(None)] * (rank - sum(1 for item in index if item is not None))]:
+    for item, varies in index:
         if item is None:
             target += 1
             continue
         if source == kinds[0].axis:
-            result = _slice_batch_axis(scope, node, kinds[0], item, target)
+            result = _slice_batch_axis(scope, node, kinds[0], item, target, varies=varies)
+        elif varies:
+            return scope.couple(node, "slices another axis by the micro-batch's size")
         elif source == rank - 1 and len(kinds[0].slope) > 1:
             return _slice_positions(scope, node, kinds[0], item)
         source += 1
@@ -80,10 +84,14 @@ def _slice_positions(scope: Scope, node: Node, kind: Kind, item: Any) -> Kind:
     return dataclasses.replace(kind, slope=slope if any(slope) else ())
 
 
-def _slice_of_unknown(scope: Scope, node: Node, kind: Kind) -> Kind:
+def _slice_of_unknown(scope: Scope, node: Node, kinds: Sequence[Kind], strides: Any | None) -> Kind:
     """Return the kind of a slice whose bounds are not known: its masks must say that it takes the whole batch axis."""
+    kind = kinds[0]
+    if any(operand.form is Form.SIZE for operand in kinds[1:]):
+        return scope.couple(node, "slices by bounds that depend on the micro-batch's size and cannot be inferred")
     bit = 1 << kind.axis
-    plain = not any(attr(node, mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
+    steps = strides is not None and (kind.axis >= len(strides) or strides[kind.axis] == 1)
+    plain = steps and not any(attr(node, mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
     taken = attr(node, "begin_mask", 0) & bit and attr(node, "end_mask", 0) & bit
     shrunk = attr(node, "shrink_axis_mask", 0)
     if plain and taken and len(kind.slope) < 2:
@@ -91,32 +99,36 @@ def _slice_of_unknown(scope: Scope, node: Node, kind: Kind) -> Kind:
     return scope.couple(node, "slices the batch by bounds that cannot be inferred")
 
 
-def _slice_batch_axis(scope: Scope, node: Node, kind: Kind, item: Any, target: int) -> Kind:
-    if isinstance(item, slice):
-        if item == slice(None, None, 1) or item == slice(None):
+def _slice_batch_axis(scope: Scope, node: Node, kind: Kind, item: Any, target: int, *, varies: bool) -> Kind:
+    """Return the kind of a slice of the batch axis; ``varies``: its bounds, but for 0, are multiples of its length."""
+    if isinstance(item, slice) and item.step in (None, 1):
+        if item.start in (None, 0) and item.stop is None:
             return kind.at(target)
         dims = scope.dims(node.inputs[0])
         length = None if dims is None else dims[kind.axis]
-        if length is not None and item.step == 1 and kind.outer and not kind.origin and not kind.slope:
+        if length is not None and varies and not kind.origin and not kind.slope:
             first, end, _ = item.indices(length)
-            block = scope.batch * kind.inner
+            block = scope.batch * max(kind.inner, 1)
             if first % block == 0 and end % block == 0 and end > first:
-                return dataclasses.replace(kind, axis=target, outer=(end - first) // block)
-        if not kind.outer and length is not None and item.step == 1:
-            return kind.at(target)
+                outer = (end - first) // block
+                return dataclasses.replace(kind, axis=target, outer=outer if kind.outer else CONSTANT_ROWS)
     return scope.couple(node, "slices the batch, so that some samples are treated differently from others")
 
 
 @data_operands(1)
 def _slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    begin, size, dims = scope.number(node.inputs[1]), scope.number(node.inputs[2]), scope.dims(node.inputs[0])
+    begin, size, dims = scope.lengths(node.inputs[1]), scope.lengths(node.inputs[2]), scope.dims(node.inputs[0])
     axis = kinds[0].axis
     if begin is None or size is None or dims is None or len(kinds[0].slope) > 1:
         return scope.couple(node, "slices the batch by bounds that cannot be inferred")
-    if int(begin[axis]) == 0 and int(size[axis]) in (-1, dims[axis]):
+    varying = begin[1] | size[1]
+    if any(varying[other] for other in range(len(dims)) if other != axis):
+        return scope.couple(node, "slices another axis by the micro-batch's size")
+    first, count = int(begin[0][axis]), int(size[0][axis])
+    if first == 0 and (count == -1 or (varying[axis] and count == dims[axis])):
         return kinds[0]
-    end = dims[axis] if int(size[axis]) == -1 else int(begin[axis]) + int(size[axis])
-    return _slice_batch_axis(scope, node, kinds[0], slice(int(begin[axis]), end, 1), axis)
+    end = None if count == -1 else first + count
+    return _slice_batch_axis(scope, node, kinds[0], slice(first, end, 1), axis, varies=bool(varying[axis]))
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -30,7 +30,7 @@ _TERMS = {
 }
 _ONE_TERM = op_names(
     "Reshape Squeeze ExpandDims Sum Mean Transpose StridedSlice Slice GatherV2 Tile BroadcastTo Pad PadV2 Cumsum "
-    "Cast ReverseV2 Roll"
+    "Cast ReverseV2 Roll MirrorPad ConjugateTranspose"
 )
 _FACTORS = frozenset({"Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "MatMul", "BatchMatMulV2", "Einsum"})
 

@@ -124,6 +124,11 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "prod over the batch": (lambda b: tf.reduce_prod(b.z, 0), "takes the prod over the batch"),
     "norm over the batch": (lambda b: tf.math.reduce_euclidean_norm(b.z), "takes the euclideannorm over the batch"),
     "the mean of integers, which is rounded": (lambda b: tf.reduce_mean(tf.cast(b.z, tf.int32)), "takes the mean over"),
+    "top_k by the batch size": (lambda b: tf.math.top_k(b.z, b.n % 3 + 1).values, "size of the micro-batch"),
+    "a matrix and a broadcast one": (
+        lambda b: tf.linalg.triangular_solve(matrices(b), matrices(b)[:, None] + tf.zeros([1, 2, 1, 1], tf.float64)),
+        "operands of different ranks",
+    ),
     "a sum of positions": (
         lambda b: tf.reduce_sum(tf.stack([tf.range(b.n), tf.range(b.n)], 1), 1),
         "positions of samples",
@@ -158,8 +163,8 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "softmax over the batch": (lambda b: tf.nn.softmax(b.z, axis=0), "applies Softmax along the batch axis"),
     "softmax of a mean": (lambda b: tf.nn.softmax(tf.reduce_mean(b.z, 0)), "applies Softmax to a sum or mean"),
     "top_k over the batch": (lambda b: tf.math.top_k(b.z[:, 0], 2).values, "applies TopKV2 along the batch axis"),
-    "sort along the batch": (lambda b: tf.sort(b.z[:, 0]), "along the batch axis"),
-    "a quantile": (lambda b: tf.sort(tf.reduce_sum(b.z, 1), direction="DESCENDING")[3], "along the batch axis"),
+    "sort along the batch": (lambda b: tf.sort(b.z[:, 0]), "size of the micro-batch"),
+    "a quantile": (lambda b: tf.sort(tf.reduce_sum(b.z, 1), direction="DESCENDING")[3], "size of the micro-batch"),
     "images across samples": (
         lambda b: tf.nn.avg_pool2d(tf.transpose(images(b), [1, 0, 2, 3]), 2, 1, "SAME"),
         "mixes the entries of all axes but the first",

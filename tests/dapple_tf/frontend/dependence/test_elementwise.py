@@ -26,6 +26,11 @@ def whole_numbers(b: Batch) -> Any:
     return tf.reduce_sum(tf.cast(b.z, tf.int32))
 
 
+def size(b: Batch) -> Any:
+    """The number of samples as a float."""
+    return tf.cast(b.n, tf.float64)
+
+
 TRUE: dict[str, tuple[Compute, Form]] = {
     "unary": (lambda b: tf.exp(b.z), Form.ROWS),
     "rows and rows": (lambda b: b.z * b.x, Form.ROWS),
@@ -42,6 +47,8 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "rows over the sum of a mask": (lambda b: b.z / tf.reduce_sum(tf.cast(b.mask, tf.float64)), Form.ROWS),
     "rows less the mean of the input": (lambda b: b.z - tf.reduce_mean(b.x, 0), Form.ROWS),
     "rows over the batch size": (lambda b: b.z / tf.cast(b.n, tf.float64), Form.ROWS),
+    "rows over a quarter of the batch, rounded": (lambda b: b.z / tf.cast(b.n // 4 + 1, tf.float64), Form.ROWS),
+    "rows over at most 8": (lambda b: b.z / tf.cast(tf.minimum(b.n, 8), tf.float64), Form.ROWS),
     "rows times an integer size": (lambda b: b.y * b.n, Form.ROWS),
     "a function of a variable": (lambda b: tf.exp(b.w) + 1, Form.SHARED),
     "a sum of the input": (lambda b: tf.reduce_sum(b.x), Form.SHARED),
@@ -85,7 +92,17 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "rows less their mean": (lambda b: b.z - tf.reduce_mean(b.z, 0), "combines samples with a sum or mean"),
     "a rounded sum": (lambda b: tf.cast(total(b), tf.int32), "rounds a sum or mean"),
     "an integer sum over an integer": (lambda b: tf.raw_ops.Div(x=whole_numbers(b), y=2), "rounds a sum or mean"),
-    "sums and sizes together": (lambda b: tf.stack([whole_numbers(b), b.n]), "sizes of the micro-batch"),
+    "integers and constants": (lambda b: whole_numbers(b) + 3, "integers that depend on samples and integers"),
+    "a sum as a truth value": (lambda b: tf.cast(whole_numbers(b), tf.bool), "rounds a sum or mean"),
+    "a size that is a shape and a number": (
+        lambda b: (lambda n: tf.reshape(b.z, [tf.cast(n, tf.int32), -1]) * n)(size(b)),
+        "used as a shape or an index too",
+    ),
+    "quantized by the range of the batch": (
+        lambda b: tf.quantization.quantize_and_dequantize_v2(b.z, 0.0, 0.0, range_given=False),
+        "quantizes by the smallest and the largest",
+    ),
+    "sums and sizes together": (lambda b: tf.stack([whole_numbers(b), b.n]), "by the micro-batch's size"),
     "maximum of a sum": (lambda b: tf.maximum(total(b), 0.0), "not linear"),
     "every pair of samples": (lambda b: b.z[:, None, :] - b.z[None], "pairs each sample with others"),
     "a tensor and its transpose": (lambda b: b.z[:, :1] + tf.transpose(b.z[:, :1]), "pairs each sample with others"),

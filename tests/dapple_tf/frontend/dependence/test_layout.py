@@ -79,7 +79,10 @@ TOTALS: dict[str, tuple[Compute, Form]] = {
     "the shape of rows' other axes": (lambda b: tf.shape(b.z)[1] * 2, Form.SHARED),
     "the rank": (lambda b: tf.rank(b.z), Form.SHARED),
     "a range of columns": (lambda b: tf.range(tf.shape(b.z)[1]), Form.SHARED),
-    "a range from the middle": (lambda b: tf.range(b.n // 2, b.n), Form.SHARED),  # of the whole batch, once
+    "the sum of a range from the middle": (
+        lambda b: tf.reduce_sum(tf.range(b.n // 2, b.n)),
+        Form.SHARED,
+    ),  # of the whole batch, once
     "the batch size": (lambda b: b.n, Form.SIZE),
     "the shape": (lambda b: tf.shape(b.z), Form.SIZE),
     "a slice of the shape": (lambda b: tf.shape(b.z)[:1] * 2, Form.SIZE),
@@ -139,13 +142,27 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.stack([tf.tile(b.z, [2, 1]), tf.repeat(b.x, 2, axis=0)]),
         "different orders",
     ),
-    "tile as often as there are samples": (lambda b: tf.tile(b.z, [b.n, 1]), "repeats the batch along its own axis"),
+    "tile as often as there are samples": (lambda b: tf.tile(b.z, [b.n, 1]), "repeats the batch a number of times"),
     "pairs by broadcast_to": (lambda b: tf.broadcast_to(b.z[:, :1], [b.n, b.n]), "pairs each sample with others"),
     "a reshape that shares samples": (lambda b: tf.reshape(b.z, [4, -1]), "reshapes the batch"),
     "a reshape of transposed rows": (lambda b: tf.reshape(tf.transpose(b.z), [-1, 4]), "reshapes the batch"),
     "a tensor of the batch's size twice": (
         lambda b: tf.zeros([b.n, b.n]),
         "makes a tensor whose batch axis cannot be inferred",
+    ),
+    "a mean, once for each sample": (
+        lambda b: tf.broadcast_to(tf.reduce_mean(b.z, 0), tf.shape(b.z)),
+        "repeats or cuts a sum or mean",
+    ),
+    "two rows in turn": (lambda b: b.z[:, :1] - tf.tile(b.w[:2, None], [b.n, 1])[: b.n], "cannot be inferred"),
+    "a table's first rows": (lambda b: b.z - (tf.ones([2000, 1], tf.float64) * b.w)[: b.n], "cannot be inferred"),
+    "rows moved by one": (lambda b: b.z - tf.concat([b.x[1:], b.x[:1]], 0), "slices the batch|differently"),
+    "a window that is longer than most batches": (lambda b: tf.reduce_sum(b.z[:1500], 1), "differently"),
+    "columns by the batch size": (lambda b: b.z[:, : b.n % 3 + 1], "cannot be inferred|another axis"),
+    "a matrix of the batch's size, filled": (lambda b: tf.fill([b.n * b.n], tf.reduce_sum(b.w)), "cannot be inferred"),
+    "a total padded with ones": (
+        lambda b: tf.pad(tf.reduce_sum(b.z, 0), [[1, 1]], constant_values=1),
+        "pads a sum or mean",
     ),
     "filled with a sum": (lambda b: tf.fill([b.n], tf.reduce_sum(b.z)), "sum"),
     "concat of rows and their mean": (

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.frontend.dependence.numbers import LARGEST, affine, constant_value, evaluate, varies
+from dapple_tf.frontend.dependence.numbers import (
+    LARGEST,
+    Numbers,
+    affine,
+    constant_value,
+    evaluate,
+    holds_for_all_sizes,
+    varies,
+)
 from dapple_tf.frontend.node_attributes import read_attribute
 from graph_passes.ir.graph import Node, tensor
 from tests.dapple_tf.frontend.dependence.evaluation import Compute, analyse, make_loss
@@ -20,15 +28,44 @@ def arrays(*values: int) -> tuple[Any, ...]:
 
 
 def test_affine_numbers_have_a_factor_and_an_offset() -> None:
-    assert affine(arrays(13, 23, 33)) == (10, 3)
-    assert affine(arrays(5, 5, 5)) == (0, 5)
-    assert affine(arrays(1, 4, 9)) is None
+    assert affine(arrays(13, 23, 33), 5) == (2, 3)
+    assert affine(arrays(5, 5, 5), 5) == (0, 5)
+    assert affine(arrays(1, 4, 9), 1) is None
+    assert affine(arrays(2, 4, 6), 9) is None, "a quarter of the batch size, rounded"
 
 
 def test_vectors_are_affine_entry_by_entry() -> None:
-    found = affine((np.array([10, 4]), np.array([20, 4]), np.array([30, 4])))
+    found = affine((np.array([10, 4]), np.array([20, 4]), np.array([30, 4])), 10)
     assert found is not None
-    assert [part.tolist() for part in found] == [[10, 0], [0, 4]]
+    assert [part.tolist() for part in found] == [[1, 0], [0, 4]]
+
+
+N_SAMPLES = arrays(10, 20, 30)
+
+
+@pytest.mark.parametrize(
+    ("op", "operand", "holds"),
+    [
+        ("Maximum", arrays(1, 1, 1), True),
+        ("Maximum", arrays(2, 2, 2), False),  # of a batch of 1 it is 2
+        ("Minimum", arrays(1, 1, 1), True),
+        ("Minimum", arrays(1000, 1000, 1000), False),
+        ("Minimum", arrays(20, 40, 60), True),
+        ("Greater", arrays(0, 0, 0), True),
+        ("Greater", arrays(8, 8, 8), False),
+        ("Greater", arrays(50, 50, 50), False),
+        ("Equal", N_SAMPLES, True),
+        ("Equal", arrays(0, 0, 0), True),
+        ("Equal", arrays(7, 7, 7), False),
+        ("FloorDiv", arrays(1, 1, 1), True),
+        ("FloorDiv", arrays(2, 2, 2), False),
+        ("FloorMod", arrays(5, 5, 5), False),
+        ("Mul", arrays(3, 3, 3), True),
+        ("LogicalAnd", N_SAMPLES, False),
+    ],
+)
+def test_results_at_three_sizes_hold_for_all(op: str, operand: Numbers, holds: bool) -> None:
+    assert holds_for_all_sizes(Node("node", op), [N_SAMPLES, operand], 10) is holds
 
 
 def test_numbers_vary_or_not() -> None:

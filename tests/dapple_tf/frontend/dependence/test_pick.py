@@ -95,9 +95,15 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     ),
     "one_hot of the batch size": (lambda b: tf.one_hot(b.y, b.n), "one_hot or eye of the batch's size"),
     "one_hot of positions": (lambda b: tf.one_hot(own(b), 9), "one_hot or eye of the batch's size"),
+    "an entry named by a sum": (
+        lambda b: tf.gather(b.w, tf.reduce_sum(tf.cast(b.z > 0, tf.int32)) % 1),
+        "sum or mean",
+    ),
+    "a column named by the batch size": (lambda b: tf.gather(b.z, b.n % 4, axis=1), "size of the micro-batch"),
+    "one_hot of a sum": (lambda b: tf.one_hot(tf.reduce_sum(tf.cast(b.z > 0, tf.int32)), 20), "a sum over the batch"),
     "eye of the batch size": (
         lambda b: tf.eye(b.n, dtype=tf.float64) + b.z[:, :1],
-        "MatrixDiagV3 to a matrix of samples",
+        "size of the micro-batch|MatrixDiagV3",
     ),
     "rows that another mask chose": (
         lambda b: tf.boolean_mask(b.z, b.mask) * tf.boolean_mask(b.x, tf.roll(b.mask, 1, 0)),
