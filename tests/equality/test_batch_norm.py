@@ -295,6 +295,19 @@ def test_deferred_statistics_are_no_gradients() -> None:
     assert not np.array_equal(problem.variables[moved].numpy(), before[moved])
 
 
+def test_forward_without_training_writes_deferred_statistics_too() -> None:
+    first, layer = dense("a"), norm("norm")
+    problem = regression(first, layer, dense("b"))
+    ((x, y),) = random((8,))
+    hidden = first(x).numpy()
+    step = dapple.pipeline(
+        problem.loss_fn, optimizer=sgd(), stages=["b"], replicas=[2, 1], micro_batches=2, batch_norm="deferred"
+    )
+    step.forward(x, y)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), hidden.mean(0) / 2, rtol=1e-12)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), (1 + hidden.var(0)) / 2, rtol=1e-12)
+
+
 # --- what cannot be deferred
 
 
