@@ -276,6 +276,7 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
         Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
         SplitConcat(plan.replicas, model.shared),
         CopyVariables(),
+        *([WriteStatistics()] if model.statistics else []),
         Order(schedule),
         Place(placed, home),
         VerifyPipeline(schedule),

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dapple_tf.compiler import StagedModel, merge_kinds, stage_graph
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.deferred_statistics import trace_statistics
 from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Function
 from graph_passes.passes.backward import StageGradients, split_backward
 from graph_passes.passes.once import build_once
@@ -28,8 +30,10 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
     if tail := build_tail(stages, graph, none):
         functions[-1] = (*functions[-1], tail)
     dependence = captured.dependence
+    called = stage_graph(captured, functions, build_once(stages, graph, functions))
+    statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
     return StagedModel(
-        graph=stage_graph(captured, functions, build_once(stages, graph, functions)),
+        graph=called.replace(functions=(*called.functions, *statistics.functions)),
         stages=len(stages.stages),
         signature=captured.signature,
         merges=merge_kinds(captured),
@@ -40,8 +44,8 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
         global_clipnorm=None,
         variables=captured.variables,
         model_variables=captured.variables,
-        constants=captured.constants,
-        library=dict(graph.library),
+        constants=dict(captured.constants) | dict(statistics.constants),
+        library=dict(graph.library) | dict(statistics.library),
         trained=(),
         trained_objects=(),
         untrained=(),
@@ -51,6 +55,6 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
         lookups=frozenset(),
         runs=((),) * len(stages.stages),
         frontier=stages.frontier,
-        statistics=False,
-        traces=(captured.func_graph,),
+        statistics=bool(statistics.functions),
+        traces=(captured.func_graph, *statistics.traces),
     )

@@ -7,7 +7,7 @@ What a layer writes from the statistics of the whole batch is a function of its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,7 @@ def defer_statistics(captured: Captured) -> Captured:
     _check_seen(captured, writes)
     dropped = [node for node in writes if node.has("batch_norm")]
     for node in dropped:
-        call = sums.get(node.integer("batch_norm"))
-        if call is None or call.layer.renorm:
-            what = "has renorm=True" if call else "computes its statistics in a way of its own"
-            raise CaptureError(
-                f"batch_norm='deferred': layer {node.string('layer')!r} {what}, so they are not known: take "
-                "batch_norm='micro-batch'"
-            )
+        _check_known(captured, node, sums.get(node.integer("batch_norm")))
     numbers = sorted({node.integer("batch_norm") for node in dropped})
     names = frozenset(node.name for node in dropped)
     marked = mark_statistics(drop_nodes(graph, names), {Value(sums[i].sums.op.name): _name(i) for i in numbers})
@@ -59,6 +53,24 @@ def _find_node(captured: Captured, call: BatchNormCall) -> Node | None:
     """
     node = captured.graph.by_name.get(call.sums.op.name) if call.sums.graph is captured.func_graph else None
     return node if node is not None and node.has("batch_norm") else None
+
+
+def _check_known(captured: Captured, node: Node, call: BatchNormCall | None) -> None:
+    """Raise CaptureError unless ``node`` writes moving statistics of which the sums are known from ``call``."""
+    others = set() if call is None else {*node.strings("writes")} - _moving_names(captured, call)
+    if call is None or others:
+        what = f"writes {', '.join(sorted(others))} too" if others else "computes its statistics in a way of its own"
+        layer = node.string("layer" if node.has("layer") else "within")
+        raise CaptureError(
+            f"batch_norm='deferred': layer {layer!r} {what}, and only a moving mean and variance of its input can be "
+            "deferred: take batch_norm='micro-batch'"
+        )
+
+
+def _moving_names(captured: Captured, call: BatchNormCall) -> set[str]:
+    """Return the names of a layer's moving mean and variance."""
+    wanted = {id(call.layer.moving_mean.value), id(call.layer.moving_variance.value)}
+    return {name for name, variable in captured.variables.items() if id(variable) in wanted}
 
 
 def _check_seen(captured: Captured, writes: Sequence[Node]) -> None:
@@ -147,7 +159,8 @@ def _trace_stage(captured: Captured, stage: int, calls: Mapping[str, BatchNormCa
             node = Node(f"statistics/{stage}/capture/{len(constants)}", "capture")
             inputs[placeholder.op.name], constants[node.name] = node, outside
     graph = read_graph(func_graph, inputs, "statistics")
-    function = _extract(at(stage, what=OpName.WRITE_STATISTICS), graph)
+    moving = {name for call in calls.values() for name in _moving_names(captured, call)}
+    function = _extract(at(stage, what=OpName.WRITE_STATISTICS), graph, moving)
     return TracedStatistics((function,), constants, dict(graph.library), (func_graph,))
 
 
@@ -163,9 +176,10 @@ def write_moving_statistics(call: BatchNormCall, mean: Any, variance: Any) -> No
         call.layer.call(tf.zeros(shape, call.dtype), training=True)
 
 
-def _extract(name: str, graph: Graph) -> Function:
-    """Return the function of all that the graph writes."""
-    members = ancestors(graph, [node.name for node in graph.nodes if node.effect is Effect.WRITE])
+def _extract(name: str, graph: Graph, variables: Collection[str]) -> Function:
+    """Return the function that writes ``variables`` as the graph does."""
+    writes = (node for node in graph.nodes if node.effect is Effect.WRITE)
+    members = ancestors(graph, [node.name for node in writes if set(node.strings("writes")) <= set(variables)])
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         source = graph.node(value.node)

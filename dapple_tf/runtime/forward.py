@@ -70,7 +70,8 @@ class Forward:
 
     def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:
         autoplan = self.autoplan
-        captured = trace_loss(self.function, batch, size, autoplan.inexact, autoplan.batch_loss, trains=False)
+        options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
+        captured = trace_loss(self.function, batch, size, *options, trains=False)
         captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         layers = find_layers(captured.graph)
         self._plans[key] = plan = autoplan.plan_forward(layers, shapes)

@@ -46,6 +46,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
     verify_order(graph, schedule)
     verify_gradients(graph, edges)
     verify_sums(graph)
+    verify_statistics(graph)
     verify_inlined(graph)
     verify_copies(graph)
     verify_writers(graph, edges)
@@ -139,6 +140,26 @@ def verify_sums(graph: Graph) -> None:
                     f"no edge makes {second.name!r} run after {first.name!r}, and both use the sum of the gradients of "
                     f"{variable!r}"
                 )
+
+
+def verify_statistics(graph: Graph) -> None:
+    """Raise GraphError unless what each forward gives as statistics is summed, over replicas too, and written."""
+    consumers = graph.consumers()
+    written = {value for node in nodes_of(graph, OpName.WRITE_STATISTICS) for value in node.inputs}
+    for node in nodes_of(graph, OpName.FORWARD):
+        ports = graph.function(node.string("function")).output_ports("statistic") if node.has("function") else ()
+        summed = {v for user in consumers[node.name] if user.op == OpName.SUM_STATISTICS for v in user.inputs}
+        for index, port in ports:
+            if node.values()[index] not in summed:
+                raise GraphError(f"the statistic {port.name!r} of {node.name!r} is in no sum")
+    replicas = replica_counts(graph)
+    for node in nodes_of(graph, OpName.SUM_STATISTICS):
+        reduced = [user for user in consumers[node.name] if user.op == OpName.ALLREDUCE]
+        count = replicas[node.integer("stage")]
+        if count > 1 and not reduced:
+            raise GraphError(f"{node.name!r} is not all-reduced over the {count} replicas of its stage")
+        if written.isdisjoint(value for last in (*reduced, node) for value in last.values()):
+            raise GraphError(f"no moving statistics are written from {node.name!r}")
 
 
 def verify_inlined(graph: Graph) -> None:

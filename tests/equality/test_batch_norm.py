@@ -295,14 +295,50 @@ def test_deferred_statistics_are_no_gradients() -> None:
     assert not np.array_equal(problem.variables[moved].numpy(), before[moved])
 
 
+def test_forward_without_training_writes_deferred_statistics_too() -> None:
+    first, layer = dense("a"), norm("norm")
+    problem = regression(first, layer, dense("b"))
+    ((x, y),) = random((8,))
+    hidden = first(x).numpy()
+    step = dapple.pipeline(
+        problem.loss_fn, optimizer=sgd(), stages=["b"], replicas=[2, 1], micro_batches=2, batch_norm="deferred"
+    )
+    step.forward(x, y)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), hidden.mean(0) / 2, rtol=1e-12)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), (1 + hidden.var(0)) / 2, rtol=1e-12)
+
+
 # --- what cannot be deferred
 
 
 def test_statistics_that_are_not_known_are_refused() -> None:
     renorm = LAYERS.BatchNormalization(renorm=True, name="odd", dtype="float64")
     step = step_of(regression(dense("a"), renorm))
-    with pytest.raises(CaptureError, match=r"layer '.*odd' has renorm=True.*batch_norm='micro-batch'"):
+    with pytest.raises(CaptureError, match=r"layer '.*odd' writes .*renorm_mean.* too, .*batch_norm='micro-batch'"):
         step(*random((6,))[0])
+
+
+class Counting(LAYERS.BatchNormalization):
+    """A layer that counts its calls."""
+
+    def build(self, shape: Any) -> None:
+        super().build(shape)
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False, dtype="int64")
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        self.count.assign_add(1)
+        return super().call(inputs, training=training, mask=mask)
+
+
+def test_what_else_a_layer_writes_is_written_once_a_step() -> None:
+    layer = Counting(momentum=0.0, name="odd", dtype="float64")
+    first = dense("a")
+    step = step_of(regression(first, layer))
+    ((x, y),) = random((6,))
+    hidden = first(x).numpy()
+    step(x, y)
+    assert int(layer.count.numpy()) == 1
+    np.testing.assert_allclose(layer.moving_mean.numpy(), hidden.mean(0), rtol=1e-12)
 
 
 class OwnMoments(LAYERS.BatchNormalization):

@@ -331,3 +331,59 @@ def test_what_runs_once_must_have_copies_of_what_it_writes() -> None:
         VerifyPipeline(build_schedule("dapple-a", 1, 1))(
             calls(WITH_ONCE.replace("variables=['n']", "variables=[]"), *COUNTED)
         )
+
+
+NORMALISED = (
+    function("stage0/forward", "", "statistic s float64[3,4], stash a"),
+    function("stage0/backward", "stash a", "variable w"),
+    function("stage0/write_statistics", "variable m, statistic s float64[3,4]", "", ["m"]),
+)
+DEFERRED = """
+    %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+    | -> (float64[3,4], float32[?,4]) @'a'
+    %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
+    | -> (float64[3,4], float32[?,4]) @'b'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:1)
+    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:1)
+    | {function='stage0/backward', micro_batch=0, replica=1, stage=0} -> (float32[4]) @'b'
+    %stage0/replica0/sum_statistics = sum_statistics(%stage0/replica0/mb0/forward:0)
+    | {replica=0, stage=0, variables=['s']} -> (float64[3,4]) @'a'
+    %stage0/replica1/sum_statistics = sum_statistics(%stage0/replica1/mb0/forward:0)
+    | {replica=1, stage=0, variables=['s']} -> (float64[3,4]) @'b'
+    %stage0/allreduce_statistics = allreduce(%stage0/replica0/sum_statistics:0, %stage0/replica1/sum_statistics:0)
+    | {replica=0, replicas=2, stage=0, variables=['s']} -> (float64[3,4]) @'a'
+    %stage0/write_statistics = write_statistics(%stage0/allreduce_statistics:0)
+    | {function='stage0/write_statistics', replica=0, stage=0} @'a'
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", "", ""),
+        (
+            "sum_statistics(%stage0/replica1/mb0/forward:0)",
+            "sum_statistics()",
+            "the statistic 's' of 'stage0/replica1/mb0/forward' is in no sum",
+        ),
+        (
+            "0/sum_statistics:0, %stage0/replica1/sum_statistics:0)",
+            "0/sum_statistics:0)",
+            "'stage0/replica1/sum_statistics' is not all-reduced over the 2 replicas of its stage",
+        ),
+        (
+            "write_statistics(%stage0/allreduce_statistics:0)",
+            "write_statistics()",
+            "no moving statistics are written from 'stage0/replica0/sum_statistics'",
+        ),
+    ],
+)
+def test_statistics_reach_the_variables_that_are_written_from_them(old: str, new: str, said: str) -> None:
+    damaged = calls(DEFERRED.replace(old, new), *NORMALISED)
+    check = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    if not said:
+        assert check(damaged) == damaged
+        return
+    with refused(GraphError, said):
+        check(damaged)
