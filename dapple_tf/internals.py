@@ -10,6 +10,7 @@ import gc
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import gradients_util, handle_data_util
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
@@ -309,6 +310,35 @@ def copy_op(graph: Any, op: Any, inputs: Sequence[Any]) -> Any:
     return graph._create_op_internal(
         op.type, list(inputs), [output.dtype for output in op.outputs], attrs=dict(op.node_def.attr), op_def=op.op_def
     )
+
+
+@dataclass(frozen=True)
+class TracedGradient:
+    """The trace of an op's gradient: a function of the gradients of its outputs, and of ``captured`` tensors.
+
+    ``places``: the inputs of the op for which it gives gradients, in the order of the function's outputs.
+    """
+
+    func_graph: Any
+    captured: Sequence[Any]
+    places: Sequence[int]
+
+
+def trace_gradient(graph: Any, name: str) -> TracedGradient:
+    """Trace the gradient of the op ``name`` of the FuncGraph ``graph`` (``ops.get_gradient_function``)."""
+    op = graph.get_operation_by_name(name)
+    places: list[int] = []
+
+    def gradient(*incoming: Any) -> list[Any]:
+        found = ops.get_gradient_function(op)(op, *incoming)
+        found = found if isinstance(found, list | tuple) else [found]
+        places[:] = [i for i, result in enumerate(found) if result is not None]
+        return [tf.convert_to_tensor(found[i]) for i in places]
+
+    specs = [tf.TensorSpec(output.shape, output.dtype) for output in op.outputs]
+    with graph.as_default():
+        traced = tf.function(gradient, autograph=False).get_concrete_function(*specs).graph
+    return TracedGradient(traced, [outer for outer, _ in traced.captures], places)
 
 
 def capture_of(graph: Any, tensor: Any) -> Any:

@@ -649,6 +649,24 @@ def test_a_copy_of_an_op_is_differentiated() -> None:
     assert slope(tf.constant(2.0)) == 36
 
 
+def test_the_gradient_of_an_op_is_traced_as_a_function_of_gradients_and_captured_tensors() -> None:
+    @tf.custom_gradient
+    def scaled(x: Any, y: Any) -> Any:
+        return x * y, lambda dy: (dy * y, None)
+
+    @tf.function
+    def function(x: Any, y: Any) -> Any:
+        return scaled(x, y)
+
+    graph = function.get_concrete_function(*[tf.TensorSpec([3], tf.float32)] * 2).graph
+    (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
+    traced = internals.trace_gradient(graph, op.name)
+    assert [tensor is graph.inputs[1] for tensor in traced.captured] == [True]
+    (place,) = traced.places
+    assert op.inputs[place] is graph.inputs[0]
+    assert len(traced.func_graph.inputs) == len(op.outputs) + 1
+
+
 # --- the start of TensorFlow
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from dapple_tf import internals
 from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random, reshape, slicing
 from dapple_tf.frontend.dependence.bodies import Body, read_body
+from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
 from dapple_tf.frontend.dependence.numbers import (
     Numbers,
@@ -52,15 +53,16 @@ ShapesAt = Callable[[int], Mapping[str, Sequence[Shape]]]
 class Analysis:
     """The kinds of all values of a graph, and what was found on the way.
 
-    ``trainable``: names of the trained variables. ``once_written``: variables of which every write is known not to
-    depend on the batch. ``written``: all variables that forward writes. ``batch``: the batch size for which shapes were
-    inferred; ``shapes_at`` infers them for another. ``divided``: calls of batch norm layers of which every statistic is
-    the micro-batch's, also the count of a mask, which does not depend on trained variables. ``batch_norms``: layers
-    that normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a
-    generator's hidden state.
+    ``value_of``: returns the value of a tensor of ``func_graph``. ``trainable``: names of the trained variables.
+    ``once_written``: variables of which every write is known not to depend on the batch. ``written``: all variables
+    that forward writes. ``batch``: the batch size for which shapes were inferred; ``shapes_at`` infers them for
+    another. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
+    mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
+    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state.
     """
 
     func_graph: Any
+    value_of: Callable[[Any], Value]
     trainable: Collection[str]
     written: Collection[str]
     once_written: Collection[str]
@@ -118,7 +120,7 @@ class Analysis:
         if node.op == "Const" or not node.outputs:
             return CONSTANT
         if node.op == "IdentityN":
-            return list(kinds)
+            return self._identity(scope, node, kinds)
         if node.op in _READS:
             return self._read(node, kinds)
         if node.effect is Effect.RANDOM:
@@ -155,6 +157,12 @@ class Analysis:
             return shared()
         return scope.couple(node, f"applies {node.op}, which is not known to treat samples one by one")
 
+    def _identity(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+        own = has_custom_gradient(node) and not scope.nested
+        if own and not check_gradient(scope, node, kinds, self.func_graph, self.value_of, self._kinds_of_body):
+            return scope.couple(node, "has a custom gradient that combines samples, or is not linear in a sum")
+        return list(kinds)
+
     def _read(self, node: Node, kinds: Sequence[Kind]) -> Kind:
         name = node.inputs[0].node
         if node.op == "ReadVariableOp" and name in self.written:
@@ -180,7 +188,14 @@ class Analysis:
         key = (name, shapes)
         if key not in self._bodies:
             self._bodies[key] = read_body(owner, name, shapes)
-        body = self._bodies[key]
+        found = self._visit_body(self._bodies[key], operands)
+        return [self._leave(inner, node, value) for inner, value in found]
+
+    def _kinds_of_body(self, body: Body, operands: Sequence[Kind]) -> list[Kind]:
+        return [inner.kinds.get(value, CONSTANT) for inner, value in self._visit_body(body, operands)]
+
+    def _visit_body(self, body: Body, operands: Sequence[Kind]) -> list[tuple[Scope, Value]]:
+        """Find the kinds of a function's values; return its outputs, each with the scope that holds its kind."""
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
         for argument, kind in zip(body.graph.inputs, operands, strict=True):
             inner.kinds[Value(argument)] = kind
@@ -188,7 +203,7 @@ class Analysis:
         for inside in body.graph.nodes:
             self._visit(inner, inside)
         self._owner = before
-        return [self._leave(inner, node, value) for value in body.graph.outputs]
+        return [(inner, value) for value in body.graph.outputs]
 
     def _leave(self, inner: Scope, node: Node, value: Value) -> Kind:
         """Return the kind that an output of a nested function has in its caller: its terms cannot be weighted."""

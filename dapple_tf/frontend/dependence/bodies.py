@@ -26,7 +26,11 @@ class Body:
 
 def read_body(func_graph: Any, name: str, shapes: Sequence[Shape]) -> Body:
     """Return the body of the function ``name`` of the FuncGraph ``func_graph`` for arguments of these shapes."""
-    body = internals.function_graph(func_graph, name)
+    return read_function(internals.function_graph(func_graph, name), name, shapes)
+
+
+def read_function(body: Any, name: str, shapes: Sequence[Shape]) -> Body:
+    """Return the body of a function, whose FuncGraph is ``body``, for arguments of these shapes."""
     inputs = {t.op.name: Node(f"input/{i}", "arg") for i, t in enumerate(body.inputs)}
     graph = read_graph(body, inputs, name)
     graph = graph.replace(

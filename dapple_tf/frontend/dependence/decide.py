@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.cut_tail import cut_tail
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
@@ -49,7 +49,14 @@ def find_dependence(
     once_written, whole, divided = set(written), frozenset[Value](), frozenset[int]()
     while True:
         analysis = Analysis(
-            captured.func_graph, frozenset(captured.trainable), written, once_written, batch, shapes_at, divided
+            captured.func_graph,
+            CapturedTensors(captured).value,
+            frozenset(captured.trainable),
+            written,
+            once_written,
+            batch,
+            shapes_at,
+            divided,
         )
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
@@ -256,7 +263,8 @@ class _Decision:
         """Return the nodes that run once a step, on the whole batch."""
         found = {node.name for node in self.writes if all(v in self.once_written for v in node.strings("writes"))}
         for node in self.graph.nodes:  # prints, checks, Python code
-            shared = all(self.scope.kinds[value].shared for value in node.inputs)
+            kinds_of = [self.scope.kinds[value] for value in node.inputs]
+            shared = all(kind.shared or (kind.form is Form.SIZE and not kind.trained) for kind in kinds_of)
             if node.effect is Effect.SIDE and node.name in self.live and shared:
                 found.add(node.name)
         found |= {value.node for value in self.scope.once_sizes if value.node in self.live}

@@ -202,6 +202,9 @@ def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) ->
         return dataclasses.replace(result, slope=slopes[0])
     width = max(len(slope) for slope in slopes)
     wide = [slope * width if len(slope) == 1 else slope for slope in slopes]
+    moved = any(kind.rows and kind.outer and not kind.slope for kind in kinds)
+    if moved and node.op in ("Add", "AddV2", "Sub") and any(slope == (1,) for slope in slopes):
+        return scope.couple(node, "adds data to positions of samples in the batch, which may name other samples")
     if node.op in ("Add", "AddV2"):
         total = tuple(sum(column) for column in zip(*wide, strict=True))
         return dataclasses.replace(result, slope=total if any(total) else ())

@@ -114,6 +114,8 @@ def _pad(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 def _reverse(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     rank = scope.rank(node.inputs[0])
     axes = None if rank is None else scope.axes(node.inputs[-1], rank)
+    if any(kind.form is Form.SIZE for kind in kinds[1:]):
+        return scope.couple(node, "moves entries by the size of the micro-batch")
     if axes is None or kinds[0].axis in axes:
         return scope.couple(node, f"moves samples along the batch axis ({node.op})")
     return kinds[0] if len(kinds[0].slope) < 2 else scope.couple(node, "moves positions of samples")

@@ -122,20 +122,18 @@ def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if rank is None or kinds[0].axis or kinds[0].outer != 1 or kinds[0].slope:
         return scope.couple(node, "chooses entries of a tensor whose first axis is not the batch")
     slope = (kinds[0].inner,) if rank == 1 else (kinds[0].inner, *[0] * (rank - 1))
-    origin = _expression(scope, node.inputs[0], _DEEPEST)
+    mask = node.inputs[0]
+    while scope.graph.node(mask.node).op in _RESHAPING:  # the same entries in the same order
+        mask = scope.graph.node(mask.node).inputs[0]
+    origin = _expression(scope, mask, _DEEPEST)
     return dataclasses.replace(rows(0, 1, 1), origin=origin, slope=slope)
 
 
 def _expression(scope: Scope, value: Value, depth: int) -> str:
-    """Return the ops, constants and inputs that compute ``value``, as a text.
-
-    Tensors of equal text have equal entries in the same order, but maybe in other shapes.
-    """
+    """Return the ops, constants and inputs that compute ``value``, as a text; tensors of equal text are equal."""
     node = scope.graph.by_name.get(value.node)
     if node is None or node.effect is not Effect.PURE or node.op in CAPTURED_INPUTS or not depth:
         return str(value)
-    if node.op in _RESHAPING:
-        return _expression(scope, node.inputs[0], depth)
     places = ("layer", "within", "batch_norm")
     attrs = ", ".join(f"{name}={item!r}" for name, item in node.attrs if name not in places)
     inputs = ", ".join(_expression(scope, operand, depth - 1) for operand in node.inputs)

@@ -78,7 +78,7 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "positions plus 3": (lambda b: tf.range(b.n) + 3, Form.ROWS),
     "positions times 2": (lambda b: tf.range(b.n) * 2, Form.ROWS),
     "positions less positions": (lambda b: tf.range(b.n) - tf.range(b.n) + b.y, Form.ROWS),
-    "positions compared with positions": (lambda b: tf.range(b.n) == tf.range(b.n) + b.y * 0, Form.ROWS),
+    "positions compared with positions": (lambda b: tf.range(b.n) == tf.range(b.n) + 0, Form.ROWS),
     "zeros like rows": (lambda b: tf.zeros_like(b.z), Form.ROWS),
 }
 
@@ -110,6 +110,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.tile(b.z, [2, 1]) * tf.repeat(b.x, 2, axis=0),
         "different orders|repeat|Repeat|inferred|samples",
     ),
+    "positions of neighbours": (lambda b: tf.range(b.n) - b.y, "adds data to positions of samples"),
     "positions as numbers": (lambda b: tf.cast(tf.range(b.n), tf.float64) * b.z[:, 0], "positions of samples"),
     "positions compared with a number": (lambda b: tf.range(b.n) < 3, "positions of samples"),
     "the sign of positions": (lambda b: tf.sign(tf.range(b.n) - 2), "positions of samples"),

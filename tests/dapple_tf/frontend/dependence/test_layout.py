@@ -117,7 +117,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "the first sample": (lambda b: b.z[0], "slices the batch"),
     "every second sample": (lambda b: b.z[::2], "slices the batch"),
     "samples backwards": (lambda b: b.z[::-1], "slices the batch"),
-    "half of the batch": (lambda b: b.z[: b.n // 2], "slices the batch"),
+    "half of the batch": (lambda b: b.z[: b.n // 2], "slices"),
     "tf.slice of samples": (lambda b: tf.slice(b.z, [1, 0], [2, 4]), "slices the batch"),
     "entries of a flat batch": (lambda b: tf.reshape(b.z, [-1])[1:], "slices the batch"),
     "reverse": (lambda b: tf.reverse(b.z, [0]), "moves samples along the batch axis"),

@@ -1,0 +1,75 @@
+"""Check custom gradients: what they give for a micro-batch must be its part of what they give for the whole batch.
+
+TensorFlow marks the outputs, arguments and variables of a ``tf.custom_gradient`` by an IdentityN with a gradient of its
+own. Its forward says nothing of that gradient, which is therefore traced and looked at like any other function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dapple_tf import internals
+from dapple_tf.frontend.dependence.bodies import Body, read_function
+from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
+from dapple_tf.frontend.dependence.scope import Scope
+from graph_passes.ir.graph import Node, Shape, Value
+
+KindsOfBody = Callable[[Body, Sequence[Kind]], list[Kind]]
+"""Returns the kinds of the outputs of a function, for arguments of these kinds."""
+
+
+def has_custom_gradient(node: Node) -> bool:
+    """Return whether the op's gradient was written by the user."""
+    return node.op == "IdentityN" and node.has("_gradient_op_type")
+
+
+def check_gradient(
+    scope: Scope,
+    node: Node,
+    kinds: Sequence[Kind],
+    func_graph: Any,
+    value_of: Callable[[Any], Value],
+    of_body: KindsOfBody,
+) -> bool:
+    """Return whether the gradients of rows are rows, and those of weights sums over samples.
+
+    ``func_graph``: the trace that holds the op. ``value_of``: returns the value of a tensor of that trace.
+    """
+    if not any(kind.trained for kind in kinds):
+        return True
+    gradients = internals.trace_gradient(func_graph, node.name)
+    outer = [value_of(tensor) for tensor in gradients.captured]
+    incoming = [_incoming(kind) for kind in kinds]
+    captured = [scope.kinds.get(value, CONSTANT) for value in outer]
+    shapes = [Shape(scope.dims(value)) for value in (*node.values(), *outer)]
+    found = of_body(read_function(gradients.func_graph, node.name, shapes), [*incoming, *captured])
+    return all(_fits(kinds[place], kind) for place, kind in zip(gradients.places, found, strict=True))
+
+
+def _incoming(kind: Kind) -> Kind:
+    """Return the kind of the gradient that arrives for a value of this kind."""
+    match kind.form:
+        case Form.ROWS:
+            return replace(kind.plain(), trained=True)
+        case Form.SHARED:
+            return Kind(Form.SUM, trained=True)
+        case Form.MEAN:
+            return Kind(Form.SHARE)
+    return shared()
+
+
+def _fits(kind: Kind, gradient: Kind) -> bool:
+    """Return whether micro-batches may give a gradient of this kind for a value of that ``kind``."""
+    match kind.form:
+        case Form.ROWS:
+            same = gradient.axis == kind.axis and (gradient.layout == kind.layout or not gradient.outer)
+            return gradient.rows and same and not gradient.slope
+        case Form.SHARED:
+            return not kind.trained or (gradient.form is Form.SUM and not gradient.mixed)
+        case Form.MEAN:
+            return gradient.form is Form.SHARE
+        case Form.SUM:
+            return gradient.shared
+    return True
