@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``exactness`` and ``fuzz`` take options: ``python -m benchmarks exactness --help``.
+``exactness``, ``fuzz`` and ``kills`` take options: ``python -m benchmarks exactness --help``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from benchmarks import (
     exactness,
     fuzz,
     hosts,
+    kills,
     memory,
     never_slower,
     order,
@@ -66,10 +67,15 @@ BENCHMARKS = {
     "table6": table6,
     "exactness": exactness,
     "fuzz": fuzz,
+    "kills": kills,
 }
 
 # Those with options of their own.
-OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {"exactness": exactness.main, "fuzz": fuzz.main}
+OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "exactness": exactness.main,
+    "fuzz": fuzz.main,
+    "kills": kills.main,
+}
 
 
 def main() -> int:
