@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``exactness`` takes options: ``python -m benchmarks exactness --help``.
+``exactness``, ``fuzz`` and ``kills`` take options: ``python -m benchmarks exactness --help``.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import dapple_tf as dapple
 from benchmarks import (
     equality,
     exactness,
+    fuzz,
     hosts,
+    kills,
     memory,
     never_slower,
     order,
@@ -63,6 +66,15 @@ BENCHMARKS = {
     "sparse_gradients": sparse_gradients,
     "table6": table6,
     "exactness": exactness,
+    "fuzz": fuzz,
+    "kills": kills,
+}
+
+# Those with options of their own.
+OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "exactness": exactness.main,
+    "fuzz": fuzz.main,
+    "kills": kills.main,
 }
 
 
@@ -71,9 +83,9 @@ def main() -> int:
 
     A benchmark whose requirements this machine lacks is left out, and the reason printed.
     """
-    if len(sys.argv) > 2 and sys.argv[1] == "exactness" and sys.argv[2].startswith("-"):
+    if len(sys.argv) > 2 and sys.argv[1] in OPTIONS and sys.argv[2].startswith("-"):
         dapple.init(8)
-        return exactness.main(sys.argv[2:])
+        return OPTIONS[sys.argv[1]](sys.argv[2:])
     names = sys.argv[1:] or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:

@@ -23,6 +23,7 @@ def find_missing_for_hosts() -> str | None:
 
 # By the benchmark's name.
 NEEDS: Mapping[str, Callable[[], str | None]] = {
+    "kills": find_missing_for_ranks,
     "ranks": find_missing_for_ranks,
     "startup": find_missing_for_ranks,
     "hosts": find_missing_for_hosts,

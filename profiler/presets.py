@@ -12,7 +12,7 @@ _ETHERNET_25 = Link(bandwidth=25e9 / 8, latency=20e-6)
 _ETHERNET_10 = Link(bandwidth=10e9 / 8, latency=20e-6)
 _V100_MEMORY = 16e9
 
-_NAME = re.compile(r"config-([a-z]+)(?::(\d+))?")
+_NAME = re.compile(r"config-([a-z]+)(?::([0-9]{1,5}))?")
 
 
 def config(letter: str, devices: int = 16) -> Cluster:

@@ -116,18 +116,15 @@ class FailureDetector:
         """Look for ranks that are silent, or missing in the collective call ``waiting_in`` that this one waits in."""
         for rank, peer in self._peers.items():
             silent = now - peer.last_heard
-            if peer.left_after is not None:
-                if waiting_in is not None and waiting_in > peer.left_after:
-                    self.fail(
-                        rank,
-                        "has exited (its script ended, or called sys.exit) while other ranks wait for it: all ranks "
-                        "must take the same steps",
-                        peer.status,
-                        now,
-                    )
-            elif peer.connected and silent > self._silence_seconds:
+            if peer.connected and silent > self._silence_seconds:  # also after it has left: Horovod waits for it
                 what = (
                     f"has sent nothing for {silent:.1f} s: its host is cut off from the network, or the process hangs"
+                )
+                self.fail(rank, what, peer.status, now)
+            elif peer.left_after is not None and waiting_in is not None and waiting_in > peer.left_after:
+                what = (
+                    "has exited (its script ended, or called sys.exit) while other ranks wait for it: all ranks must "
+                    "take the same steps"
                 )
                 self.fail(rank, what, peer.status, now)
 

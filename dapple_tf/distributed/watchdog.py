@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ class Watchdog:
 
         They leave together because Horovod ends on all ranks when it ends on one, and since rank 0 may still find that
         their last calls differ: then the process ends here, with an error. A rank that has failed waits only until the
-        others have heard of it.
+        others have heard of it. Horovod, which waits for all ranks too, ends here while they are still watched.
         """
         self._run_in_thread(self._announce_leave)
         if self._detector.error_reported:
@@ -122,6 +123,8 @@ class Watchdog:
                 )
                 self._exit.end(1)
                 return
+        if self._detector.agreed:
+            _end_exchanges()
         self._exit.ending = True
         self.signals.wake()
         self._thread.join(2)  # a thread that outlives the interpreter may crash it
@@ -227,9 +230,7 @@ class Watchdog:
         """Make the exchanges of a failed step fail too: TensorFlow does not return before they end."""
         if not self._exchanges_aborted:
             self._exchanges_aborted = True
-            import horovod.tensorflow as hvd
-
-            threading.Thread(target=hvd.shutdown, daemon=True).start()
+            threading.Thread(target=_end_exchanges, daemon=True).start()
 
     # --- calls that every rank must make
 
@@ -276,3 +277,11 @@ class Watchdog:
             own = self._progress.status()
             print_line(describe_failure(self._rank, own, failure.rank, failure.status, failure.what))
         self._exit.end(failure.exit_code)
+
+
+def _end_exchanges() -> None:
+    """End Horovod; its exchanges fail. Does nothing where it has not started."""
+    if "horovod.tensorflow" in sys.modules:
+        import horovod.tensorflow as hvd
+
+        hvd.shutdown()

@@ -203,6 +203,18 @@ def test_a_rank_may_leave_once_all_have_left_and_agree() -> None:
     assert detector.may_leave
 
 
+def test_a_rank_that_has_left_and_falls_silent_before_its_connection_closes_has_failed() -> None:
+    """Horovod's end waits for all ranks: a rank that was stopped after it had left hung the job."""
+    detector = detector_of()
+    for rank in (0, 2):
+        detector.note_leave(rank, status())
+    detector.agreed = True
+    detector.check(1000.0, waiting_in=None)
+    assert detector.failure is not None
+    assert detector.failure.rank == 0
+    assert "has sent nothing for" in detector.failure.what
+
+
 def test_a_rank_that_must_end_for_a_failure_may_not_leave() -> None:
     detector = detector_of()
     detector.agreed = True

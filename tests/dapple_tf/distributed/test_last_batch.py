@@ -32,3 +32,15 @@ def test_a_last_step_of_different_batches_ends_all_ranks(tmp_path: Path, end: st
     for rank in caught.value.ranks:
         assert "because the ranks make different calls: rank 0 is about to run step 5 with 8 samples" in rank.stderr
         assert "rank 1 is about to run step 5 with 6 samples" in rank.stderr
+
+
+@pytest.mark.slow  # test_failure_detector does this without processes
+def test_a_rank_that_is_stopped_while_the_job_ends_is_named() -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(
+            ["-m", "tests.dapple_tf.distributed.programs.stopped_at_end"],
+            2,
+            environment={"DAPPLE_TIMEOUT_SECONDS": "4"},
+        )
+    assert_ended(caught.value)
+    assert "rank 1 (stage 1), after step 1, has sent nothing for 3." in caught.value.ranks[0].stderr

@@ -8,6 +8,7 @@ import pytest
 
 from dapple_tf.distributed.call_order_check import RankCall
 from dapple_tf.distributed.messages import (
+    AgreementMessage,
     CallMessage,
     CallMismatch,
     FailureReport,
@@ -27,6 +28,7 @@ STATUS = RankStatus(stage=1, step=4, running=True, exchange="exchange/stage0-1",
     [
         Heartbeat(2, STATUS),
         LeaveMessage(2, RankStatus()),
+        AgreementMessage(),
         FailureReport(1, STATUS, "raised KeyError: 'ä'", 0.4, 130, raised=True),
         CallMessage(1, RankCall(3, "run step 2", " of float32[4]")),
         CallMismatch("rank 0 is about to save"),

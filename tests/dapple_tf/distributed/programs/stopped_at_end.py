@@ -1,0 +1,26 @@
+"""Train; rank 1 is stopped when its script has ended, while Horovod ends: ``python -m tests...stopped_at_end``."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import horovod.tensorflow as hvd
+
+import dapple_tf as dapple
+from dapple_tf.distributed.membership import current
+from tests.equality.small_models import chain, data, sgd, weights
+
+
+def main() -> None:
+    dapple.init()
+    job = current()
+    assert job is not None, "start it with mpirun"
+    if job.rank == 1:
+        hvd.shutdown = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=2, micro_batches=2)
+    step(*data(8))
+
+
+if __name__ == "__main__":
+    main()
