@@ -179,6 +179,6 @@ def connect_to(
         time.sleep(_RETRY_SECONDS)
     found = "; ".join(f"{address} {failure}" for address, failure in failures.items())
     raise JobError(
-        f"rank {own_rank} cannot connect to rank {peer} at any of its addresses ({found}): {purpose} over TCP, so allow "
-        "it between the hosts"
+        f"rank {own_rank} cannot connect to rank {peer} at any of its addresses ({found}): {purpose} over TCP, so "
+        "allow it between the hosts"
     )

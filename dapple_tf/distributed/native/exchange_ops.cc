@@ -162,5 +162,11 @@ DAPPLE_EXPORT int dapple_exchange_connect(int peer, int fd) { return dapple::Net
 // Returns the most bytes of messages that were in flight at one time since the last call.
 DAPPLE_EXPORT int64_t dapple_exchange_take_peak() { return dapple::Network::Get()->in_flight()->TakePeak(); }
 
+// Writes a line `rank exchange` for each message that an op has waited for longer than `seconds`, as far as they fit.
+DAPPLE_EXPORT void dapple_exchange_describe_waits(double seconds, char* text, int64_t size) {
+  const std::string lines = dapple::Network::Get()->mailbox()->DescribeWaits(seconds);
+  text[lines.copy(text, size - 1)] = 0;
+}
+
 // Closes the connections in a forked child.
 DAPPLE_EXPORT void dapple_exchange_close_in_child() { dapple::Network::Get()->CloseInChild(); }

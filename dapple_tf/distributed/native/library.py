@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 _FOLDER = "dapple_tf_exchange"
+_LONGEST_TEXT = 16384  # bytes
 _SOURCE_SUFFIXES = (".cc", ".h")
 
 
@@ -36,6 +37,16 @@ class ExchangeLibrary:
         op takes it.
         """
         return int(self._functions.dapple_exchange_take_peak())
+
+    def find_waits(self, seconds: float) -> dict[int, list[str]]:
+        """Return the exchanges that ops have waited for longer than ``seconds``, by the ranks that they wait for."""
+        text = ctypes.create_string_buffer(_LONGEST_TEXT)
+        self._functions.dapple_exchange_describe_waits(ctypes.c_double(seconds), text, ctypes.c_int64(len(text)))
+        found: dict[int, list[str]] = {}
+        for line in text.value.decode(errors="replace").splitlines():
+            peer, _, exchange = line.partition(" ")
+            found.setdefault(int(peer), []).append(exchange)
+        return found
 
     def close_in_child(self) -> None:
         """Close the connections in a forked child, which would keep them open when its parent dies."""

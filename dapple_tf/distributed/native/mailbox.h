@@ -4,6 +4,7 @@
 #define DAPPLE_TF_NATIVE_MAILBOX_H_
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -64,7 +65,7 @@ class Mailbox {
       } else if (auto failed = failed_.find(source); failed != failed_.end()) {
         status = Explain(failed->second, tag);
       } else {
-        waiting_[key] = std::move(receiver);
+        waiting_[key] = {std::move(receiver), Clock::now()};
         return;
       }
     }
@@ -82,7 +83,7 @@ class Mailbox {
         arrived_[key] = std::move(message);
         return;
       }
-      receiver = std::move(found->second);
+      receiver = std::move(found->second.receiver);
       waiting_.erase(found);
     }
     in_flight_->Add(-message.Bytes());
@@ -100,7 +101,7 @@ class Mailbox {
         cancelled_.emplace(key, status);
         return;
       }
-      receiver = std::move(found->second);
+      receiver = std::move(found->second.receiver);
       waiting_.erase(found);
     }
     receiver(status, {});
@@ -114,7 +115,7 @@ class Mailbox {
       failed_.emplace(source, status);
       for (auto it = waiting_.begin(); it != waiting_.end();) {
         if (std::get<0>(it->first) == source) {
-          receivers.emplace_back(Tag{std::get<1>(it->first), std::get<2>(it->first)}, std::move(it->second));
+          receivers.emplace_back(Tag{std::get<1>(it->first), std::get<2>(it->first)}, std::move(it->second.receiver));
           it = waiting_.erase(it);
         } else {
           ++it;
@@ -124,8 +125,26 @@ class Mailbox {
     for (auto& [tag, receiver] : receivers) receiver(Explain(status, tag), {});
   }
 
+  // Returns a line `rank exchange` for each message that an op has waited for longer than `seconds`.
+  std::string DescribeWaits(double seconds) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::string lines;
+    for (const auto& [key, waiting] : waiting_) {
+      if (std::chrono::duration<double>(Clock::now() - waiting.since).count() > seconds) {
+        absl::StrAppend(&lines, std::get<0>(key), " ", std::get<1>(key), "\n");
+      }
+    }
+    return lines;
+  }
+
  private:
   using Key = std::tuple<int, std::string, int64_t>;
+  using Clock = std::chrono::steady_clock;
+
+  struct Waiting {
+    Receiver receiver;
+    Clock::time_point since;
+  };
 
   static Key MakeKey(int source, const Tag& tag) { return {source, tag.exchange, tag.step}; }
 
@@ -142,7 +161,7 @@ class Mailbox {
   InFlight* const in_flight_;
   std::mutex mutex_;
   std::map<Key, Message> arrived_;
-  std::map<Key, Receiver> waiting_;
+  std::map<Key, Waiting> waiting_;
   std::map<Key, absl::Status> cancelled_;  // a step that is cancelled has failed, and ends the job
   std::map<int, absl::Status> failed_;
 };
