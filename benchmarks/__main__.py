@@ -13,6 +13,7 @@ import dapple_tf as dapple
 from benchmarks import (
     equality,
     exactness,
+    exchange,
     hosts,
     memory,
     never_slower,
@@ -63,6 +64,7 @@ BENCHMARKS = {
     "sparse_gradients": sparse_gradients,
     "table6": table6,
     "exactness": exactness,
+    "exchange": exchange,
 }
 
 

@@ -28,12 +28,13 @@ class ExchangeNetwork:
     """The connections of this rank of ``job``, which the ops of the ``library`` use.
 
     Both ends of a connection prove that they belong to the job: each listening rank has a secret that it gives to the
-    others through Horovod (see ``handshake``).
+    others through Horovod (see ``handshake``). ``seconds``: in which two ranks must have connected.
     """
 
-    def __init__(self, job: Job, library: ExchangeLibrary) -> None:
+    def __init__(self, job: Job, library: ExchangeLibrary, seconds: float = 30.0) -> None:
         self.library = library
         self._job = job
+        self._seconds = seconds
         self._connected: set[Pair] = set()
         self._addresses: Sequence[Sequence[str]] = ()
         os.register_at_fork(after_in_child=library.close_in_child)
@@ -58,8 +59,11 @@ class ExchangeNetwork:
 
             def connect_all() -> list[Link]:
                 with ThreadPoolExecutor(1) as pool:
-                    accepted = pool.submit(accept_ranks, listeners, secret, guests, rank)
-                    links = [connect_to(host, servers[host][0], rank, servers[host][1], _PURPOSE) for host in hosts]
+                    accepted = pool.submit(accept_ranks, listeners, secret, guests, rank, self._seconds)
+                    links = []
+                    for host in hosts:
+                        places, its_secret = servers[host]
+                        links.append(connect_to(host, places, rank, its_secret, _PURPOSE, self._seconds))
                     return [*links, *accepted.result()]
 
             for link in job.run_on_all(connect_all):
