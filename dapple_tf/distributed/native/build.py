@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from dapple_tf.distributed.native.library import library_path, source_files
+from dapple_tf.distributed.native.library import COMMAND, library_path, source_files
 
 _WITHOUT = "Jobs exchange tensors by Horovod's alltoall instead."
 
@@ -29,7 +29,7 @@ def build_library(path: Path, environment: Mapping[str, str] = os.environ) -> No
     name = environment.get("CXX") or "g++"
     compiler = shutil.which(name, path=environment.get("PATH"))
     if compiler is None:
-        raise BuildError(f"there is no C++ compiler {name!r}: install one, then make horovod")
+        raise BuildError(f"there is no C++ compiler {name!r}: install one, then {COMMAND}")
     include, *flags = tf.sysconfig.get_compile_flags()
     (source,) = (str(file) for file in source_files() if file.suffix == ".cc")
     try:

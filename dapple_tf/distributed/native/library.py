@@ -11,6 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+COMMAND = "python -m dapple_tf.distributed.native.build"
+"""The command that compiles the library."""
+
 _FOLDER = "dapple_tf_exchange"
 _LONGEST_TEXT = 16384  # bytes
 _SOURCE_SUFFIXES = (".cc", ".h")
@@ -75,7 +78,7 @@ def find_obstacle() -> str:
     """Return why the library cannot be loaded, or "" if nothing is known to prevent it."""
     if library_path().exists():
         return ""
-    return "its library is not built (make horovod, or python -m dapple_tf.distributed.native.build)"
+    return f"its library is not built ({COMMAND})"
 
 
 def load_library() -> ExchangeLibrary:

@@ -26,7 +26,7 @@ def test_the_source_is_part_of_the_package() -> None:
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="there is no C\\+\\+ compiler 'g\\+\\+': install one, then make horovod"):
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler 'g\+\+': install one, then python -m dapple_tf\."):
         build_library(tmp_path / "made" / "x.so", {"PATH": str(tmp_path)})
     with pytest.raises(BuildError, match="there is no C\\+\\+ compiler 'absent'"):
         build_library(tmp_path / "made" / "x.so", {**os.environ, "CXX": "absent"})
