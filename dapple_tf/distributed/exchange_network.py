@@ -13,12 +13,14 @@ from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native.library import ExchangeLibrary
+from dapple_tf.distributed.places import listen_on_host, place_of, prepare_for_tensors
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
 from dapple_tf.distributed.stall_report import report_stalls
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.ops import OpName
 
 _PURPOSE = "ranks exchange tensors"
+_MOST_WAITING = 512  # connections that the system keeps until they are served
 
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
@@ -55,7 +57,7 @@ class ExchangeNetwork:
         with contextlib.ExitStack() as opened:
             listeners = job.run_on_all(lambda: self._listen(guests, opened))
             secret = secrets.token_hex()
-            servers = job.gather(([listener.getsockname()[:2] for listener in listeners], secret))
+            servers = job.gather(([place_of(listener) for listener in listeners], secret))
 
             def connect_all() -> list[Link]:
                 with ThreadPoolExecutor(1) as pool:
@@ -71,17 +73,20 @@ class ExchangeNetwork:
         self._connected |= set(missing)
 
     def _listen(self, guests: Sequence[int], opened: contextlib.ExitStack) -> list[socket.socket]:
-        """Return sockets that listen where the ranks ``guests`` reach this one: on its host, the loopback."""
-        if not guests:
-            return []
+        """Return sockets that listen where the ranks ``guests`` reach this one: a Unix socket on its own host."""
+        own = self._addresses[self._job.rank]
+        others = [self._addresses[rank] for rank in guests]
+        distant = [addresses for addresses in others if set(addresses) != set(own)]
         made = []
-        for address in choose_addresses(self._addresses[self._job.rank], [self._addresses[rank] for rank in guests]):
+        if len(distant) < len(others):
+            made.append(opened.enter_context(listen_on_host(_MOST_WAITING)))
+        for address in choose_addresses(own, distant) if distant else ():
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            made.append(opened.enter_context(socket.create_server((address, 0), family=family, backlog=512)))
+            made.append(opened.enter_context(socket.create_server((address, 0), family=family, backlog=_MOST_WAITING)))
         return made
 
     def _hand_over(self, link: Link) -> None:
-        link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare_for_tensors(link.connection)
         self.library.connect(link.rank, link.connection.detach())
 
 

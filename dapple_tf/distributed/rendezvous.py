@@ -18,6 +18,7 @@ from dapple_tf.distributed.handshake import Guest, prove_rank
 from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.places import Place, open_connection
 from dapple_tf.errors import JobError
 
 _CONNECT_SECONDS = 3.0  # for one connection
@@ -148,7 +149,7 @@ def _connect(rank: int, server: _Server, seconds: float = _ALL_RANKS_SECONDS) ->
 
 def connect_to(
     peer: int,
-    places: Sequence[tuple[str, int]],
+    places: Sequence[Place],
     own_rank: int,
     secret: str,
     purpose: str,
@@ -166,7 +167,7 @@ def connect_to(
             deadline = time.monotonic() + _CONNECT_SECONDS
             with contextlib.ExitStack() as failed:
                 try:
-                    connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+                    connection = open_connection((address, port), _CONNECT_SECONDS)
                     failed.callback(connection.close)
                     if prove_rank(connection, own_rank, secret, deadline):
                         failed.pop_all()
