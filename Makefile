@@ -22,10 +22,10 @@ train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --compare 10 --trace out/gpt-timeline.png
 
-test: lint .venv/installed-horovod
+test: lint .venv/installed-exchange
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
 
-test-all: lint .venv/installed-horovod
+test-all: lint .venv/installed-exchange
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 lint: .venv/installed-test
@@ -43,10 +43,10 @@ docs: .venv/installed-docs
 	@echo "out/site/index.html"
 
 # Jobs on emulated hosts with slow links: needs root and iproute2.
-hosts: .venv/installed-test .venv/installed-horovod
+hosts: .venv/installed-test .venv/installed-exchange
 	@$(BIN)/python -m benchmarks hosts
 
-horovod: .venv/installed-horovod
+horovod: .venv/installed-exchange
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -81,6 +81,11 @@ FORCE:
 
 .venv/installed-horovod: .venv/installed scripts/install_horovod.sh
 	@scripts/install_horovod.sh $(BIN)/python
+	@touch $@
+
+# The native exchanges of jobs, which are optional: without a compiler the script says so and succeeds.
+.venv/installed-exchange: .venv/installed-horovod scripts/build_exchange.sh $(wildcard dapple_tf/distributed/native/*.*)
+	@scripts/build_exchange.sh $(BIN)/python
 	@touch $@
 
 $(BIN)/python:

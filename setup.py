@@ -27,7 +27,10 @@ setup(
     python_requires=">=3.10,<3.14",
     package_dir={"": "."},
     packages=find_packages(include=["dapple_tf*", "graph_passes*", "profiler*"]),
-    package_data={name: ["py.typed"] for name in ("dapple_tf", "graph_passes", "profiler")},
+    package_data={
+        "": ["py.typed"],
+        "dapple_tf.distributed.native": ["*.h", "*.cc"],  # compiled where it is used, for the TensorFlow there
+    },
     install_requires=[
         # TensorFlow comes with the extra "cpu" or "gpu"; Keras does not install it either.
         "keras>=3.12,<4",

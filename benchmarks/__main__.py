@@ -14,6 +14,7 @@ import dapple_tf as dapple
 from benchmarks import (
     equality,
     exactness,
+    exchange,
     fuzz,
     hosts,
     kills,
@@ -75,6 +76,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "exactness": exactness.main,
     "fuzz": fuzz.main,
     "kills": kills.main,
+    "exchange": exchange,
 }
 
 

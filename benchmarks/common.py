@@ -58,14 +58,22 @@ def run_on_cores(module: str, cores: Sequence[int], *arguments: str, timeout: fl
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run_ranks(module: str, ranks: int, *arguments: str, timeout: float = 600, options: Sequence[str] = ()) -> Any:
+def run_ranks(
+    module: str,
+    ranks: int,
+    *arguments: str,
+    timeout: float = 600,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Any:
     """Run ``python -m module arguments`` as ``ranks`` ranks under mpirun; return the JSON of rank 0's last line.
 
-    ``options``: further ones of mpirun. Raises RuntimeError with the end of the errors where a rank fails.
+    ``options``: further ones of mpirun; ``variables``: further ones of the environment. Raises RuntimeError
+    with the end of the errors where a rank fails.
     """
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *options]
     command += [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(variables or {})}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from benchmarks.emulated_hosts import find_missing_requirement
+from dapple_tf.distributed.native.library import find_obstacle
 
 
 def find_missing_for_ranks() -> str | None:
@@ -14,6 +15,11 @@ def find_missing_for_ranks() -> str | None:
     if importlib.util.find_spec("horovod") is None or shutil.which("mpirun") is None:
         return "it needs Horovod and Open MPI: make horovod"
     return None
+
+
+def find_missing_for_native_exchanges() -> str | None:
+    """Return why ranks cannot exchange tensors natively here, or None if they can."""
+    return find_missing_for_ranks() or find_obstacle() or None
 
 
 def find_missing_for_hosts() -> str | None:
@@ -25,6 +31,7 @@ def find_missing_for_hosts() -> str | None:
 NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kills": find_missing_for_ranks,
     "ranks": find_missing_for_ranks,
+    "exchange": find_missing_for_native_exchanges,
     "startup": find_missing_for_ranks,
     "hosts": find_missing_for_hosts,
     "table4": find_missing_for_hosts,

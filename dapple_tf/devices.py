@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.exchange_choice import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError
@@ -26,7 +27,8 @@ def init(devices: int | None = None) -> None:
     number below 1 or above the number of GPUs.
 
     In a job this starts the watchdog (see ``distributed.watchdog``) and TensorFlow: set TensorFlow's own options
-    (threads, memory growth) before.
+    (threads, memory growth) before. DAPPLE_EXCHANGE chooses how the ranks exchange tensors (see
+    ``distributed.exchange_choice``).
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
@@ -35,6 +37,7 @@ def init(devices: int | None = None) -> None:
         _make_devices(devices, job)
         if job is not None:
             start_exit_reporting(job)
+            start_exchanges(job)
 
 
 def _make_devices(devices: int | None, job: membership.Job | None) -> None:

@@ -1,4 +1,4 @@
-"""Exchanges and sums between ranks, as Horovod ops of a step's graph.
+"""Exchanges and sums between ranks, as ops of a step's graph; sums are Horovod's.
 
 Horovod's ops are not registered as stateful, so TensorFlow folds those of constant inputs, merges those of equal
 inputs and removes those whose results nothing uses. To prevent that, every op here depends on a read of a variable
@@ -14,65 +14,38 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.distributed.alltoall_exchange import AlltoallExchange
+from dapple_tf.distributed.native_exchange import NativeExchange
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.wire_types import (
-    carrier_of,
-    element_shape,
-    flatten,
-    from_summable,
-    to_summable,
-    unflatten,
-)
+from dapple_tf.distributed.wire_types import from_summable, to_summable
 from graph_passes.ir.graph import Node
 
 
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: Horovod process sets by their ranks.
 
-    Token: an int64 that is computed once an op has completed; the step returns the sum of all tokens.
+    ``native``: what builds exchanges; None for Horovod's alltoall. Token: an int64 that is computed once an op has
+    completed; the step returns the sum of all tokens.
     """
 
-    def __init__(self, rank: int, sets: Mapping[tuple[int, ...], Any], progress: Progress) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sets: Mapping[tuple[int, ...], Any],
+        progress: Progress,
+        native: NativeExchange | None = None,
+    ) -> None:
         self._rank = rank
         self._sets = sets
         self._progress = progress
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
+        self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Send each input to the rank that ``node`` names, and receive its outputs: one alltoall for each dtype.
-
-        Returns the outputs and a token. Between two ranks the elements of all values travel one after the other, in an
-        order that both know.
-        """
-        ranks = node.integers("ranks")
-        shapes: list[list[Any]] | None = None
-        counts = []
-        if bool(node.attr("header")):
-            shapes, count = self._exchange_shapes(node, inputs)
-            counts.append(count)
-        outputs: list[Any] = [None] * (len(node.outputs) - 1)
-        for dtype in node.strings("dtypes"):
-            carrier = carrier_of(dtype)
-            sends = [
-                (to, flatten(value, carrier))
-                for value, to in zip(inputs, node.integers("to"), strict=True)
-                if value.dtype.name == tf.as_dtype(dtype).name
-            ]
-            received, sizes = self._alltoall(ranks, sends, carrier, element_shape(dtype))
-            counts.append(tf.size(received, out_type=tf.int64))
-            parts = tf.split(received, sizes, num=len(ranks))
-            for place, source in enumerate(ranks):
-                from_source = [
-                    i
-                    for i, (kind, rank) in enumerate(zip(node.outputs, node.integers("source"), strict=False))
-                    if rank == source and kind.dtype.name == dtype
-                ]
-                known = [None if shapes is None else shapes[i] for i in from_source]
-                values = unflatten(parts[place], [node.outputs[i] for i in from_source], known)
-                for i, value in zip(from_source, values, strict=True):
-                    outputs[i] = value
-        return [*outputs, self._note_completion(node, tf.add_n(counts))]
+        """Send each input to the rank that ``node`` names, and receive its outputs; return these and a token."""
+        outputs, token = self._exchanges.build(node, inputs)
+        return [*outputs, self._note_completion(node, token)]
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
@@ -138,34 +111,6 @@ class Collectives:
                 write = tf.raw_ops.AssignVariableOp(resource=handle, value=number)
         with tf.control_dependencies([write]):
             return tf.identity(result)
-
-    def _alltoall(
-        self, ranks: Sequence[int], sends: Sequence[tuple[int, Any]], carrier: str, element: Sequence[int] = ()
-    ) -> tuple[Any, Any]:
-        """Return what all ranks sent, one after the other, and the number of elements from each."""
-        import horovod.tensorflow as hvd
-
-        splits = []
-        for rank in ranks:
-            sizes = [tf.shape(value)[0] for to, value in sends if to == rank]
-            splits.append(tf.add_n(sizes) if sizes else tf.constant(0))
-        data = tf.concat([value for _, value in sends], 0) if sends else tf.zeros([0, *element], carrier)
-        splits_now = tf.stack(splits) + self._read_zero()
-        received, sizes = hvd.alltoall(data, splits_now, name=carrier, process_set=self._sets[tuple(ranks)])
-        return tf.ensure_shape(received, [None, *element]), tf.ensure_shape(sizes, [len(ranks)])
-
-    def _exchange_shapes(self, node: Node, inputs: Sequence[Any]) -> tuple[list[list[Any]], Any]:
-        """Return the dimensions of every output, as its sender tells them, and how many dimensions were received."""
-        ranks = node.integers("ranks")
-        sends = [(to, tf.shape(v, out_type=tf.int64)) for v, to in zip(inputs, node.integers("to"), strict=True)]
-        with tf.name_scope("shapes"):
-            received, _ = self._alltoall(ranks, sends, "int64")
-        shapes, place = [], 0
-        for kind in node.outputs[:-1]:
-            length = len(kind.shape.dims or ())
-            shapes.append([received[place + k] for k in range(length)])
-            place += length
-        return shapes, tf.size(received, out_type=tf.int64)
 
     def _zeros_like(self, value: Any) -> Any:
         """Return zeros once ``value`` is computed; TensorFlow would sum a constant while it optimizes the graph."""

@@ -18,7 +18,7 @@ from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
 
 # Texts of errors with which a step fails when other ranks are gone.
-_LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo")
+_LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo|lost the connection to rank")
 
 
 def start_exit_reporting(job: Job) -> None:

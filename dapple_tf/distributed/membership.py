@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.shared_errors import describe_difference, make_picklable, reporting_rank, share_error
@@ -14,6 +14,9 @@ from dapple_tf.distributed.variable_locations import VariableLocations
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import DeviceError, JobError
 from profiler.detect import job_size
+
+if TYPE_CHECKING:
+    from dapple_tf.distributed.exchange_network import ExchangeNetwork  # it needs TensorFlow
 
 # HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"
@@ -25,8 +28,9 @@ T = TypeVar("T")
 class Job:
     """The job of ``size`` processes; this one is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
 
-    It owns what this process knows as a rank: its progress, the locations of variables, and the watchdog, which
-    ``dapple.init`` starts. ``process``: the process id of this rank; a forked child is no rank.
+    It owns what this process knows as a rank: its progress, the locations of variables, the watchdog and the
+    ``exchange_network``, both of which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
+    network. ``process``: the process id of this rank; a forked child is no rank.
     """
 
     size: int
@@ -36,6 +40,8 @@ class Job:
     progress: Progress = field(default_factory=Progress, repr=False)
     variable_locations: VariableLocations = field(default_factory=VariableLocations, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
+    exchange_way: str = field(default="", repr=False)
+    exchange_network: ExchangeNetwork | None = field(default=None, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
 
     def announce_call(self, what: str) -> None:

@@ -14,12 +14,16 @@ from dapple_tf.backend.program import Program, build_rank_program
 from dapple_tf.compiler import StagedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_constants, digest_graphs
+from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.native_exchange import NativeExchange
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import run_passes
 from graph_passes.passes.place import PlaceRank
 from graph_passes.passes.verify_ranks import collectives_of
@@ -126,11 +130,10 @@ class RankTarget:
         # Each process has drawn initial values of its own when it made the model.
         place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
-        sets = self._job.make_process_sets(node.integers("ranks") for g in graphs for node in collectives_of(g))
+        collectives = self._make_collectives(graphs)
         graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
         progress = self._job.progress
         progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
-        collectives = Collectives(self._job.rank, sets, progress)
         program = build_rank_program(graph, model, self._buffers, collectives, self._device)
         progress.programs += 1
         return RankProgram(
@@ -143,6 +146,18 @@ class RankTarget:
             number=progress.programs,
             batch_types=_describe_types(model.signature),
         )
+
+    def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
+        """Return what builds this rank's communication, once the ranks are connected as the ``graphs`` of all need."""
+        progress, network = self._job.progress, self._job.exchange_network
+        native = None
+        if network is not None:
+            network.connect(exchanging_pairs(graphs))
+            native = NativeExchange(network.library, progress.programs + 1)
+        nodes = [node for graph in graphs for node in collectives_of(graph)]
+        by_horovod = [node for node in nodes if native is None or node.op != OpName.EXCHANGE]
+        sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
+        return Collectives(self._job.rank, sets, progress, native)
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:

@@ -18,6 +18,7 @@ from dapple_tf.distributed.handshake import Guest, prove_rank
 from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.places import Place, open_connection
 from dapple_tf.errors import JobError
 
 _CONNECT_SECONDS = 3.0  # for one connection
@@ -59,25 +60,36 @@ def connect_ranks(job: Job) -> list[Link]:
 def _accept_ranks(
     listeners: Sequence[socket.socket], secret: str, size: int, seconds: float = _ALL_RANKS_SECONDS
 ) -> list[Link]:
-    """Return links to ranks 1 to ``size - 1``, once all have connected and proven themselves.
+    return accept_ranks(listeners, secret, range(1, size), 0, seconds)
+
+
+def accept_ranks(
+    listeners: Sequence[socket.socket],
+    secret: str,
+    ranks: Sequence[int],
+    own_rank: int,
+    seconds: float = _ALL_RANKS_SECONDS,
+) -> list[Link]:
+    """Return links to these ``ranks``, once all have connected to ``own_rank`` and proven themselves.
 
     Raises JobError naming the ranks that have not in ``seconds``.
     """
     end = time.monotonic() + seconds
-    with _Reception(listeners, secret, size) as reception:
+    with _Reception(listeners, secret, ranks) as reception:
         while reception.missing:
             if time.monotonic() >= end:
-                raise JobError(f"rank(s) {reception.missing} have not connected to rank 0 in {seconds:g} s")
+                missing = reception.missing
+                raise JobError(f"rank(s) {missing} have not connected to rank {own_rank} in {seconds:g} s")
             reception.serve(end)
         return [reception.links[rank] for rank in sorted(reception.links)]
 
 
 class _Reception:
-    """Rank 0's end of all handshakes; ``links``: to the ranks that have proven themselves."""
+    """The listening end of all handshakes; ``links``: to those of the ``ranks`` that have proven themselves."""
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: str, size: int) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], secret: str, ranks: Sequence[int]) -> None:
         self._secret = secret
-        self._ranks = range(1, size)
+        self._ranks = ranks
         self._guests: list[Guest] = []
         self.links: dict[int, Link] = {}
         self._selector = selectors.DefaultSelector()
@@ -132,20 +144,35 @@ class _Reception:
 
 
 def _connect(rank: int, server: _Server, seconds: float = _ALL_RANKS_SECONDS) -> Link:
-    """Return a link to rank 0, tried at all its addresses in turn until one has proven itself."""
+    return connect_to(0, server.places, rank, server.secret, "ranks report failures to each other", seconds)
+
+
+def connect_to(
+    peer: int,
+    places: Sequence[Place],
+    own_rank: int,
+    secret: str,
+    purpose: str,
+    seconds: float = _ALL_RANKS_SECONDS,
+) -> Link:
+    """Return a link of ``own_rank`` to ``peer``, tried at all its places in turn until one has proven itself.
+
+    ``secret``: of the listening end, which only ranks of the job know. Raises JobError where none has, with the
+    ``purpose`` of the link, in ``seconds``.
+    """
     failures: dict[str, str] = {}
     end = time.monotonic() + seconds - _CONNECT_SECONDS
     while True:
-        for address, port in server.places:
+        for address, port in places:
             deadline = time.monotonic() + _CONNECT_SECONDS
             with contextlib.ExitStack() as failed:
                 try:
-                    connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+                    connection = open_connection((address, port), _CONNECT_SECONDS)
                     failed.callback(connection.close)
-                    if prove_rank(connection, rank, server.secret, deadline):
+                    if prove_rank(connection, own_rank, secret, deadline):
                         failed.pop_all()
-                        return Link(0, connection)
-                    failures[address] = f"port {port}: not rank 0"
+                        return Link(peer, connection)
+                    failures[address] = f"port {port}: not rank {peer}"
                 except OSError as error:
                     failures[address] = f"port {port}: {error}"
         if time.monotonic() >= end:
@@ -153,6 +180,6 @@ def _connect(rank: int, server: _Server, seconds: float = _ALL_RANKS_SECONDS) ->
         time.sleep(_RETRY_SECONDS)
     found = "; ".join(f"{address} {failure}" for address, failure in failures.items())
     raise JobError(
-        f"rank {rank} cannot connect to rank 0 at any of its addresses ({found}): ranks report failures to each other "
-        "over TCP, so allow it between the hosts"
+        f"rank {own_rank} cannot connect to rank {peer} at any of its addresses ({found}): {purpose} over TCP, so "
+        "allow it between the hosts"
     )

@@ -80,8 +80,9 @@ def find_stashed_tensors(functions: Mapping[str, FunctionSizes]) -> tuple[Stashe
 def transfer_bytes(functions: Mapping[str, FunctionSizes], stashed: Sequence[StashedTensor]) -> int:
     """Return the bytes that a rank's messages of a micro-batch take beside ``stashed``.
 
-    A function's results stay until they are sent, and count unless they are stashed. A received message is one block,
-    which is copied into tensors: the larger of activations and gradients counts once more.
+    A function's results stay until they are sent, and count unless they are stashed. The larger of activations and
+    gradients counts once more: for the message that is being received, or for the block from which Horovod's alltoall
+    copies tensors.
     """
     stashed_keys = {("boundary" if tensor.is_activation else "gradient", tensor.name) for tensor in stashed}
     received, sent = [0], 0

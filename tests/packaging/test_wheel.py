@@ -76,7 +76,7 @@ def test_the_wheel_contains_the_three_packages_whole_and_nothing_else(wheel: Pat
         path.relative_to(copied).as_posix()
         for package in PACKAGES
         for path in (copied / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".h", ".cc") or path.name == "py.typed"
     }
     assert contained == expected
     assert {f"{package}/py.typed" for package in PACKAGES} <= contained

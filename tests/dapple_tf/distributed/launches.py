@@ -44,6 +44,8 @@ QUICK_CASES: Mapping[int, Sequence[str]] = {
     ),
     4: ("skips over two stages", "batch norm, replicated"),
 }
+# Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
+HOROVOD_CASES = {2: ("1:1 float64", "two unknown axes", "embedding, zb-h1"), 3: QUICK_CASES[3]}
 LONG_CASES = ("gpt, 50 steps",)  # each in a launch of its own
 
 
@@ -98,6 +100,12 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         launcher=HOROVODRUN,
     ),
     "three ranks by mpirun": JobLaunch(3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]),
+    **{
+        f"{ranks} ranks by Horovod": JobLaunch(
+            ranks, [("training_cases", names)], environment={"DAPPLE_EXCHANGE": "horovod"}
+        )
+        for ranks, names in HOROVOD_CASES.items()
+    },
     "four ranks": JobLaunch(4, [("training_cases", QUICK_CASES[4])]),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()

@@ -101,6 +101,7 @@ def test_ctrl_c_is_reported_without_a_traceback(
         ("Horovod has been shut down", True),
         ("MPI_Allreduce failed", True),
         ("gloo: connection closed", True),
+        ("lost the connection to rank 1: the other end has closed it", True),
         ("the loss is not finite", False),
     ],
 )

@@ -34,6 +34,13 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_named_where_tensors_travel_by_horovod() -> None:
+    error, seconds = run_until_failure("SIGKILL", 1, environment={"DAPPLE_EXCHANGE": "horovod"})
+    assert_stopped(error.ranks[0], 0, 1, KILLED)
+    assert seconds < 10
+
+
+@pytest.mark.slow
 def test_rank_0_may_be_the_one_that_is_killed() -> None:
     error, seconds = run_until_failure("SIGKILL", 0)
     assert_stopped(error.ranks[1], 1, 0, KILLED)

@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 
 from tests.dapple_tf.distributed.launches import Launches
+from tests.dapple_tf.distributed.native.peers import needs_library
 from tests.processes import needs_horovod
 
 pytestmark = needs_horovod
 
 
+TENSOR = 1024 * 256 * 4  # bytes of a micro-batch between the stages
+
+
 @pytest.fixture
 def reports(launches: Launches) -> list[dict[str, Any]]:
     """The reports of two ranks."""
-    return launches.results("two ranks", "memory_report")
+    return [result["report"] for result in launches.results("two ranks", "memory_report")]
 
 
 def test_every_rank_has_the_same_report(reports: list[dict[str, Any]]) -> None:
@@ -30,5 +34,12 @@ def test_stages_are_observed_to_hold_k_micro_batches(reports: list[dict[str, Any
 def test_the_memory_of_each_rank_is_predicted_within_a_tenth(reports: list[dict[str, Any]]) -> None:
     """K stashes of four tensors of 1 MB, and the tensors of the micro-batch at work."""
     for stage, held in zip(reports[0]["stages"], (9, 8), strict=True):
-        assert stage["in_step"] > held * 4 * 1024 * 256 * 4
+        assert stage["in_step"] > held * 4 * TENSOR
         assert stage["in_step"] == pytest.approx(stage["measured"]["above_start"], rel=0.1)
+
+
+@needs_library
+def test_messages_in_flight_are_bounded_by_the_schedule(launches: Launches) -> None:
+    """Stage 0 is at most K_0 = 9 micro-batches ahead: so many activations are in flight, and so many gradients."""
+    for result in launches.results("two ranks", "memory_report"):
+        assert TENSOR <= result["in_flight"] <= (9 + 9) * TENSOR

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dapple_tf.distributed.launches import Launches, is_quick
+from tests.dapple_tf.distributed.launches import HOROVOD_CASES, Launches, is_quick
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.processes import needs_horovod
 
@@ -26,6 +26,18 @@ def marked(names: Iterable[str]) -> Sequence[Any]:
 @pytest.mark.parametrize("name", marked(CASES))
 def test_ranks_equal_one_device(launches: Launches, name: str) -> None:
     assert_case(name, launches.case_results(name))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=() if ranks == 2 else pytest.mark.slow)
+        for ranks, names in HOROVOD_CASES.items()
+        for name in names
+    ],
+)
+def test_exchanges_by_horovod_equal_one_device_too(launches: Launches, ranks: int, name: str) -> None:
+    assert_case(name, launches.case_results(name, f"{ranks} ranks by Horovod"))
 
 
 def assert_case(name: str, ranks: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Record steps of a model with large activations, and return the report of the memory of all ranks."""
+"""Record steps of a model with large activations: the report of the memory of all ranks, and bytes in flight."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.distributed.membership import current
 
 ROWS, WIDTH, MICRO_BATCHES = 1024, 256, 10
 
 
 def run() -> dict[str, Any]:
-    """Return this rank's report, as text and as JSON."""
+    """Return this rank's report, as text and as JSON; ``in_flight``: bytes of native messages, None without them."""
+    job = current()
+    assert job is not None
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(8)]
     model = keras.Sequential([keras.Input((WIDTH,)), *stack])
     batch = tf.constant(np.ones((MICRO_BATCHES * ROWS, WIDTH), np.float32))
@@ -27,4 +30,6 @@ def run() -> dict[str, Any]:
     )
     for _ in range(3):
         step.record(batch)
-    return {"text": str(step.report), **step.report.to_json()}
+    network = job.exchange_network
+    in_flight = None if network is None else network.library.take_peak_bytes()
+    return {"in_flight": in_flight, "report": {"text": str(step.report), **step.report.to_json()}}

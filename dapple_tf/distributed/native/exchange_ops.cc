@@ -1,0 +1,172 @@
+// TensorFlow ops that send tensors to another rank and receive them from there, and functions that Python calls.
+//
+// Both are stateful: TensorFlow neither folds, merges nor repeats them.
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "network.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/partial_tensor_shape.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace dapple {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::DataType;
+using tensorflow::DEVICE_CPU;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::PartialTensorShape;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+REGISTER_OP("DappleSend")
+    .Input("values: T")
+    .Output("bytes: int64")
+    .Attr("T: list(type) >= 1")
+    .Attr("peer: int")
+    .Attr("exchange: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("Queues the values for the rank `peer`, and returns their bytes; their memory is kept until they are sent.");
+
+REGISTER_OP("DappleReceive")
+    .Output("values: T")
+    .Output("bytes: int64")
+    .Attr("T: list(type) >= 1")
+    .Attr("shapes: list(shape)")
+    .Attr("peer: int")
+    .Attr("exchange: string")
+    .SetIsStateful()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      std::vector<PartialTensorShape> shapes;
+      TF_RETURN_IF_ERROR(context->GetAttr("shapes", &shapes));
+      if (static_cast<int>(shapes.size()) + 1 != context->num_outputs()) {
+        return absl::InvalidArgumentError("give one shape for each type");
+      }
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        tensorflow::shape_inference::ShapeHandle shape;
+        TF_RETURN_IF_ERROR(context->MakeShapeFromPartialTensorShape(shapes[i], &shape));
+        context->set_output(i, shape);
+      }
+      context->set_output(shapes.size(), context->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc("Returns the values of the next message of this exchange from the rank `peer`, and their bytes.");
+
+absl::Status SetBytes(OpKernelContext* context, int output, int64_t bytes) {
+  Tensor* tensor = nullptr;
+  TF_RETURN_IF_ERROR(context->allocate_output(output, TensorShape({}), &tensor));
+  tensor->scalar<int64_t>()() = bytes;
+  return absl::OkStatus();
+}
+
+class SendOp : public AsyncOpKernel {
+ public:
+  explicit SendOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("peer", &peer_));
+    OP_REQUIRES_OK(context, context->GetAttr("exchange", &exchange_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    std::vector<Tensor> values;
+    int64_t bytes = 0;
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      OP_REQUIRES_ASYNC(context, tensorflow::DataTypeCanUseMemcpy(context->input(i).dtype()),
+                        absl::InvalidArgumentError(absl::StrCat("cannot send a tensor of dtype ",
+                                                                tensorflow::DataTypeString(context->input(i).dtype()))),
+                        done);
+      values.push_back(context->input(i));
+      bytes += values.back().TotalBytes();
+    }
+    OP_REQUIRES_OK_ASYNC(context, Network::Get()->Send(peer_, exchange_, std::move(values)), done);
+    OP_REQUIRES_OK_ASYNC(context, SetBytes(context, 0, bytes), done);
+    done();
+  }
+
+ private:
+  int peer_;
+  std::string exchange_;
+};
+
+class ReceiveOp : public AsyncOpKernel {
+ public:
+  explicit ReceiveOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("peer", &peer_));
+    OP_REQUIRES_OK(context, context->GetAttr("exchange", &exchange_));
+    OP_REQUIRES_OK(context, context->GetAttr("T", &types_));
+    OP_REQUIRES_OK(context, context->GetAttr("shapes", &shapes_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tag tag = Network::Get()->NextTag(peer_, exchange_);
+    Mailbox* mailbox = Network::Get()->mailbox();
+    auto* manager = context->cancellation_manager();
+    const auto token = manager == nullptr ? tensorflow::CancellationToken{} : manager->get_cancellation_token();
+    const int peer = peer_;
+    const bool cancelled = manager != nullptr && !manager->RegisterCallback(token, [mailbox, peer, tag] {
+      mailbox->Cancel(peer, tag, Cancelled(tag));
+    });
+    OP_REQUIRES_ASYNC(context, !cancelled, Cancelled(tag), done);
+    mailbox->Await(peer_, tag,
+                   [this, context, manager, token, tag, done](const absl::Status& status, std::vector<Tensor> values) {
+                     if (manager != nullptr) manager->TryDeregisterCallback(token);
+                     OP_REQUIRES_OK_ASYNC(context, status, done);
+                     OP_REQUIRES_OK_ASYNC(context, SetOutputs(context, tag, values), done);
+                     done();
+                   });
+  }
+
+ private:
+  static absl::Status Cancelled(const Tag& tag) {
+    return tensorflow::StatusGroup::MakeDerived(
+        absl::CancelledError(absl::StrCat("Receive operation was cancelled: ", tag.Describe())));
+  }
+
+  absl::Status SetOutputs(OpKernelContext* context, const Tag& tag, const std::vector<Tensor>& values) {
+    bool fits = values.size() == types_.size();
+    int64_t bytes = 0;
+    for (size_t i = 0; fits && i < values.size(); ++i) {
+      fits = values[i].dtype() == types_[i] && shapes_[i].IsCompatibleWith(values[i].shape());
+      bytes += values[i].TotalBytes();
+      if (fits) context->set_output(i, values[i]);
+    }
+    if (!fits) {
+      return absl::InternalError(absl::StrCat("rank ", peer_, " has sent other dtypes or shapes than expected in ",
+                                              tag.Describe()));
+    }
+    return SetBytes(context, types_.size(), bytes);
+  }
+
+  int peer_;
+  std::string exchange_;
+  std::vector<DataType> types_;
+  std::vector<PartialTensorShape> shapes_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("DappleSend").Device(DEVICE_CPU), SendOp);
+REGISTER_KERNEL_BUILDER(Name("DappleReceive").Device(DEVICE_CPU), ReceiveOp);
+
+}  // namespace dapple
+
+#define DAPPLE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Takes over a connected socket; returns 0 if there is a connection to this rank already, else 1.
+DAPPLE_EXPORT int dapple_exchange_connect(int peer, int fd) { return dapple::Network::Get()->Connect(peer, fd); }
+
+// Returns the most bytes of messages that were in flight at one time since the last call.
+DAPPLE_EXPORT int64_t dapple_exchange_take_peak() { return dapple::Network::Get()->in_flight()->TakePeak(); }
+
+// Writes a line `rank exchange` for each message that an op has waited for longer than `seconds`, as far as they fit.
+DAPPLE_EXPORT void dapple_exchange_describe_waits(double seconds, char* text, int64_t size) {
+  const std::string lines = dapple::Network::Get()->mailbox()->DescribeWaits(seconds);
+  text[lines.copy(text, size - 1)] = 0;
+}
+
+// Closes the connections in a forked child.
+DAPPLE_EXPORT void dapple_exchange_close_in_child() { dapple::Network::Get()->CloseInChild(); }
