@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+import dapple_tf as dapple
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, IDS, TAGS, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
@@ -140,6 +141,15 @@ def test_a_sum_equals_plain_keras() -> None:
 def test_an_output_without_a_loss_equals_plain_keras() -> None:
     make = partial(models.two_outputs, as_dict=True, loss={"kind": CROSS_ENTROPY, "value": None})
     assert_equal_to_plain(make, fit(X, {"value": Y, "kind": CLASSES}))
+
+
+@slow
+def test_a_plan_is_made_or_taken() -> None:
+    make = partial(models.sequential, metrics=["mae"])
+    assert_equal_to_plain(make, fit(X, Y), stages="auto", devices=[0, 1])
+    step = dapple.keras.pipeline(make(), stages=2, micro_batches=4, example_batch=(X[:8], Y[:8]))
+    assert_equal_to_plain(make, fit(X, Y), stages="auto", plan=step.plan)
+    assert_equal_to_plain(make, lambda model: model.predict(X, verbose=0), plan=step.plan, stages="auto")
 
 
 @slow
