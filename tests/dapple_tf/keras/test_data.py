@@ -43,7 +43,7 @@ def fit_batches(model: keras.Model, source: Callable[[], Any], **options: Any) -
 
 SOURCES = {
     "PyDataset": (Batches, {}),
-    "generator": (generate, {"steps_per_epoch": 3}),
+    "generator": (generate, {"shuffle": False, "steps_per_epoch": 3}),
     "tf.data": (lambda: tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(8), {"shuffle": False}),
     "tf.data without end": (
         lambda: tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).repeat().batch(8),
@@ -86,8 +86,8 @@ class MaybeAdd(keras.layers.Layer):
     def call(self, x: Any, other: Any) -> Any:
         return x if other is None else x + keras.ops.sum(other, -1, keepdims=True)
 
-    def compute_output_shape(self, x: Any, other: Any) -> Any:
-        return x
+    def compute_output_shape(self, x_shape: Any, other_shape: Any) -> Any:
+        return x_shape
 
 
 def test_inputs_in_a_dictionary_may_be_missing() -> None:
