@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
@@ -429,9 +430,14 @@ def overrides(model: keras.Model, name: str) -> bool:
     return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
 
 
-def has_strategy(model: keras.Model) -> bool:
-    """Return whether the model was made under a tf.distribute strategy (``_distribute_strategy``)."""
-    return model._distribute_strategy is not None
+def has_strategy(item: Any) -> bool:
+    """Return whether a model or an optimizer was made under a tf.distribute strategy.
+
+    A model has it as ``_distribute_strategy``, or None; an optimizer as ``_distribution_strategy``, or TensorFlow's
+    default one (``distribute_lib._DefaultDistributionStrategy``).
+    """
+    found = getattr(item, "_distribute_strategy", None) or getattr(item, "_distribution_strategy", None)
+    return found is not None and not isinstance(found, distribute_lib._DefaultDistributionStrategy)
 
 
 def keras_mask(tensor: Any) -> Any:

@@ -101,6 +101,12 @@ class Plan:
             return tuple(range(self.stages[-1].last_layer + 1)) if self.recompute else ()
         return self.recompute
 
+    def describe_micro_batches(self) -> str:
+        """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8."""
+        least, more = divmod(self.global_batch_size, self.micro_batches)
+        sizes = f"{least} or {least + 1} samples" if more else f"{least} sample{'s' * (least != 1)}"
+        return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} of {sizes}"
+
     def runs(self, stage: int) -> tuple[range, ...]:
         """Return the ranges of consecutive layers of a stage that are re-computed together."""
         place = self.stages[stage]

@@ -73,11 +73,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_seconds_fixed(seconds: float) -> str:
-    """Return ``seconds`` to a millisecond from 1 s on, else to 0.1 ms: ``13.700 s``, ``12.3 ms``.
+    """Return ``seconds`` with its unit: to 1 ms from 1 s on, to 0.1 ms from 1 ms on, else to 0.1 µs: ``12.3 ms``.
 
     With a fixed number of decimals, times that are compared show their difference.
     """
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.1f} µs"
 
 
 def format_bytes(count: float, digits: int = 3) -> str:

@@ -18,7 +18,7 @@ hypothesis.settings.register_profile("thorough", max_examples=200, deadline=None
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Files outside of tests/dapple_tf/distributed whose tests start jobs.
-_STARTS_RANKS = ("test_links.py", "test_processes.py", "test_keras_job.py")
+_STARTS_RANKS = ("test_links.py", "test_processes.py", "test_keras_job.py", "test_keras_examples.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

@@ -225,7 +225,15 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
             f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
             "another model"
         )
-    check_batch_size(samples, plan.micro_batches, plan.replicas)
+    try:
+        check_batch_size(samples, plan.micro_batches, plan.replicas)
+    except PlanError as error:
+        if samples == plan.global_batch_size:
+            raise
+        raise PlanError(
+            f"the plan is for batches of {plan.global_batch_size} samples, and the first batch has {samples}, too few "
+            f"for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
+        ) from error
 
 
 def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +61,65 @@ def accepts(name: str, option: str) -> bool:
     return option in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def find_callable(name: str) -> Callable[..., Any]:
-    """Return the callable of the MODEL ``name``; raise ModelError where there is none."""
+def check_model_exists(name: str) -> None:
+    """Raise ModelError for a MODEL that is surely not there, without importing anything.
+
+    Importing a model starts TensorFlow, which takes seconds: a mistyped name is found before.
+    """
+    place, attribute = _split(name)
+    if not place.endswith(".py"):
+        package = place.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(f"module {place!r} cannot be imported: there is no module {package!r}")
+        return
+    path = Path(place)
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}{_near_files(path)}")
+    try:
+        tree = ast.parse(path.read_text("utf-8"))
+    except (SyntaxError, ValueError):  # importing it tells more
+        return
+    defined = _defined_names(tree)
+    if "*" not in defined and attribute not in defined:
+        near = difflib.get_close_matches(attribute, defined, n=3) or _functions(tree)[:6]
+        raise ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
+
+
+def _near_files(path: Path) -> str:
+    folder = path.parent
+    names = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f"; there is {', '.join(str(folder / name) for name in near)}" if near else ""
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    """Return every name that the file may define, wherever; "*" where it imports names that it does not tell."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the place and the attribute of a MODEL; raise ModelError for a name of another form."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ModelError(f"{name!r} is not a MODEL such as models/gpt.py:gpt or package.module:callable")
+    return place, attribute
+
+
+def find_callable(name: str) -> Callable[..., Any]:
+    """Return the callable of the MODEL ``name``; raise ModelError where there is none."""
+    place, attribute = _split(name)
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     found = getattr(module, attribute, None)
     if not callable(found):

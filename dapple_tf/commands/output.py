@@ -32,7 +32,7 @@ def check_output(path: str | None) -> None:
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:
     """Return the plan as text: a line for the whole, and one for each stage with its devices and layers."""
     lines = [
-        f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches of {plan.micro_batch_size} samples, "
+        f"{len(plan.stages)} stages, {plan.describe_micro_batches()}, "
         f"schedule {abbreviate_schedule(plan.schedule)}{_describe_recompute(plan, len(layer_names))}"
     ]
     for i, stage in enumerate(plan.stages):

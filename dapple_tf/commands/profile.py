@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dapple_tf.commands.model_loading import load_model
+from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, add_options
 from dapple_tf.commands.output import check_output, print_result
 from dapple_tf.commands.profile_table import print_table
@@ -39,6 +39,7 @@ def profile(
     if sizes and device:
         raise click.UsageError("--batch-sizes asks for measured times, --device for computed ones: leave one out")
     check_output(output)
+    check_model_exists(options["model"])
     start_tensorflow(devices)
     name = options["model"].rpartition(":")[2]
     if device is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dapple_tf.commands.model_loading import check_model_exists
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
@@ -38,6 +39,7 @@ def train(
     """
     settings = TrainSettings(steps, trace, tensorboard, checkpoint_dir, checkpoint_every, check_numerics, compare)
     check_usage(settings)
+    check_model_exists(options["model"])
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from dapple_tf.commands.cluster_option import load_optional_cluster
-from dapple_tf.commands.model_loading import load_model
+from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, load_plan, parse_request
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
@@ -26,6 +26,7 @@ def verify(**options: Any) -> None:
 
     Under mpirun or horovodrun every process runs its stage; the first one also trains on one device, and prints.
     """
+    check_model_exists(options["model"])
     start_tensorflow(options["devices"])
     from dapple_tf.verification import verify as compare
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, LossError
-from dapple_tf.frontend.batch import batch_signature
+from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormCall, BatchNormRecorder
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.keras_layers import LayerRecorder
@@ -118,8 +118,8 @@ def capture(
         with internals.record_layers(recorder), recorded:
             concrete = function.get_concrete_function(*arguments)
     except (TypeError, ValueError) as error:
-        if "None" not in str(error):  # unrelated to the unknown batch size
-            raise CaptureError(f"{name} cannot be traced: {error}") from error
+        if not _depends_on_size(function, batch, specs):
+            raise CaptureError(f"{name} cannot be traced: {error}{_hint(batch, error)}") from error
         raise CaptureError(
             f"{name} cannot be traced with an unknown batch size on axis 0 ({specs}): {error}. Where it uses "
             "x.shape[0], let it use tf.shape(x)[0]"
@@ -157,6 +157,21 @@ def read_again(captured: Captured, loss: Any, rows: Any) -> Captured:
     outputs = (read_value(loss, inputs), *captured.graph.outputs[1:])
     graph = graph.replace(nodes=nodes, inputs=captured.graph.inputs, outputs=outputs)
     return replace(captured, graph=graph, rows=rows)
+
+
+def _depends_on_size(function: Any, batch: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> bool:
+    """Return whether the function can be traced where the batch size is known."""
+    try:
+        known = [tf.TensorSpec((batch_size(batch), *spec.shape[1:]), spec.dtype) for spec in specs]
+        internals.clone_function(function).get_concrete_function(*tf.nest.pack_sequence_as(tuple(batch), known))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _hint(batch: Sequence[Any], error: Exception) -> str:
+    nested = len(batch) == 1 and isinstance(batch[0], tuple | list) and isinstance(error, TypeError)
+    return ". The batch is one tuple: give its tensors one by one, step(*batch)" if nested else ""
 
 
 def _check_signature(function: Any) -> None:

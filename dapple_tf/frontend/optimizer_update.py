@@ -61,6 +61,11 @@ def trace_update(
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")
+    if internals.has_strategy(optimizer):
+        raise PlanError(
+            f"{type(optimizer).__name__} was made under a tf.distribute strategy: make it without, and give "
+            "replicas=[...] for data parallelism"
+        )
     trained = internals.keras_variables([variables[name] for name in names])
     with tf.init_scope():
         if not optimizer.built:

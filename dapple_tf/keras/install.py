@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 
 from dapple_tf import internals
 from dapple_tf.distributed import membership
-from dapple_tf.errors import CaptureError, PlanError, UsageError
+from dapple_tf.errors import CaptureError, DappleWarning, PlanError, UsageError
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
 from dapple_tf.keras.loops import Loops
@@ -110,6 +111,12 @@ def _check(model: keras.Model) -> None:
                 "compute_metrics instead, or write the loss as a function of the batch and call "
                 "dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
             )
+    if model.jit_compile:
+        warnings.warn(
+            f"{model.name} is compiled with jit_compile=True: a pipeline runs without XLA",
+            DappleWarning,
+            stacklevel=3,
+        )
     if model.run_eagerly:
         raise PlanError(f"{model.name} is compiled with run_eagerly=True, but a pipeline is a graph: compile without")
     if internals.has_strategy(model):

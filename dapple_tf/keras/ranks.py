@@ -80,7 +80,8 @@ class _RankMethods:
         def fit(*args: Any, **options: Any) -> Any:
             align_randomness(self._job)
             bound = self._quiet(original, args, options)
-            given = bound.arguments.get("callbacks") or []
+            named = _holder(bound, "callbacks")
+            given = named.get("callbacks") or []
             found = list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else _as_list(given))
             first = GatherValues(self.gather, self._check.expect, reads_values(found, self._model))
             with adapted(found, self._model, self._job) as kept:
@@ -88,7 +89,7 @@ class _RankMethods:
                     first.set_model(self._model)
                     given.callbacks = [first, *kept]
                 else:
-                    bound.arguments["callbacks"] = [first, *kept]
+                    named["callbacks"] = [first, *kept]
                 return original(*bound.args, **bound.kwargs)
 
         return fit
@@ -107,8 +108,18 @@ class _RankMethods:
         """Return the arguments of a call of ``original``, without a progress bar on all ranks but rank 0."""
         bound = inspect.signature(original).bind(*args, **options)
         if self._job.rank:
-            bound.arguments["verbose"] = 0
+            _holder(bound, "verbose")["verbose"] = 0
         return bound
+
+
+def _holder(bound: inspect.BoundArguments, name: str) -> dict[str, Any]:
+    """Return the dictionary in which a call has the argument ``name``: its own, or that of ``**options``."""
+    parameters = bound.signature.parameters
+    if name in parameters:
+        return bound.arguments
+    options = next(p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    found: dict[str, Any] = bound.arguments.setdefault(options, {})
+    return found
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -145,8 +145,8 @@ def observed_in_flight(timeline: Timeline, schedule: Schedule, stage: int) -> in
 def _describe_plan(plan: Plan) -> str:
     replicas = "" if max(plan.replicas) == 1 else f" on {', '.join(map(str, plan.replicas))} devices"
     return (
-        f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch_size} samples, schedule {plan.schedule}; in MB (10^6 bytes)"
+        f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.describe_micro_batches()}, "
+        f"schedule {plan.schedule}; in MB (10^6 bytes)"
     )
 
 

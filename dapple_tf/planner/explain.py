@@ -27,8 +27,8 @@ def split_positions(plan: Plan) -> str:
 def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     """Return the plan and its predicted step in a few lines."""
     lines = [
-        f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch_size} samples, schedule {abbreviate_schedule(plan.schedule)}"
+        f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.describe_micro_batches()}, "
+        f"schedule {abbreviate_schedule(plan.schedule)}"
         + _recomputed(plan)
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),

@@ -18,6 +18,8 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target
+from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.forked import check_not_forked
 from graph_passes.analysis.layers import find_layers
 
 _Key = tuple[str, tuple[tf.TensorSpec, ...]]
@@ -46,8 +48,12 @@ class Forward:
 
     def run(self, batch: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
-        compiled = self.compile(batch, target)
-        return compiled.planned.model.pack(compiled.program.run(tf.nest.flatten(tuple(batch))))
+        check_not_forked()
+        with COMPILING:
+            compiled = self.compile(batch, target)
+        with exclusive(compiled.planned.model.variables.values()):
+            outputs = compiled.program.run(tf.nest.flatten(tuple(batch)))
+        return compiled.planned.model.pack(outputs)
 
     def compile(self, batch: Sequence[Any], target: Target) -> CompiledStep:
         """Return the program for batches like ``batch``; raises what ``compile_step`` raises."""
@@ -65,7 +71,8 @@ class Forward:
         program_key = (id(model), plan.micro_batches, plan.replicas, StepVariant.PLAIN)
         if program_key not in self._compiled.programs:
             target.announce("build another program (forward)", size, key[1])
-            self._compiled.programs[program_key] = target.build(model, plan, StepVariant.PLAIN)
+            with exclusive(model.variables.values()):  # they move to the devices of their stages
+                self._compiled.programs[program_key] = target.build(model, plan, StepVariant.PLAIN)
         return CompiledStep(PlannedModel(model, plan, size), self._compiled.programs[program_key])
 
     def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:

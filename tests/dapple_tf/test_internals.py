@@ -744,6 +744,8 @@ def test_a_model_knows_its_strategy() -> None:
     assert not internals.has_strategy(two_losses())
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         assert internals.has_strategy(two_losses())
+        assert internals.has_strategy(keras.optimizers.SGD())
+    assert not internals.has_strategy(keras.optimizers.SGD())
 
 
 def test_masks_are_kept_with_tensors() -> None:

@@ -97,6 +97,11 @@ def matrix(name: str = "w") -> tf.Variable:
             PlanError,
             "give a plan, or recompute, not both: a plan's field recompute says",
         ),
+        (
+            {"plan": make_plan((0, 4, (0,)), global_batch_size=64, micro_batches=16)},
+            PlanError,
+            "for batches of 64 samples, and the first batch has 8, too few for it .*: begin with a batch of 64",
+        ),
         ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
         (
             {"plan": "plan.json"},

@@ -232,3 +232,17 @@ def test_a_number_of_thousands_of_digits_in_a_file_is_refused(tmp_path: Path) ->
     text = json.dumps({**VALID, "micro_batches": 4}).replace('"micro_batches": 4', '"micro_batches": ' + "9" * 5000)
     with pytest.raises(PlanError, match="not a readable JSON file: a number of 5000 digits"):
         Plan.load(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batches", "text"),
+    [
+        (8, 4, "4 micro-batches of 2 samples"),
+        (8, 3, "3 micro-batches of 2 or 3 samples"),
+        (4, 4, "4 micro-batches of 1 sample"),
+        (5, 1, "1 micro-batch of 5 samples"),
+    ],
+)
+def test_micro_batches_are_described(samples: int, micro_batches: int, text: str) -> None:
+    plan = make_plan((0, 0, (0,)), global_batch_size=samples, micro_batches=micro_batches)
+    assert plan.describe_micro_batches() == text

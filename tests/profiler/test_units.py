@@ -101,7 +101,7 @@ def test_the_unit_for_bytes(most: float, wanted: tuple[float, str]) -> None:
         (0.0, "0 s", "0.0 ms"),
         (13.7, "13.7 s", "13.700 s"),
         (0.01234567, "12.35 ms", "12.3 ms"),
-        (5e-6, "5 µs", "0.0 ms"),
+        (5e-6, "5 µs", "5.0 µs"),
     ],
 )
 def test_seconds_are_written_with_their_unit(seconds: float, text: str, fixed: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.commands.model_loading import accepts, find_callable, load_workload, parse_options
+from dapple_tf.commands.model_loading import accepts, check_model_exists, find_callable, load_workload, parse_options
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
+from tests.paths import ROOT
 
 SOURCE = """
 import dapple_tf as dapple
@@ -160,3 +162,40 @@ def test_options_are_python_literals_or_strings() -> None:
 def test_an_option_of_another_form_is_refused(pair: str) -> None:
     with pytest.raises(ModelError, match=f"--set {pair!r} is not of the form key=value"):
         parse_options([pair])
+
+
+def test_a_model_that_is_surely_not_there_is_refused_unread(file: Path) -> None:
+    check_model_exists(f"{file}:make")
+    check_model_exists(f"{file}:constant")  # loading it tells that it is not callable
+    check_model_exists("tests.dapple_tf.commands.tiny_model:no_such_name")  # a module is not read
+    assert file.stem not in sys.modules
+    with pytest.raises(ModelError, match=f"there is no file {file.parent}/{file.stem}s.py; there is {file}"):
+        check_model_exists(f"{file.parent}/{file.stem}s.py:make")
+    with pytest.raises(ModelError, match=r"there is no file no/such\.py$"):
+        check_model_exists("no/such.py:make")
+    with pytest.raises(ModelError, match="has no callable 'maek'; it has make"):
+        check_model_exists(f"{file}:maek")
+    with pytest.raises(ModelError, match=r"module 'nowhere.models' cannot be imported: there is no module 'nowhere'"):
+        check_model_exists("nowhere.models:make")
+    with pytest.raises(ModelError, match="is not a MODEL such as"):
+        check_model_exists("models/gpt.py")
+
+
+def test_names_that_a_file_imports_or_makes_otherwise_may_be_there(file: Path) -> None:
+    for source in ("from elsewhere import *", "if True:\n    late = print", "from os import getcwd as late", "def ("):
+        file.write_text(source)
+        check_model_exists(f"{file}:late")
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "profile"])
+def test_a_mistyped_model_is_refused_before_tensorflow_starts(command: str) -> None:
+    arguments = ["dapple", command, "models/gtp.py:gpt", *(["-o", "p.json"] if command == "profile" else [])]
+    program = (
+        "import sys, dapple_tf.cli as cli\n"
+        f"sys.argv = {arguments}\n"
+        "try:\n    cli.main()\n"
+        "except SystemExit as end:\n    print(end.code, 'tensorflow' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["2", "False"]
+    assert "there is no file models/gtp.py; there is models/gpt.py" in run.stderr

@@ -48,7 +48,7 @@ def test_a_plan_is_printed_saved_and_simulated(run_here: Run) -> None:
     assert [set(stage) for stage in result["stages"]] == [{"first_layer", "last_layer", "devices"}] * 2
     # Eight times 1.5 s in the last stage; 0.5 s and back 1 s in the first; 1 byte each way at 10 bytes a second.
     assert result["predicted"]["step_seconds"] == pytest.approx(12 + 1.5 + 0.2)
-    assert "plan straight, layers 2:1, 8 micro-batches of 1 samples" in run.stdout
+    assert "plan straight, layers 2:1, 8 micro-batches of 1 sample," in run.stdout
     assert "runner-up DP" in run.stdout
     assert json.loads(Path("plan.json").read_text()) == result
     assert Plan.load("plan.json").predicted == result["predicted"]

@@ -348,8 +348,23 @@ def test_a_function_of_other_arguments_is_refused() -> None:
     def takes_two(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(x @ weight_of_two + y)
 
-    with pytest.raises(CaptureError, match=r"takes_two cannot be traced .*missing a required argument: 'y'"):
+    with pytest.raises(CaptureError, match=r"takes_two cannot be traced: .*missing a required argument: 'y'"):
         capture(takes_two, (X,))
+
+
+def test_a_batch_given_as_one_tuple_is_refused_with_a_hint() -> None:
+    def takes_two(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(x @ weight_of_two + y)
+
+    with pytest.raises(CaptureError, match=r"The batch is one tuple: give its tensors one by one, step\(\*batch\)"):
+        capture(takes_two, ((X, X),))
+
+
+def test_an_error_that_a_known_batch_size_has_too_is_not_blamed_on_the_unknown_one() -> None:
+    dense = keras.layers.Dense(1)
+    dense.build((None, 7))
+    with pytest.raises(CaptureError, match=r"cannot be traced: (?s:.*)expected axis -1 of input shape to have value 7"):
+        capture(lambda x: tf.reduce_mean(dense(x)), (X,))
 
 
 def test_an_error_of_the_users_function_is_raised_as_it_is() -> None:

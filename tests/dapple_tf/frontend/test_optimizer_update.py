@@ -140,6 +140,13 @@ def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:
         trace_update(variables, ("v",), variables())
 
 
+def test_an_optimizer_of_a_distribution_strategy_is_refused() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        optimizer = keras.optimizers.SGD()
+    with pytest.raises(PlanError, match=r"SGD was made under a tf.distribute strategy: make it without"):
+        trace_update(optimizer, ("v",), variables())
+
+
 def test_an_optimizer_that_was_built_for_other_variables_is_refused_and_keeps_its_options() -> None:
     optimizer = keras.optimizers.Adam(0.1, global_clipnorm=2.0)
     optimizer.build([keras.Variable([1.0])])

@@ -50,6 +50,13 @@ def two_outputs(as_dict: bool = False, **options: Any) -> keras.Model:
 CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 
+class PassingFit(keras.Sequential):
+    """A model whose ``fit`` takes options without naming them, as those of keras_hub do."""
+
+    def fit(self, x: Any, y: Any, **options: Any) -> Any:
+        return super().fit(x, y, **options)
+
+
 def tagger(**options: Any) -> keras.Model:
     """A masked model: each id gets one of three tags."""
     layers = [
@@ -57,7 +64,7 @@ def tagger(**options: Any) -> keras.Model:
         keras.layers.LSTM(5, return_sequences=True, name="lstm"),
         keras.layers.Dense(3, "softmax", name="tags"),
     ]
-    model = keras.Sequential([keras.Input([7], dtype="int32"), *layers], name="net")
+    model = PassingFit([keras.Input([7], dtype="int32"), *layers], name="net")
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": CROSS_ENTROPY, **options})
     return model
 

@@ -1,15 +1,26 @@
-"""Run the scripts as one rank of a job: ``rank_program FOLDER SCRIPT ...``; write what each returned."""
+"""Run the scripts as one rank of a job: ``rank_program FOLDER SCRIPT ...``; write what each returned.
+
+Besides those of ``scripts`` there are ``unseeded``, whose ranks begin with different random states, and ``different``,
+whose ranks read different data.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.errors import JobError
+from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.scripts import run_script
 
 
@@ -24,11 +35,37 @@ def main(folder: Path, scripts: list[str]) -> None:
         dapple.keras.pipeline(model, stages=stages, micro_batches=3)
 
     found = {}
+    others: dict[str, Callable[[int], Any]] = {"unseeded": train_unseeded, "different": train_on_different_data}
     for name in scripts:
+        if name in others:
+            found[name] = others[name](rank)
+            continue
         (folder / name).mkdir(exist_ok=True)
         os.chdir(folder / name)
         found[name] = run_script(name, folder / name, wrap)
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def train_unseeded(rank: int) -> Any:
+    """Shuffle the data with random states that nobody has made equal."""
+    tf.random.set_seed(None)
+    random.seed(rank)
+    np.random.seed(rank)
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2, micro_batches=3)
+    return model.fit(models.X, models.Y, batch_size=8, epochs=2, verbose=0).history
+
+
+def train_on_different_data(rank: int) -> Any:
+    """Return the message of the error."""
+    keras.utils.set_random_seed(1)
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2, micro_batches=3)
+    try:
+        model.fit(models.X + rank, models.Y, batch_size=8, verbose=0)
+    except JobError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

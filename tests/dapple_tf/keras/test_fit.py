@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+import dapple_tf as dapple
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, IDS, TAGS, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
@@ -30,13 +31,13 @@ def fit(x: Any, y: Any, weights: Any = None, **options: Any) -> Callable[[keras.
     return use
 
 
+BOTH, BOTH_WEIGHTS = {"value": Y, "kind": CLASSES}, {"value": WEIGHTS, "kind": WEIGHTS[::-1].copy()}
+
 CASES = {
-    "sequential": (partial(models.sequential, metrics=["mae"]), fit(X, Y, validation_split=0.25)),
-    "functional": (partial(models.classifier, metrics=["accuracy"]), fit(X, CLASSES)),
     "subclassed": (partial(models.subclassed, metrics=["mae"]), fit(X, Y)),
     "masks": (
         partial(models.tagger, metrics=["accuracy"], weighted_metrics=["accuracy", CROSS_ENTROPY]),
-        fit(IDS, TAGS, validation_data=(IDS[:5], TAGS[:5])),
+        lambda model: model.fit(IDS, TAGS, batch_size=8, epochs=2, verbose=0).history,
     ),
     "losses in a dict, with weights": (
         partial(
@@ -47,10 +48,22 @@ CASES = {
             metrics={"value": ["mae", "mse"], "kind": "accuracy"},
             weighted_metrics={"kind": "accuracy"},
         ),
-        fit(X, {"value": Y, "kind": CLASSES}, {"value": WEIGHTS, "kind": WEIGHTS[::-1]}),
+        lambda model: model.fit(X, BOTH, sample_weight=BOTH_WEIGHTS, batch_size=8, epochs=2, verbose=0).history,
     ),
 }
 SLOW_CASES = {
+    "sequential": (partial(models.sequential, metrics=["mae"]), fit(X, Y, validation_split=0.25)),
+    "functional": (partial(models.classifier, metrics=["accuracy"]), fit(X, CLASSES)),
+    "masks, evaluated": (
+        partial(models.tagger, metrics=["accuracy"], weighted_metrics=["accuracy", CROSS_ENTROPY]),
+        fit(IDS, TAGS, validation_data=(IDS[:5], TAGS[:5])),
+    ),
+    "losses in a dict, evaluated": (
+        partial(
+            models.two_outputs, as_dict=True, loss={"value": "mse", "kind": CROSS_ENTROPY}, metrics={"value": "mae"}
+        ),
+        fit(X, BOTH, BOTH_WEIGHTS),
+    ),
     "losses in a list, with weights": (
         partial(models.two_outputs, loss_weights=[0.5, 2.0], metrics=["mae", "accuracy"]),
         fit(X, [Y, CLASSES]),
@@ -140,6 +153,16 @@ def test_a_sum_equals_plain_keras() -> None:
 def test_an_output_without_a_loss_equals_plain_keras() -> None:
     make = partial(models.two_outputs, as_dict=True, loss={"kind": CROSS_ENTROPY, "value": None})
     assert_equal_to_plain(make, fit(X, {"value": Y, "kind": CLASSES}))
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:the layers of net sum to:dapple_tf.errors.DappleWarning")  # of so small a model
+def test_a_plan_is_made_or_taken() -> None:
+    make = partial(models.sequential, metrics=["mae"])
+    assert_equal_to_plain(make, fit(X, Y), stages="auto", devices=[0, 1])
+    step = dapple.keras.pipeline(make(), stages=2, micro_batches=4, example_batch=(X[:8], Y[:8]))
+    assert_equal_to_plain(make, fit(X, Y), stages="auto", plan=step.plan)
+    assert_equal_to_plain(make, lambda model: model.predict(X, verbose=0), plan=step.plan, stages="auto")
 
 
 @slow

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
+from dapple_tf.errors import BatchError, CaptureError, DappleWarning, PlanError, UsageError
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import X, Y
 
@@ -51,6 +51,11 @@ def test_a_model_of_a_distribution_strategy_is_refused() -> None:
         model = models.sequential()
     with pytest.raises(PlanError, match=r"tf.distribute strategy: make it without"):
         dapple.keras.pipeline(model)
+
+
+def test_xla_is_not_left_out_without_a_word() -> None:
+    with pytest.warns(DappleWarning, match="net is compiled with jit_compile=True: a pipeline runs without XLA"):
+        dapple.keras.pipeline(models.sequential(jit_compile=True))
 
 
 def test_options_are_those_of_dapple_pipeline() -> None:

@@ -77,6 +77,18 @@ def test_two_ranks_equal_plain_keras(expected: Expected, tmp_path: Path, subtest
 
 @needs_horovod
 @pytest.mark.slow
+def test_ranks_read_the_same_data_in_the_same_order_or_end(tmp_path: Path) -> None:
+    _, results = launch(tmp_path, "unseeded", "different")
+    assert results[0]["unseeded"] == results[1]["unseeded"]
+    for found in results:
+        assert "first batch of the epoch (seed the data set's shuffle alike on all ranks)" in found["different"]
+
+
+@needs_horovod
+@pytest.mark.slow
 def test_two_ranks_equal_plain_keras_in_other_scripts(expected: Expected, tmp_path: Path) -> None:
     names = [name for name in SCRIPTS if name != "callbacks"]
-    check_results(names, expected, launch(tmp_path, *names)[1])
+    ranks, results = launch(tmp_path, *names)
+    check_results(names, expected, results)
+    assert "Epoch 1/2" in ranks[0].stdout
+    assert ranks[1].stdout == ""

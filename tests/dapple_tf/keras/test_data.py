@@ -1,0 +1,173 @@
+"""Every source of batches, and every nesting of them, gives what plain Keras gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.dapple_tf.keras import models
+from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, SAMPLES, WEIGHTS, X, Y
+from tests.dapple_tf.keras.plain import assert_equal_to_plain
+
+pytestmark = pytest.mark.slow
+
+
+class Batches(keras.utils.PyDataset):
+    """A data set in Python, of batches of 8 samples."""
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // 8)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(8 * index, 8 * index + 8)
+        return X[rows], Y[rows], WEIGHTS[rows]
+
+
+def generate() -> Iterator[Any]:
+    while True:
+        for index in range(len(Batches())):
+            yield Batches()[index]
+
+
+def fit_batches(model: keras.Model, source: Callable[[], Any], **options: Any) -> Any:
+    history = model.fit(source(), epochs=2, verbose=0, **options).history
+    evaluated = model.evaluate(source(), verbose=0, steps=options.get("steps_per_epoch"))
+    return history, evaluated, model.predict(X, verbose=0)
+
+
+SOURCES = {
+    "PyDataset": (Batches, {}),
+    "generator": (generate, {"shuffle": False, "steps_per_epoch": 3}),
+    "tf.data": (lambda: tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(8), {"shuffle": False}),
+    "tf.data without end": (
+        lambda: tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).repeat().batch(8),
+        {"shuffle": False, "steps_per_epoch": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources(source: str) -> None:
+    make, options = SOURCES[source]
+    model = partial(models.sequential, metrics=["mae"], weighted_metrics=["mse"], steps_per_execution=2)
+    assert_equal_to_plain(model, lambda model: fit_batches(model, make, **options))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_losses_of_outputs_are_weighed_as_keras_does(drop: bool) -> None:
+    """Keras weighs them by the samples of a batch only where the data set fixes these."""
+
+    def source() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((X, (Y, CLASSES))).batch(8, drop_remainder=drop)
+
+    assert_equal_to_plain(
+        models.two_outputs, lambda model: model.fit(source(), epochs=2, shuffle=False, verbose=0).history
+    )
+
+
+def of_a_dictionary() -> keras.Model:
+    first, second = keras.Input([6], name="first"), keras.Input([6], name="second", optional=True)
+    hidden = keras.layers.Dense(5, "tanh", name="hidden")(first)
+    joined = MaybeAdd(name="add")(hidden, second)
+    model = keras.Model({"first": first, "second": second}, keras.layers.Dense(1, name="last")(joined), name="net")
+    model.compile("sgd", "mse")
+    return model
+
+
+class MaybeAdd(keras.layers.Layer):
+    """Adds the sum of a second input, where it is given."""
+
+    def call(self, x: Any, other: Any) -> Any:
+        return x if other is None else x + keras.ops.sum(other, -1, keepdims=True)
+
+    def compute_output_shape(self, x_shape: Any, other_shape: Any) -> Any:
+        return x_shape
+
+
+def test_inputs_in_a_dictionary_may_be_missing() -> None:
+    def use(model: keras.Model) -> Any:
+        found: list[Any] = []
+        for second in (None, X[::-1].copy(), None):
+            inputs = {"first": X, "second": second}
+            found += [model.train_on_batch(inputs, Y), model.test_on_batch(inputs, Y), model.predict_on_batch(inputs)]
+        return found
+
+    assert_equal_to_plain(of_a_dictionary, use)
+
+
+class OwnLoss(keras.Model):
+    """A model with a loss and metrics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="net")
+        self.hidden = keras.layers.Dense(5, "tanh", name="hidden")
+        self.last = keras.layers.Dense(2, name="last")
+        self.spread = keras.metrics.Mean(name="spread")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None) -> Any:
+        mean, spread = y_pred[:, :1], keras.ops.softplus(y_pred[:, 1:])
+        return keras.ops.mean(keras.ops.log(spread) + keras.ops.square((y - mean) / spread))
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.spread.update_state(keras.ops.softplus(y_pred[:, 1:]), sample_weight=sample_weight)
+        return super().compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def own_loss() -> keras.Model:
+    model = OwnLoss()
+    model.compile("adam")
+    return model
+
+
+def test_a_loss_and_metrics_of_ones_own() -> None:
+    def use(model: keras.Model) -> Any:
+        history = model.fit(X, Y, sample_weight=WEIGHTS, batch_size=8, epochs=2, verbose=0).history
+        return history, model.evaluate(X, Y, batch_size=8, verbose=0)
+
+    assert_equal_to_plain(own_loss, use)
+
+
+def test_predictions_of_steps_per_execution_and_of_nested_outputs() -> None:
+    make = partial(models.two_outputs, as_dict=True, loss={"value": "mse", "kind": CROSS_ENTROPY})
+
+    def use(model: keras.Model) -> Any:
+        model.steps_per_execution = 2
+        return [model.predict(X, batch_size=5, verbose=0), model.predict(X[:3], verbose=0)]
+
+    assert_equal_to_plain(make, use)
+
+
+def test_the_state_of_metrics_is_that_of_plain_keras_in_every_callback() -> None:
+    """Logs of every batch, and what the callback reads of the model, are equal."""
+
+    def use(model: keras.Model) -> Any:
+        seen: list[Any] = []
+
+        def note(batch: int, logs: Any) -> None:
+            values = [float(model.optimizer.iterations), float(np.sum(model.get_weights()[0]))]
+            seen.append([batch, dict(logs), values])
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=note, on_test_batch_end=note)
+        model.fit(X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=0, callbacks=[callback])
+        return seen
+
+    assert_equal_to_plain(partial(models.sequential, metrics=["mae"]), use)
+
+
+def test_training_stops_at_a_loss_that_is_not_a_number() -> None:
+    def use(model: keras.Model) -> Any:
+        targets = np.where(np.arange(SAMPLES)[:, None] == 12, np.nan, Y)
+        callbacks = [keras.callbacks.TerminateOnNaN()]
+        found = model.fit(X, targets, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+        return [len(values) for values in found.history.values()]
+
+    assert assert_equal_to_plain(models.sequential, use) == [1]
