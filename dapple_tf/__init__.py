@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dapple_tf.planner.api import plan
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
+    from dapple_tf.runtime.shard import shard
     from dapple_tf.runtime.step import PipelinedStep
     from dapple_tf.simulator.simulate import simulate
     from dapple_tf.timeline.timeline import Timeline
@@ -54,6 +55,7 @@ __all__ = [
     "plan",
     "profile",
     "scope",
+    "shard",
     "simulate",
     "verify",
 ]
@@ -73,6 +75,7 @@ _HOMES = {
     "plan": "dapple_tf.planner.api",
     "profile": "dapple_tf.profiling.measured",
     "scope": "dapple_tf.devices",
+    "shard": "dapple_tf.runtime.shard",
     "simulate": "dapple_tf.simulator.simulate",
     "verify": "dapple_tf.verification",
 }

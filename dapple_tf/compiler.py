@@ -34,6 +34,7 @@ from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.local_input import LocalInput
 from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.microbatch import MergeKind, Microbatch, merge_kind
 from graph_passes.passes.once import build_once
@@ -118,15 +119,20 @@ class StagedModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """A staged model, and the ``plan`` under which it runs a batch of ``batch_size`` samples."""
+    """A staged model, and the ``plan`` under which it runs a batch of ``batch_size`` samples.
+
+    ``local``: the ranks of a job are given only the rows that they need.
+    """
 
     model: StagedModel
     plan: Plan
     batch_size: int
+    local: bool = False
 
     def same(self, other: PlannedModel) -> bool:
         """Return whether both run the same steps."""
-        return self.model is other.model and (self.plan, self.batch_size) == (other.plan, other.batch_size)
+        mine, others = ((p.plan, p.batch_size, p.local) for p in (self, other))
+        return self.model is other.model and mine == others
 
 
 class StepVariant(Enum):
@@ -315,9 +321,12 @@ def rank_graphs(
     size: int,
     *,
     variant: StepVariant = StepVariant.PLAIN,
+    local: bool = False,
     observers: Sequence[Observer] = (),
 ) -> tuple[Graph, ...]:
     """Return the graphs of all ranks of a job of ``size`` processes, without devices, checked against each other.
+
+    ``local``: each takes only the rows of the batch that it needs, and the batch size as its last input.
 
     Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
     match.
@@ -334,7 +343,7 @@ def rank_graphs(
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
-    last: list[Pass] = [Instrument()] if timed else []
+    last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
         run_passes(whole, [RankVariables(types), Project(ranks, rank), *last], observers) for rank in range(size)
     )

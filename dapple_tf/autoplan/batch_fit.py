@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
+from graph_passes.analysis.row_bounds import fit_micro_batches
 from graph_passes.schedules.policies import truncate_schedule
 
 
@@ -35,7 +36,7 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     Every replica of every stage then gets at least one sample of every micro-batch.
     """
     replicas = min(max(plan.replicas), samples)
-    micro_batches = max(1, min(plan.micro_batches, samples // replicas))
+    micro_batches = fit_micro_batches(samples, plan.micro_batches, max(plan.replicas))
     if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
         return plan
     stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.backend.handler import Context, Handler, Outcome, check_finite
+from graph_passes.analysis.row_bounds import micro_batch_bounds, replica_bounds, share_bounds
 from graph_passes.ir.graph import Node
 from graph_passes.ir.ops import OpName
 
@@ -21,14 +22,25 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
         return [tf.ones([], tf.float64), *tensors], []
-    low, high = replica_bounds(size, node)
+    low, high = _bounds(size, node)
     share = tf.cast(high - low, tf.float64) / tf.cast(size, tf.float64)
-    return [share, *(tensor[low:high] for tensor in tensors)], []
+    local = node.integers("local") if node.has("local") else ()
+    first = _own_rows_before(size, node) if local else low
+    starts = [first if i in local else low for i in range(len(tensors))]
+    rows = [tensor[start : start + high - low] for tensor, start in zip(tensors, starts, strict=True)]
+    return [share, *rows], []
+
+
+def _own_rows_before(size: Any, node: Node) -> Any:
+    """Return how many rows the node's replica takes of all earlier micro-batches."""
+    earlier = tf.range(node.integer("micro_batch"), dtype=tf.int64)
+    low, high = replica_bounds(size, earlier, node.integer("micro_batches"), *_replica(node))
+    return tf.reduce_sum(high - low)
 
 
 def _rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     (size,) = inputs
-    low, high = replica_bounds(size, node) if node.has("micro_batch") else (tf.zeros([], tf.int64), size)
+    low, high = _bounds(size, node) if node.has("micro_batch") else (tf.zeros([], tf.int64), size)
     return [tf.stack([low, high, size])], []
 
 
@@ -42,14 +54,13 @@ def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
-    low, high = replica_bounds(size, node)
-    begin, end = micro_batch_bounds(size, node)
+    low, high = _bounds(size, node)
+    begin, end = micro_batch_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"))
     receivers, outputs = node.integer("of"), []
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
-            first = tf.maximum(low, begin + (end - begin) * j // receivers) - low
-            last = tf.minimum(high, begin + (end - begin) * (j + 1) // receivers) - low
-            outputs.append(slice_axis(tensor, axis, first, last))
+            first, last = share_bounds(begin, end, j, receivers)
+            outputs.append(slice_axis(tensor, axis, tf.maximum(low, first) - low, tf.minimum(high, last) - low))
     return outputs, []
 
 
@@ -117,17 +128,13 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
     return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
 
 
-def micro_batch_bounds(size: Any, node: Node) -> tuple[Any, Any]:
-    """Return the first and the end sample of the node's micro-batch in a batch of ``size`` samples."""
-    m, count = node.integer("micro_batch"), node.integer("micro_batches")
-    return size * m // count, size * (m + 1) // count
-
-
-def replica_bounds(size: Any, node: Node) -> tuple[Any, Any]:
+def _bounds(size: Any, node: Node) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
-    begin, end = micro_batch_bounds(size, node)
-    i, r = node.integer("replica"), node.integer("replicas")
-    return begin + (end - begin) * i // r, begin + (end - begin) * (i + 1) // r
+    return replica_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"), *_replica(node))
+
+
+def _replica(node: Node) -> tuple[int, int]:
+    return node.integer("replica"), node.integer("replicas")
 
 
 def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:

@@ -19,7 +19,7 @@ from graph_passes.ir.graph import Graph, Node, Value
 def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations) -> Any:
     """Return the ConcreteFunction that runs ``graph``: it takes the batch's tensors and returns the graph's outputs.
 
-    ``signature``: the specs of the batch's flattened tensors.
+    ``signature``: the specs of the graph's inputs, which are the batch's flattened tensors.
     """
 
     def step(*batch: Any) -> list[Any]:

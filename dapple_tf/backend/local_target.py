@@ -36,7 +36,10 @@ class LocalTarget:
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Accept any plan that was ``fitted`` to a smaller batch."""
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
-        """Return the program that runs ``model`` under ``plan``; see ``compiler.pipeline_graph`` for what it raises."""
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
+        """Return the program that runs ``model`` under ``plan``; see ``compiler.pipeline_graph`` for what it raises.
+
+        One process takes all rows of a batch, ``local`` or not.
+        """
         graph = pipeline_graph(model, plan, self._devices, self._home, variant=variant)
         return build_program(graph, model, self._buffers)

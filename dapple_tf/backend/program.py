@@ -20,7 +20,9 @@ from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.backend.variable_devices import move_to_device, move_to_stages
 from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import StepError
+from graph_passes.analysis.input_needs import RankInputs, whole_batch
 from graph_passes.ir.graph import Graph
+from graph_passes.ir.names import BATCH_SIZE_NAME
 from graph_passes.passes.project import TOKENS_NAME
 
 
@@ -28,16 +30,20 @@ from graph_passes.passes.project import TOKENS_NAME
 class Program:
     """A pipelined graph and the TensorFlow ``function`` that runs it.
 
-    ``replayable``: the whole graph runs in this process, so a failed step can be run again, call by call.
+    ``inputs``: what each rank uses of the batch; in one process there is one that uses all. ``replayable``: the whole
+    graph runs in this process, so a failed step can be run again, call by call.
     """
 
     graph: Graph
     function: Any
     operations: Operations
+    inputs: tuple[RankInputs, ...]
     replayable: bool = True
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """Run one step on the batch's flattened tensors and return the graph's outputs, without tokens of ranks.
+
+        Where the batch size is an input of the graph, it follows the tensors.
 
         Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
@@ -74,13 +80,18 @@ def build_program(graph: Graph, model: StagedModel, buffers: Buffers, *, inline:
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline)
-    return Program(graph, emit(graph, model.signature, operations), operations)
+    return Program(graph, emit(graph, model.signature, operations), operations, (whole_batch(len(model.signature)),))
 
 
 def build_rank_program(
-    graph: Graph, model: StagedModel, buffers: Buffers, ranks: RankCommunication, device: str
+    graph: Graph,
+    model: StagedModel,
+    buffers: Buffers,
+    ranks: RankCommunication,
+    device: str,
+    inputs: tuple[RankInputs, ...],
 ) -> Program:
-    """Return the program of one rank's graph, on the rank's ``device``.
+    """Return the program of one rank's graph, on the rank's ``device``; ``inputs``: what each rank uses of the batch.
 
     Stage functions are inlined only where their calls have the attribute ``inline``: TensorFlow could fold parts of an
     inlined function into constants, and an exchange of a constant would run while the graph is optimised.
@@ -88,4 +99,5 @@ def build_rank_program(
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)
     operations = Operations(graph, bindings, model.constants, model.library, inline=False, ranks=ranks)
-    return Program(graph, emit(graph, model.signature, operations), operations, replayable=False)
+    signature = (*model.signature, *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []))
+    return Program(graph, emit(graph, signature, operations), operations, inputs, replayable=False)

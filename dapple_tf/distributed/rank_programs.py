@@ -22,7 +22,9 @@ from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
+from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.ir.graph import Graph
+from graph_passes.ir.names import BATCH_SIZE_NAME
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import run_passes
 from graph_passes.passes.place import PlaceRank
@@ -48,7 +50,8 @@ class RankProgram(Program):
 
     def run(self, batch: Sequence[Any]) -> list[Any]:
         """Run one step on ``batch``, and return the outputs of the function; see ``Program.run``."""
-        progress, samples = self.job.progress, int(batch[0].shape[0])
+        is_local = BATCH_SIZE_NAME in self.graph.inputs
+        progress, samples = self.job.progress, int(batch[-1]) if is_local else int(batch[0].shape[0])
         what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
         progress.announce_call(what, f" of {self.batch_types}")
         place_variables(self.job, self.needs)
@@ -105,9 +108,10 @@ class RankTarget:
                 "out, or join it to another"
             )
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
         """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
 
+        ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
         A step that returns gradients returns on each rank those of its stage. Raises JobError if the ranks differ in
         TensorFlow, code, plan, model or batch, naming the difference.
         """
@@ -119,7 +123,7 @@ class RankTarget:
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }
         )
-        graphs = self._job.run_on_all(lambda: rank_graphs(model, plan, self._job.size, variant=variant))
+        graphs = self._job.run_on_all(lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local))
         self._job.compare(
             {
                 "graph of the model, or code": digest_graphs(graphs, model.library),
@@ -134,12 +138,14 @@ class RankTarget:
         graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
         progress = self._job.progress
         progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
-        program = build_rank_program(graph, model, self._buffers, collectives, self._device)
+        inputs = tuple(find_inputs(g) for g in graphs)
+        program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs)
         progress.programs += 1
         return RankProgram(
             program.graph,
             program.function,
             program.operations,
+            inputs,
             replayable=False,
             job=self._job,
             needs=needs,

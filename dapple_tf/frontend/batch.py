@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -10,9 +12,73 @@ import tensorflow as tf
 from dapple_tf.errors import BatchError
 
 
+@dataclass(frozen=True)
+class BatchForm:
+    """The arguments of a loss, with a tf.TensorSpec (axis 0 unknown) in place of each tensor."""
+
+    arguments: tuple[Any, ...]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the flattened arguments: "0", or "0[1]" in a nested one."""
+        return argument_paths(self.arguments)
+
+    @property
+    def signature(self) -> tuple[tf.TensorSpec, ...]:
+        """The specs of the flattened arguments."""
+        return tuple(tf.nest.flatten(self.arguments))
+
+    def flatten(self, batch: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
+        """Return the flattened tensors of a batch that are ``needed`` (one flag for each); None for the others.
+
+        None, also in place of a whole argument, is returned as it is. Raises BatchError where the batch has another
+        number of arguments, or a needed tensor is nested otherwise or has another dtype or inner shape.
+        """
+        if len(batch) != len(self.arguments):
+            raise BatchError(f"{len(batch)} arguments were given, and the loss takes {len(self.arguments)}")
+        flags, leaves = iter(needed), []
+        for i, (given, specs) in enumerate(zip(batch, self.arguments, strict=True)):
+            wanted = list(itertools.islice(flags, len(tf.nest.flatten(specs))))
+            there = _flatten_argument(i, given, specs) if given is not None and any(wanted) else [None] * len(wanted)
+            leaves += [leaf if flag else None for leaf, flag in zip(there, wanted, strict=True)]
+        named = zip(self.paths, leaves, self.signature, strict=True)
+        return [None if leaf is None else _fitting_tensor(path, leaf, spec) for path, leaf, spec in named]
+
+
+def _flatten_argument(number: int, given: Any, specs: Any) -> list[Any]:
+    try:
+        tf.nest.assert_same_structure(given, specs)
+    except (TypeError, ValueError):
+        found, wanted = (tf.nest.map_structure(lambda _: ..., argument) for argument in (given, specs))
+        raise BatchError(
+            f"argument {number} is nested as {found}, but the step was built last for {wanted}".replace("Ellipsis", ".")
+        ) from None
+    return list(tf.nest.flatten(given))
+
+
+def _fitting_tensor(path: str, leaf: Any, spec: tf.TensorSpec) -> Any:
+    value = _tensor(path, leaf)
+    if tf.as_dtype(value.dtype) != spec.dtype or not spec.shape.is_compatible_with(value.shape):
+        raise BatchError(
+            f"argument {path} has dtype {tf.as_dtype(value.dtype).name} and shape {tuple(value.shape)}, but the step "
+            f"was built last for {spec.dtype.name} and {tuple(spec.shape)}: build it from a whole batch of these types"
+        )
+    return tf.convert_to_tensor(value)
+
+
+def batch_form(batch: Sequence[Any]) -> BatchForm:
+    """Return the form of a batch. Raises BatchError as ``batch_signature`` does."""
+    return BatchForm(tf.nest.pack_sequence_as(tuple(batch), batch_signature(batch)))
+
+
 def as_arguments(batch: Any) -> tuple[Any, ...]:
     """Return the arguments of a loss as a tuple: ``batch`` itself, or a tuple of it where it is a single argument."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def argument_paths(arguments: Sequence[Any]) -> tuple[str, ...]:
+    """Return the paths of the flattened arguments: "0", or "0[1]" in a nested one."""
+    return tuple(path for path, _ in _leaves(arguments))
 
 
 def batch_size(batch: Sequence[Any]) -> int:

@@ -14,7 +14,7 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, LossError, UsageError
-from dapple_tf.frontend.batch import batch_key, batch_size
+from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
@@ -36,27 +36,28 @@ class Target(Protocol):
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
-        """Run the passes and emit the TensorFlow function."""
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
+        """Run the passes and emit the TensorFlow function; ``local``: it takes the rows that this process needs."""
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The program of a step, and the planned model that it was compiled from."""
+    """The program of a step, and the planned model and the form of the batches that it was compiled for."""
 
     planned: PlannedModel
     program: Program
+    form: BatchForm
 
 
 @dataclass
 class CompiledSteps:
     """Everything compiled for one loss: ``models`` by nesting and specs of a batch, ``programs`` by what they run.
 
-    The key of a program: identity of its model, M, replicas of each stage, variant.
+    The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
     """
 
     models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
-    programs: dict[tuple[int, int, tuple[int, ...], StepVariant], Program] = field(default_factory=dict)
+    programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
 
 
 def compile_step(
@@ -73,8 +74,7 @@ def compile_step(
     Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
     """
-    if not tf.executing_eagerly():
-        raise UsageError("a pipelined step is a whole training step: call it outside of any tf.function")
+    check_eager()
     key, size = batch_key(batch), batch_size(batch)
 
     def trace() -> StagedModel:
@@ -96,16 +96,47 @@ def compile_step(
         target.announce("trace the model", size, key[1])
         compiled.models[key] = target.run_on_all(trace)
         _warn_of_untrained(compiled.models[key])
-    model = compiled.models[key]
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)
-    program_key = (id(model), plan.micro_batches, plan.replicas, variant)
-    if program_key not in compiled.programs:
-        extra = "" if variant is StepVariant.PLAIN else f" ({variant.value})"
-        target.announce(f"build another program{extra}", size, key[1])
+    planned = PlannedModel(compiled.models[key], plan, size)
+    return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch))
+
+
+def compile_for_rows(
+    last: CompiledStep, samples: int, autoplan: Autoplan, target: Target, variant: StepVariant, compiled: CompiledSteps
+) -> CompiledStep:
+    """Return the step that ranks run on their own rows of a batch of ``samples``, for the model of the ``last`` step.
+
+    Every rank must call it. Raises BatchError where the batch leaves a rank without samples.
+    """
+    plan = fit_plan(autoplan.plan, samples)
+    target.check_plan(autoplan.plan, plan, samples)
+    planned = PlannedModel(last.planned.model, plan, samples, local=True)
+    return CompiledStep(planned, find_program(planned, target, variant, compiled, "local"), last.form)
+
+
+def check_eager() -> None:
+    """Raise UsageError inside a tf.function."""
+    if not tf.executing_eagerly():
+        raise UsageError("a pipelined step is a whole training step: call it outside of any tf.function")
+
+
+def find_program(
+    planned: PlannedModel, target: Target, variant: StepVariant, compiled: CompiledSteps, *kinds: str
+) -> Program:
+    """Return the program that runs ``planned``; a new one is built and added to ``compiled``.
+
+    ``kinds``: what kind of program it is, for the announcement to other ranks.
+    """
+    model, plan, local = planned.model, planned.plan, planned.local
+    key = (id(model), plan.micro_batches, plan.replicas, variant, local)
+    if key not in compiled.programs:
+        words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
+        extra = f" ({words})" if words else ""
+        target.announce(f"build another program{extra}", planned.batch_size, model.signature)
         with exclusive(model.variables.values()):  # they move to the devices of their stages
-            compiled.programs[program_key] = target.build(model, plan, variant)
-    return CompiledStep(PlannedModel(model, plan, size), compiled.programs[program_key])
+            compiled.programs[key] = target.build(model, plan, variant, local=local)
+    return compiled.programs[key]
 
 
 def _warn_of_untrained(model: StagedModel) -> None:
@@ -114,5 +145,5 @@ def _warn_of_untrained(model: StagedModel) -> None:
             f"no gradient reaches {', '.join(model.untrained)}: the loss does not depend on it differentiably, and it "
             "will not be trained",
             DappleWarning,
-            stacklevel=6,
+            stacklevel=7,
         )

@@ -13,11 +13,11 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
-from dapple_tf.frontend.batch import batch_key, batch_size
+from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from graph_passes.analysis.layers import find_layers
@@ -68,12 +68,9 @@ class Forward:
         model = self._compiled.models[key]
         plan = fit_plan(self._plans[key], size)
         target.check_plan(self._plans[key], plan, size)
-        program_key = (id(model), plan.micro_batches, plan.replicas, StepVariant.PLAIN)
-        if program_key not in self._compiled.programs:
-            target.announce("build another program (forward)", size, key[1])
-            with exclusive(model.variables.values()):  # they move to the devices of their stages
-                self._compiled.programs[program_key] = target.build(model, plan, StepVariant.PLAIN)
-        return CompiledStep(PlannedModel(model, plan, size), self._compiled.programs[program_key])
+        planned = PlannedModel(model, plan, size)
+        program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
+        return CompiledStep(planned, program, batch_form(batch))
 
     def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:
         autoplan = self.autoplan

@@ -23,18 +23,19 @@ from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
-from dapple_tf.frontend.batch import batch_size
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
+from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.variable_names import name_variables
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
+from graph_passes.analysis.input_needs import InputNeeds
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
 from graph_passes.passes.expose_gradients import exposed_gradients
@@ -108,6 +109,15 @@ class PipelinedStep:
         return self._compiled_last().planned.model.exactness
 
     @property
+    def needs(self) -> InputNeeds:
+        """The rows of a batch that this rank uses of each argument (in one process: all); see ``InputNeeds``.
+
+        They are those for the batch size that ran, or was built, last. UsageError before the first batch.
+        """
+        needs = find_needs(self._compiled_last(), self.plan)
+        return needs[0 if self._job is None else self._job.rank]
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
         """Names of the model's layers, in the plan's order; empty before the first batch."""
         return self._autoplan.layer_names
@@ -156,9 +166,14 @@ class PipelinedStep:
 
     # --- training
 
-    def __call__(self, *batch: Any) -> Any:
-        """Train on one batch, and return the mean loss over it, or (loss, aux)."""
-        step, outputs = self._run(batch, self._variant)
+    def __call__(self, *batch: Any, local: bool = False) -> Any:
+        """Train on one batch, and return the mean loss over it, or (loss, aux).
+
+        ``local``: in a job, each rank gives only the rows that it ``needs``, and None or anything else for arguments
+        that it does not need. Every rank must do so. Raises UsageError if the step was not built from a whole batch
+        before, BatchError on all ranks if the rows are not those of one batch.
+        """
+        step, outputs = self._run(batch, self._variant, local)
         return step.planned.model.pack(outputs)
 
     def forward(self, *batch: Any) -> Any:
@@ -183,17 +198,17 @@ class PipelinedStep:
 
         return run
 
-    def run_exposed(self, *batch: Any) -> tuple[Any, dict[str, Any]]:
+    def run_exposed(self, *batch: Any, local: bool = False) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
 
-        In a job every rank must call it, and each gets the gradients of all.
+        In a job every rank must call it, and each gets the gradients of all. ``local``: as in a call.
         """
-        outputs = self.expose(*batch)
+        outputs = self.expose(*batch, local=local)
         return outputs.loss, outputs.gradients
 
-    def expose(self, *batch: Any) -> ExposedOutputs:
+    def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
         """Train on one batch as ``run_exposed`` does, and return the aux outputs too."""
-        step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS)
+        step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
         aux = len(values) - len(names)
@@ -228,22 +243,22 @@ class PipelinedStep:
 
     # --- recorded steps
 
-    def record(self, *batch: Any) -> Any:
+    def record(self, *batch: Any, local: bool = False) -> Any:
         """Train on one batch as a call does, and record the times of all actions and the memory.
 
         See ``timeline`` and ``report`` afterwards. Before its first recorded step a batch size is rehearsed: the step
         runs twice, to warm up and to measure memory, and all variables get their values back. A step that prints, runs
         Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of its first
-        timelines says so. In a job every rank must call it, and each gets the times of all.
+        timelines says so. In a job every rank must call it, and each gets the times of all. ``local``: as in a call.
         """
         with self._lock:
-            compiled = self._compile_recorded(batch)
+            compiled, tensors = self._compile_recorded(batch, local)
             with (
                 exclusive(compiled.planned.model.variables.values()),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
             ):
-                *outputs, times = compiled.program.run(tf.nest.flatten(tuple(batch)))
-        size = batch_size(batch)
+                *outputs, times = compiled.program.run(tensors)
+        size = compiled.planned.batch_size
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
@@ -294,19 +309,28 @@ class PipelinedStep:
             raise UsageError("nothing has been built: call the step with a batch first, or give example_batch")
         return self._last
 
-    def _run(self, batch: Sequence[Any], variant: StepVariant) -> tuple[CompiledStep, list[Any]]:
-        check_not_forked()
+    def _run(self, batch: Sequence[Any], variant: StepVariant, local: bool = False) -> tuple[CompiledStep, list[Any]]:
         with self._lock:  # steps share buffers, and a step is a whole training step
-            compiled = self._compile(batch, variant)
+            compiled, tensors = self._prepare(batch, variant, local)
             with exclusive(compiled.planned.model.variables.values()):
-                return compiled, compiled.program.run(tf.nest.flatten(tuple(batch)))
+                return compiled, compiled.program.run(tensors)
 
-    def _compile_recorded(self, batch: Sequence[Any]) -> CompiledStep:
-        check_not_forked()
-        compiled = self._compile(batch, StepVariant.TIMED)
+    def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
+        compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
         with exclusive(compiled.planned.model.variables.values()):
-            self._memory.rehearse(compiled, tf.nest.flatten(tuple(batch)), list_devices(self._wanted_devices))
-        return compiled
+            self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
+        return compiled, tensors
+
+    def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
+        """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
+        if not local or self._job is None:
+            return self._compile(batch, variant), tf.nest.flatten(tuple(batch))
+        check_not_forked()
+        with COMPILING:
+            self._last, tensors = compile_local(
+                self._job, batch, self._last, self._autoplan, self._target, variant, self._compiled
+            )
+        return self._last, tensors
 
     def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
         check_not_forked()

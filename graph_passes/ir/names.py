@@ -5,6 +5,9 @@ from __future__ import annotations
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
 
+BATCH_SIZE_NAME = "batch/size"
+"""The name of the node that gives the number of samples in the batch."""
+
 
 def at(stage: int, replica: int | None = None, micro_batch: int | None = None, what: str = "") -> str:
     """Return the name of a node from its place: ``stage1/replica0/mb3/forward``, without parts that are None."""

@@ -149,9 +149,9 @@ _RANKS = Attribute("ranks", "tuple[int, ...]", required=False)
 _TABLE = (
     Op(
         OpName.INPUT,
-        "A tensor of the batch, as the user passes it.",
+        "A tensor of the batch, as the user passes it; where ranks take rows of their own, also the batch size.",
         NOTHING,
-        Operands("the tensor, batched on axis 0", 1),
+        Operands("the tensor, batched on axis 0; or the number", 1),
         (Attribute("index", "int", required=False),),
     ),
     Op(
@@ -162,10 +162,11 @@ _TABLE = (
     ),
     Op(
         OpName.SLICE,
-        "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch.",
+        "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch. The "
+        "tensors at the positions `local` hold only the replica's rows, in the order of the micro-batches.",
         Operands("the batch size, then tensors of the batch", None, ("int64",)),
         Operands("the share of the samples, then the rows of each tensor", None, ("float64",)),
-        (*_CALLED, _MICRO_BATCHES, _REPLICAS),
+        (*_CALLED, _MICRO_BATCHES, _REPLICAS, Attribute("local", "tuple[int, ...]", required=False)),
     ),
     Op(
         OpName.ROW_BOUNDS,

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, get_args
 from graph_passes.analysis.tail import TailInput
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import at
+from graph_passes.ir.names import BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.stage_calls import BATCH_SIZE_NAME, StageCalls
+from graph_passes.passes.stage_calls import StageCalls
 
 MergeKind = Literal["concat", "mean", "sum", "first"]
 """The operation that merges the aux outputs of the micro-batches into one of the step."""

@@ -20,11 +20,10 @@ from typing import ClassVar
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, topological
-from graph_passes.ir.names import at, micro_batch_count, replica_counts
+from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.batch_loss import TAIL_OPS, piece_of_replica, replicate_tail
-from graph_passes.passes.stage_calls import BATCH_SIZE_NAME
 
 _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 

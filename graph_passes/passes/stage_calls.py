@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 from graph_passes.analysis.tail import TailInput
 from graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import at
+from graph_passes.ir.names import BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.batch_loss import call_tail
-
-BATCH_SIZE_NAME = "batch/size"
-"""The name of the node that gives the number of samples in the batch."""
 
 _SHARE = tensor("float64")
 _ROWS = tensor("int64", 3)

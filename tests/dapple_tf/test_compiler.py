@@ -12,6 +12,7 @@ from dapple_tf.compiler import StagedModel, StepVariant, pipeline_graph, rank_gr
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.plan import Plan
+from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.analysis.layers import find_layers
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.ops import OPS
@@ -113,6 +114,20 @@ def test_a_rank_s_graph_is_projected_from_the_whole_one_and_timed_after_that(
     graphs = rank_graphs(model, plan, 3, variant=variant, observers=[lambda name, _: seen.append(name)])
     assert seen == ["rank_variables", "project", *added] * 3
     assert [any(node.op == "timestamp" for node in graph.nodes) for graph in graphs] == [bool(added)] * 3
+
+
+@pytest.mark.parametrize("variant", [StepVariant.PLAIN, StepVariant.TIMED])
+def test_ranks_take_their_own_rows_in_graphs_that_fit_together_too(loss: Any, variant: StepVariant) -> None:
+    model = model_of(loss)
+    seen: list[str] = []
+    plan = plan_of(model, 2, 1)
+    observers = [lambda name, _: seen.append(name)]
+    graphs = rank_graphs(model, plan, 3, variant=variant, local=True, observers=observers)
+    timed = ["instrument"] if variant is StepVariant.TIMED else []
+    assert seen == ["rank_variables", "project", "local_input", *timed] * 3
+    assert [graph.inputs[-1] for graph in graphs] == ["batch/size"] * 3
+    whole = rank_graphs(model, plan, 3, variant=variant)
+    assert [find_inputs(graph) for graph in graphs] == [find_inputs(graph) for graph in whole]
 
 
 def test_all_nodes_of_a_pipelined_graph_have_an_op_of_the_table(loss: Any) -> None:

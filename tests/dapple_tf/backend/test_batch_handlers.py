@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.backend.batch_handlers import HANDLERS
+from graph_passes.analysis.row_bounds import replica_bounds
 from graph_passes.ir.graph import Attr, TensorType, tensor
 from graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import make_context, make_node
@@ -53,6 +54,22 @@ def test_a_single_micro_batch_on_one_replica_is_the_whole_batch() -> None:
     share, rows = slice_rows(np.arange(5.0), 0, 1)
     assert share == 1
     np.testing.assert_array_equal(rows, np.arange(5.0))
+
+
+@pytest.mark.parametrize(("size", "micro_batches", "replicas"), [(11, 2, 3), (8, 4, 1), (7, 3, 2), (5, 1, 2)])
+def test_a_slice_of_own_rows_is_cut_where_they_are(size: int, micro_batches: int, replicas: int) -> None:
+    """A tensor of a replica's own rows gives the same slices as the whole one beside it."""
+    whole = np.arange(10, 10 + size)
+    place = {"micro_batches": micro_batches, "replicas": replicas}
+    for i in range(replicas):
+        bounds = [replica_bounds(size, m, micro_batches, i, replicas) for m in range(micro_batches)]
+        own = np.concatenate([whole[first:end] for first, end in bounds])
+        for m in range(micro_batches):
+            _, rows = slice_rows(whole, m, micro_batches, i, replicas)
+            share, *found = run(OpName.SLICE, np.int64(size), whole, own, **place, micro_batch=m, replica=i, local=(1,))
+            assert share == len(rows) / size
+            for part in found:
+                np.testing.assert_array_equal(part, rows)
 
 
 def overlap(rows: int, i: int, senders: int, j: int, receivers: int) -> bool:

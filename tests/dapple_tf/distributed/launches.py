@@ -106,6 +106,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         )
         for ranks, names in HOROVOD_CASES.items()
     },
+    "three ranks with local rows": JobLaunch(3, [("local_rows", [])]),
     "four ranks": JobLaunch(4, [("training_cases", QUICK_CASES[4])]),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import BatchError
-from dapple_tf.frontend.batch import as_arguments, batch_key, batch_signature, batch_size
+from dapple_tf.frontend.batch import as_arguments, batch_form, batch_key, batch_signature, batch_size
 
 X = np.ones((4, 2), np.float32)
 
@@ -98,3 +98,46 @@ def test_batches_of_other_sizes_share_a_trace() -> None:
 )
 def test_batches_of_other_kinds_do_not_share_a_trace(other: tuple[Any, ...]) -> None:
     assert batch_key((X,)) != batch_key(other)
+
+
+# --- batches that have None for what is not needed
+
+FORM = batch_form((X, {"mask": X[:, 0], "y": X.astype(np.float64)}))
+
+
+def test_the_form_of_a_batch_names_its_tensors() -> None:
+    assert FORM.paths == ("0", "1[0]", "1[1]")
+    assert [(spec.shape.as_list(), spec.dtype.name) for spec in FORM.signature] == [
+        ([None, 2], "float32"),
+        ([None], "float32"),
+        ([None, 2], "float64"),
+    ]
+
+
+def test_only_needed_tensors_of_a_batch_are_taken_and_looked_at() -> None:
+    y = X[:1].astype(np.float64)
+    for other in (None, {"mask": None, "y": y}, {"mask": "nothing", "y": y}):
+        x, mask, found = FORM.flatten((X[:3], other), [True, False, True])
+        assert mask is None
+        np.testing.assert_array_equal(x, X[:3])
+        assert found is None if other is None else np.array_equal(found, y)
+    assert FORM.flatten(("nothing", [1]), [False] * 3) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((X,), "1 arguments were given, and the loss takes 2"),
+        (
+            (X, [X[:, 0], X]),
+            r"argument 1 is nested as \[\., \.\], but the step was built last for {'mask': \., 'y': \.}",
+        ),
+        ((X[:, :1], None), r"argument 0 has dtype float32 and shape \(4, 1\), but the step was built last for float32"),
+        ((X.astype(np.int32), None), "argument 0 has dtype int32"),
+        ((np.float32(1), None), r"argument 0 has dtype float32 and shape \(\)"),
+        ((object(), None), "argument 0 is a object"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(batch: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        FORM.flatten(batch, [True] * 3)

@@ -17,7 +17,7 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import StagedModel, StepVariant
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, compile_step
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, compile_for_rows, compile_step
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, chain, step_of
 
@@ -33,9 +33,9 @@ class RecordingTarget(LocalTarget):
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         self.announced.append(what)
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant) -> Program:
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
         self.built.append((plan.micro_batches, plan.replicas, variant))
-        return super().build(model, plan, variant)
+        return super().build(model, plan, variant, local=local)
 
 
 class Compiler:
@@ -137,6 +137,27 @@ def test_each_variant_has_a_program_of_its_own() -> None:
         "build another program (times)",
         "build another program (gradients)",
         "build another program (check)",
+    ]
+
+
+def test_local_rows_have_programs_of_their_own() -> None:
+    compiler = Compiler()
+    whole = compiler.compile(X)
+
+    def for_rows(samples: int, variant: StepVariant = StepVariant.PLAIN) -> CompiledStep:
+        return compile_for_rows(whole, samples, compiler.autoplan, compiler.target, variant, compiler.known)
+
+    local = for_rows(8)
+    assert local.program is not whole.program
+    assert for_rows(6).program is local.program
+    assert (local.planned.local, whole.planned.local, local.planned.same(whole.planned)) == (True, False, False)
+    assert for_rows(3).planned.plan.micro_batches == 3
+    for_rows(8, StepVariant.TIMED)
+    assert len(compiler.traces) == 1
+    assert compiler.target.announced[2:] == [
+        "build another program (local)",
+        "build another program (local)",
+        "build another program (local, times)",
     ]
 
 

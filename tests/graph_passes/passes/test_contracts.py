@@ -14,6 +14,7 @@ from graph_passes.passes.base import Pass, run_passes
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.local_input import LocalInput
 from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.place import Place, PlaceRank
@@ -113,7 +114,7 @@ def test_the_passes_of_a_rank_come_in_their_order() -> None:
     names = {port.name for f in whole_graph(kind).functions for _, port in f.input_ports("variable")}
     variables = RankVariables(tuple((name, parse_type("float32[4]")) for name in sorted(names)))
     project, place = Project(kind.ranks, 0), PlaceRank("gpu", "home")
-    run_passes(whole_graph(kind), [variables, project, Instrument(), place])
+    run_passes(whole_graph(kind), [variables, project, LocalInput(), Instrument(), place])
     with refused(GraphError, "pass 'rank_variables' (after 'project') forbids 'exchange' nodes"):
         run_passes(whole_graph(kind), [project, variables])
     with refused(GraphError, "pass 'project' (after 'instrument') forbids 'timestamp' nodes"):

@@ -1,0 +1,92 @@
+"""Check that the rows which the ranks of a job were given make one batch, and find its size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.shared_errors import share_error
+from dapple_tf.errors import BatchError
+from graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, describe_rows
+
+MISSING = -1
+"""In place of a number of rows: the argument is None."""
+
+_REFUSED = -2  # in place of every number of rows: the rank's arguments are no local batch
+
+
+def agree_on_size(job: Job, needs: Sequence[InputNeeds], rows: Sequence[int] | BatchError) -> int:
+    """Return the number of samples of the batch of which every rank has the rows that it needs.
+
+    ``needs``: of all ranks. ``rows``: how many rows this rank was given of each flattened argument, or ``MISSING``; or
+    why its arguments are refused. Every rank must call it; where one was given other rows than it needs, BatchError on
+    all of them names rank, argument and rows.
+    """
+    own = [_REFUSED] * len(needs[job.rank].arguments) if isinstance(rows, BatchError) else list(rows)
+    given = job.gather_integers("compare the rows of the batch", own)
+    if any(_REFUSED in numbers for numbers in given):
+        texts = job.gather(str(rows) if isinstance(rows, BatchError) else "")
+        refused = [rank for rank, text in enumerate(texts) if text]
+        raise share_error(BatchError("; ".join(f"rank {rank}: {texts[rank]}" for rank in refused)), refused[0])
+    try:
+        return find_size(needs, given)
+    except BatchError as error:
+        raise share_error(error, 0) from None
+
+
+def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> int:
+    """Return the number of samples of the batch; ``given``: for each rank the rows of its flattened arguments.
+
+    Rows of arguments that a rank does not need do not count. Raises BatchError where ranks have too few rows or too
+    many.
+    """
+    missing = [
+        f"rank {rank} was given None for argument {name}, of which it needs {_expected(own, name)}"
+        for rank, own in enumerate(needs)
+        for i, name in enumerate(own.arguments)
+        if own.inputs.uses[i] is not Use.NONE and given[rank][i] == MISSING
+    ]
+    if missing:
+        raise BatchError("; ".join(missing))
+    sizes = _batch_sizes(needs, given)
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} of {what}" for what, size in sizes.items())
+        raise BatchError(f"the ranks were not given rows of one batch, but {listed}: see step.needs.rows(batch size)")
+    size = next(iter(sizes.values()), 0)
+    if not size:
+        raise BatchError("the ranks were given no rows: the batch is empty, or the loss uses no argument of it")
+    _check_shares(needs, given, size)
+    return size
+
+
+def _batch_sizes(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Return the batch sizes that follow from what the ranks were given, by a text that says from what."""
+    found: dict[str, int] = {}
+    for i, name in enumerate(needs[0].arguments):
+        of_stage: dict[int, list[int]] = {}
+        for rank, own in enumerate(needs):
+            if own.inputs.uses[i] is Use.ALL:
+                found[f"argument {name} on rank {rank}"] = given[rank][i]
+            of_stage.setdefault(own.inputs.stage, []).append(rank)
+        for ranks in of_stage.values():
+            if all(needs[rank].inputs.uses[i] is Use.OWN for rank in ranks):
+                on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks} together"
+                found[f"argument {name} on {on}"] = sum(given[rank][i] for rank in ranks)
+    return found
+
+
+def _check_shares(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]], size: int) -> None:
+    """Raise BatchError unless every rank has as many rows of a batch of ``size`` samples as it needs."""
+    wrong = []
+    for rank, own in enumerate(needs):
+        for i, (name, rows) in enumerate(own.rows(size).items()):
+            if rows and given[rank][i] != count_rows(rows):
+                text = f"{given[rank][i]} rows of argument {name}, and needs {count_rows(rows)}"
+                wrong.append(f"rank {rank} was given {text} ({describe_rows(rows, size)})")
+    if wrong:
+        raise BatchError(f"of a batch of {size} samples {'; '.join(wrong)}: see step.needs.rows({size})")
+
+
+def _expected(needs: InputNeeds, name: str) -> str:
+    """Return which rows of a batch of the size that was built last the rank needs."""
+    return f"{describe_rows(needs.rows()[name], needs.batch_size)} of a batch of {needs.batch_size} samples"

@@ -1,0 +1,115 @@
+"""The rows of the batch that each rank of a job uses of each argument of the loss.
+
+A rank uses an argument in one of three ways: not at all; only the rows that its own calls take, its *own* rows; or all
+rows, for what is computed from the whole batch (statistics, a tail).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graph_passes.analysis.row_bounds import fit_micro_batches, replica_bounds
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.ir.str_enum import StrEnum
+
+Rows = tuple[tuple[int, int], ...]
+"""Ranges of rows, each as its first and its end row."""
+
+
+class Use(StrEnum):
+    """The rows of an argument that a rank uses."""
+
+    NONE = "none"
+    OWN = "own"
+    """Those that its replica of its stage takes of every micro-batch."""
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of ``stage``."""
+
+    uses: tuple[Use, ...]
+    stage: int = 0
+    replica: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class InputNeeds:
+    """The rows that this rank needs of each argument of the loss (in one process: all).
+
+    ``arguments``: the flattened arguments by their paths ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``
+    and ``most_replicas``: of the plan. ``batch_size``: of the batch that ran, or was built, last.
+    """
+
+    arguments: tuple[str, ...]
+    inputs: RankInputs
+    micro_batches: int
+    most_replicas: int
+    batch_size: int
+
+    def rows(self, batch_size: int | None = None) -> dict[str, Rows]:
+        """Return the rows of each argument that this rank needs of a batch, by default one of ``self.batch_size``.
+
+        Each is a tuple of ranges (first row, end row), in the order in which a local batch has the rows: that of the
+        micro-batches. Empty: the argument is not needed. Raises GraphError for a batch without samples.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        if size < 1:
+            raise GraphError(f"a batch of {size} samples has no rows: give at least 1")
+        known: dict[Use, Rows] = {Use.NONE: (), Use.OWN: self._own_rows(size), Use.ALL: ((0, size),)}
+        return {name: known[use] for name, use in zip(self.arguments, self.inputs.uses, strict=True)}
+
+    def _own_rows(self, size: int) -> Rows:
+        count = fit_micro_batches(size, self.micro_batches, self.most_replicas)
+        place = self.inputs.replica, self.inputs.replicas
+        return tuple(replica_bounds(size, m, count, *place) for m in range(count))
+
+    def __str__(self) -> str:
+        lines = [f"of a batch of {self.batch_size} samples this rank needs"]
+        for name, rows in self.rows().items():
+            lines.append(f"  argument {name}: {describe_rows(rows, self.batch_size)}")
+        return "\n".join(lines)
+
+
+def find_inputs(graph: Graph) -> RankInputs:
+    """Return what a rank uses of the batch; ``graph``: the rank's (see ``passes.project``)."""
+    users = graph.consumers()
+    uses = []
+    for name in graph.inputs:
+        if name != BATCH_SIZE_NAME:
+            ops = {node.op for node in users[name]} - {OpName.BATCH_SIZE}
+            uses.append(Use.NONE if not ops else Use.OWN if ops == {OpName.SLICE} else Use.ALL)
+    call = nodes_of(graph, OpName.FORWARD)[0]
+    replicas = max((node.integer("replicas") for node in nodes_of(graph, OpName.SLICE)), default=1)
+    return RankInputs(tuple(uses), call.integer("stage"), call.integer("replica"), replicas)
+
+
+def whole_batch(tensors: int) -> RankInputs:
+    """Return what a process uses that runs all stages: all rows of each of the ``tensors`` tensors of the batch."""
+    return RankInputs((Use.ALL,) * tensors)
+
+
+def count_rows(rows: Iterable[tuple[int, int]]) -> int:
+    """Return how many rows the ranges have together."""
+    return sum(end - first for first, end in rows)
+
+
+def describe_rows(rows: Sequence[tuple[int, int]], batch_size: int) -> str:
+    """Return ranges as text, those that follow each other as one: "none", "all 8 rows", "rows 0-1, 4-5"."""
+    joined: list[tuple[int, int]] = []
+    for first, end in rows:
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        if first < end:
+            joined.append((first, end))
+    if not joined:
+        return "none"
+    if joined == [(0, batch_size)]:
+        return f"all {batch_size} rows"
+    return "rows " + ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in joined)

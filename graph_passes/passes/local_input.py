@@ -1,0 +1,48 @@
+"""Let a rank take only the rows of the batch that it needs (see ``analysis.input_needs``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.analysis.input_needs import Use, find_inputs
+from graph_passes.ir.graph import Graph, Node, attributes, tensor
+from graph_passes.ir.names import BATCH_SIZE_NAME
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+
+@dataclass(frozen=True)
+class LocalInput:
+    """Make the batch size the last input of a rank's graph, and cut the rank's own rows where they are in its tensors.
+
+    A tensor of which the rank uses no row may then be empty.
+    """
+
+    name: str = "local_input"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD, OpName.COLLECT_TOKENS}),
+        forbids=frozenset({OpName.TIMESTAMP}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return take_local_rows(graph)
+
+
+def take_local_rows(graph: Graph) -> Graph:
+    """Return a rank's graph whose tensors of the batch hold only what the rank uses; its last input is the batch size.
+
+    Tensors of which the rank uses all rows still hold the whole batch.
+    """
+    uses = zip(graph.inputs, find_inputs(graph).uses, strict=True)
+    own = {name for name, use in uses if use is Use.OWN}
+
+    def rewrite(node: Node) -> Node:
+        if node.op == OpName.BATCH_SIZE:
+            return Node(node.name, OpName.INPUT, (), (tensor("int64"),), attributes({"index": len(graph.inputs)}))
+        if node.op == OpName.SLICE:
+            _, *tensors = node.inputs
+            return node.with_attrs(local=tuple(i for i, value in enumerate(tensors) if value.node in own))
+        return node
+
+    return graph.replace(nodes=tuple(map(rewrite, graph.nodes)), inputs=(*graph.inputs, BATCH_SIZE_NAME))

@@ -1,0 +1,182 @@
+"""Ranks that are given only the rows that they need: the size of the batch, errors, and equality with whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapple_tf.distributed.local_rows import MISSING, find_size
+from dapple_tf.errors import BatchError
+from graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
+from tests.dapple_tf.distributed.launches import Launches
+from tests.equality.one_device import TOLERANCE
+from tests.processes import needs_horovod
+
+NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
+LAUNCH, PROGRAM = "three ranks with local rows", "local_rows"
+
+
+def ranks(*inputs: RankInputs) -> list[InputNeeds]:
+    """What ranks need of batches of 8 samples in two micro-batches."""
+    return [InputNeeds(("0", "1"), own, 2, max(i.replicas for i in inputs), 8) for own in inputs]
+
+
+# x enters the two replicas of the first stage; rank 2 needs no rows; the last stage counts the second argument.
+RANKS = ranks(
+    *(RankInputs((OWN, NONE), 0, replica, 2) for replica in range(2)),
+    RankInputs((NONE, NONE), 1),
+    RankInputs((NONE, ALL), 2),
+)
+N = MISSING
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ([(4, N), (4, N), (N, N), (N, 8)], 8),
+        ([(5, N), (6, N), (N, N), (N, 11)], 11),
+        ([(1, N), (2, N), (N, N), (N, 3)], 3),
+        ([(4, 1), (4, 7), (0, 0), (3, 8)], 8),  # what a rank does not need is ignored
+    ],
+    ids=["the size that was built", "a larger batch", "a short batch in one micro-batch", "rows that nobody needs"],
+)
+def test_the_batch_size_is_the_sum_over_replicas_and_the_rows_of_whole_arguments(
+    given: Sequence[Sequence[int]], size: int
+) -> None:
+    assert find_size(RANKS, given) == size
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            [(4, N), (N, N), (N, N), (N, N)],
+            "rank 1 was given None for argument 0, of which it needs rows 2-3, 6-7 of a batch of 8 samples; rank 3 was "
+            "given None for argument 1, of which it needs all 8 rows of a batch of 8 samples",
+        ),
+        (
+            [(4, N), (4, N), (N, N), (N, 7)],
+            "the ranks were not given rows of one batch, but 8 of argument 0 on ranks [0, 1] together, 7 of argument 1 "
+            "on rank 3: see step.needs.rows(batch size)",
+        ),
+        (
+            [(3, N), (5, N), (N, N), (N, 8)],
+            "of a batch of 8 samples rank 0 was given 3 rows of argument 0, and needs 4 (rows 0-1, 4-5); rank 1 was "
+            "given 5 rows of argument 0, and needs 4 (rows 2-3, 6-7): see step.needs.rows(8)",
+        ),
+        ([(0, N), (0, N), (N, N), (N, 0)], "the ranks were given no rows: the batch is empty"),
+    ],
+    ids=["missing", "two sizes", "of another replica", "empty"],
+)
+def test_rows_that_are_not_those_of_one_batch_are_refused(given: Sequence[Sequence[int]], text: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        find_size(RANKS, given)
+    assert str(caught.value).startswith(text)
+
+
+def test_rows_of_a_stage_that_only_some_replicas_need_do_not_add_up_to_the_batch() -> None:
+    """The first replica has all rows for the tail, the second one its own."""
+    found = ranks(RankInputs((OWN, ALL), 0, 0, 2), RankInputs((OWN, OWN), 0, 1, 2))
+    assert find_size(found, [(4, 8), (4, 4)]) == 8
+    with pytest.raises(BatchError, match="rank 1 was given 8 rows of argument 1, and needs 4"):
+        find_size(found, [(4, 8), (4, 8)])
+
+
+def test_a_loss_without_arguments_has_no_size() -> None:
+    with pytest.raises(BatchError, match="the loss uses no argument"):
+        find_size(ranks(RankInputs((NONE, NONE)), RankInputs((NONE, NONE), 1)), [(N, N), (N, N)])
+
+
+# --- jobs
+
+
+def results(launches: Launches, case: str) -> list[Any]:
+    return [found[case] for found in launches.results(LAUNCH, PROGRAM)]
+
+
+@needs_horovod
+@pytest.mark.parametrize("case", ["1:1:1", "1:2"])
+def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: str) -> None:
+    """27 samples in batches of 11, the last of 5; the loss is a mean over the unmasked samples of the whole batch."""
+    for found in results(launches, case):
+        assert max(found["errors"].values()) <= TOLERANCE["float64"], found["errors"]
+
+
+@needs_horovod
+def test_ranks_with_their_own_rows_equal_ranks_with_whole_batches(launches: Launches) -> None:
+    for errors in results(launches, "whole batches"):
+        assert max(errors.values()) <= TOLERANCE["float64"], errors
+
+
+@needs_horovod
+def test_a_middle_rank_reads_nothing(launches: Launches) -> None:
+    """Its data set raises if a sample is taken from it."""
+    read = [found["read"] for found in results(launches, "1:1:1")]
+    every = list(range(27))
+    assert read == [
+        {"x": every, "mask": [], "y": []},
+        {"x": [], "mask": [], "y": []},
+        {"x": [], "mask": every, "y": every},
+    ]
+
+
+@needs_horovod
+def test_replicas_read_their_own_rows_and_what_is_counted_whole(launches: Launches) -> None:
+    first, *replicas = results(launches, "1:2")
+    assert first["read"]["y"] == first["read"]["mask"] == []
+    assert [found["read"]["mask"] for found in replicas] == [list(range(27))] * 2
+    # Micro-batches of 5 and 6 rows, and of 2 and 3 in the last batch, each shared by two replicas.
+    shares = np.split(np.arange(27), [2, 5, 8, 11, 13, 16, 19, 22, 23, 24, 25])
+    assert [found["read"]["y"] for found in replicas] == [list(np.concatenate(shares[r::2])) for r in range(2)]
+    assert [found["needs"].splitlines()[-1] for found in replicas] == [
+        "  argument 1[1]: rows 0, 2",
+        "  argument 1[1]: rows 1, 3-4",
+    ]
+
+
+@needs_horovod
+def test_gradients_recorded_and_checked_steps_take_local_rows(launches: Launches) -> None:
+    found = results(launches, "other calls")
+    for result in found:
+        assert max(result["errors"].values()) <= TOLERANCE["float64"], result["errors"]
+        assert result["losses"] == found[0]["losses"]
+        assert np.isfinite(result["losses"]).all()
+        assert result["timed"] == found[0]["timed"] > 0
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (
+            "not built",
+            "before the first call with local=True, give example_batch to dapple.pipeline or call step.build",
+        ),
+        ("too few arguments", "rank 0: 1 arguments were given, and the loss takes 2"),
+        (
+            "nested otherwise",
+            "rank 2: argument 1 is nested as [., .], but the step was built last for {'mask': ., 'y': .}",
+        ),
+        ("too few rows", "10 of argument 0 on ranks [0, 1] together, 11 of argument 1[0] on rank 2"),
+        (
+            "none",
+            "rank 1 was given None for argument 0, of which it needs rows 2-4, 8-10 of a batch of 11 samples; rank 2",
+        ),
+        (
+            "another dtype",
+            "rank 1: argument 0 has dtype float32 and shape (6, 4), but the step was built last for float64",
+        ),
+        ("rows of another replica", "rank 1 was given 10 rows of argument 0, and needs 6 (rows 2-4, 8-10)"),
+        ("empty", "the ranks were given no rows"),
+        ("too few samples", "the batch has 1 samples, too few for the 2 ranks of a stage"),
+    ],
+)
+def test_wrong_rows_are_an_error_on_all_ranks_after_which_the_job_goes_on(
+    launches: Launches, case: str, text: str
+) -> None:
+    messages = [found["messages"][case] for found in results(launches, "other calls")]
+    assert messages == [messages[0]] * 3
+    assert text in messages[0]
