@@ -69,6 +69,7 @@ BENCHMARKS = {
     "exactness": exactness,
     "fuzz": fuzz,
     "kills": kills,
+    "exchange": exchange,
 }
 
 # Those with options of their own.
@@ -76,7 +77,6 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "exactness": exactness.main,
     "fuzz": fuzz.main,
     "kills": kills.main,
-    "exchange": exchange,
 }
 
 
