@@ -11,5 +11,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
     keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # else layers keep the policy of the first that the process has made
     yield
     keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")

@@ -31,8 +31,10 @@ def model() -> keras.Model:
 @pytest.fixture(autouse=True)
 def float64() -> Any:
     keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # else layers keep the policy of the first that the process has made
     yield
     keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
 
 
 def make_loss(model: keras.Model, *, training: bool) -> Any:
