@@ -48,7 +48,8 @@ class Progress:
     """Progress of this process; ``step`` counts the steps of all pipelines of the process.
 
     ``calls``: number of calls announced that every rank must make; ``call_history`` is a checksum of them, and
-    ``call_listener`` is called with each. ``programs``: number of programs that this process has built.
+    ``call_listener`` is called with each. ``abort_exchanges`` ends the native exchanges that wait in a
+    failed step. ``programs``: number of programs that this process has built.
     """
 
     stage: int | None = None
@@ -59,6 +60,7 @@ class Progress:
     calls: int = 0
     call_history: int = 0
     call_listener: Callable[[RankCall], None] | None = None
+    abort_exchanges: Callable[[], None] | None = None
     hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
     _exchanges: list[str] = field(default_factory=lambda: [""])

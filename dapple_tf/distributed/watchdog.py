@@ -228,6 +228,8 @@ class Watchdog:
 
     def _abort_exchanges(self) -> None:
         """Make the exchanges of a failed step fail too: TensorFlow does not return before they end."""
+        if self._progress.abort_exchanges is not None:
+            self._progress.abort_exchanges()  # each time: an exchange may have begun since
         if not self._exchanges_aborted:
             self._exchanges_aborted = True
             threading.Thread(target=_end_exchanges, daemon=True).start()

@@ -105,29 +105,17 @@ class ReceiveOp : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tag tag = Network::Get()->NextTag(peer_, exchange_);
-    Mailbox* mailbox = Network::Get()->mailbox();
-    auto* manager = context->cancellation_manager();
-    const auto token = manager == nullptr ? tensorflow::CancellationToken{} : manager->get_cancellation_token();
-    const int peer = peer_;
-    const bool cancelled = manager != nullptr && !manager->RegisterCallback(token, [mailbox, peer, tag] {
-      mailbox->Cancel(peer, tag, Cancelled(tag));
-    });
-    OP_REQUIRES_ASYNC(context, !cancelled, Cancelled(tag), done);
-    mailbox->Await(peer_, tag,
-                   [this, context, manager, token, tag, done](const absl::Status& status, std::vector<Tensor> values) {
-                     if (manager != nullptr) manager->TryDeregisterCallback(token);
-                     OP_REQUIRES_OK_ASYNC(context, status, done);
-                     OP_REQUIRES_OK_ASYNC(context, SetOutputs(context, tag, values), done);
-                     done();
-                   });
+    // The op ignores a cancelled step, as Horovod's do. If a stage function fails, TensorFlow cancels the step before it
+    // notes the function's error, and would report the error of an op that ends first. See dapple_exchange_abort.
+    Network::Get()->mailbox()->Await(
+        peer_, tag, [this, context, tag, done](const absl::Status& status, std::vector<Tensor> values) {
+          OP_REQUIRES_OK_ASYNC(context, status, done);
+          OP_REQUIRES_OK_ASYNC(context, SetOutputs(context, tag, values), done);
+          done();
+        });
   }
 
  private:
-  static absl::Status Cancelled(const Tag& tag) {
-    return tensorflow::StatusGroup::MakeDerived(
-        absl::CancelledError(absl::StrCat("Receive operation was cancelled: ", tag.Describe())));
-  }
-
   absl::Status SetOutputs(OpKernelContext* context, const Tag& tag, const std::vector<Tensor>& values) {
     bool fits = values.size() == types_.size();
     int64_t bytes = 0;
@@ -166,6 +154,12 @@ DAPPLE_EXPORT int64_t dapple_exchange_take_peak() { return dapple::Network::Get(
 DAPPLE_EXPORT void dapple_exchange_describe_waits(double seconds, char* text, int64_t size) {
   const std::string lines = dapple::Network::Get()->mailbox()->DescribeWaits(seconds);
   text[lines.copy(text, size - 1)] = 0;
+}
+
+// Ends what ops wait for at this moment, in a step that has failed; the error is not reported as the cause.
+DAPPLE_EXPORT void dapple_exchange_abort() {
+  dapple::Network::Get()->mailbox()->Abort(
+      tensorflow::StatusGroup::MakeDerived(absl::CancelledError("The step has failed elsewhere")));
 }
 
 // Closes the connections in a forked child.

@@ -51,6 +51,10 @@ class ExchangeLibrary:
             found.setdefault(int(peer), []).append(exchange)
         return found
 
+    def abort(self) -> None:
+        """End what ops wait for at this moment: the step has failed, and they ignore its cancellation."""
+        self._functions.dapple_exchange_abort()
+
     def close_in_child(self) -> None:
         """Close the connections in a forked child, which would keep them open when its parent dies."""
         self._functions.dapple_exchange_close_in_child()

@@ -56,9 +56,7 @@ class Mailbox {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const Key key = MakeKey(source, tag);
-      if (auto cancelled = cancelled_.find(key); cancelled != cancelled_.end()) {
-        status = cancelled->second;
-      } else if (auto found = arrived_.find(key); found != arrived_.end()) {
+      if (auto found = arrived_.find(key); found != arrived_.end()) {
         tensors = std::move(found->second.tensors);
         in_flight_->Add(-BytesOf(tensors));
         arrived_.erase(found);
@@ -90,21 +88,14 @@ class Mailbox {
     receiver(absl::OkStatus(), std::move(message.tensors));
   }
 
-  // Ends the wait for one message with `status`, now or, if it has not begun, when it begins.
-  void Cancel(int source, const Tag& tag, const absl::Status& status) {
-    Receiver receiver;
+  // Ends all waits of this moment with `status`.
+  void Abort(const absl::Status& status) {
+    std::map<Key, Waiting> waiting;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      const Key key = MakeKey(source, tag);
-      auto found = waiting_.find(key);
-      if (found == waiting_.end()) {
-        cancelled_.emplace(key, status);
-        return;
-      }
-      receiver = std::move(found->second.receiver);
-      waiting_.erase(found);
+      waiting.swap(waiting_);
     }
-    receiver(status, {});
+    for (auto& [key, one] : waiting) one.receiver(status, {});
   }
 
   // Ends all waits for messages of `source`, now and later, except for what has arrived already.
@@ -162,7 +153,6 @@ class Mailbox {
   std::mutex mutex_;
   std::map<Key, Message> arrived_;
   std::map<Key, Waiting> waiting_;
-  std::map<Key, absl::Status> cancelled_;  // a step that is cancelled has failed, and ends the job
   std::map<int, absl::Status> failed_;
 };
 

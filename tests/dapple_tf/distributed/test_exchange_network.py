@@ -19,11 +19,15 @@ class Sockets:
 
     kept: dict[int, socket.socket] = field(default_factory=dict)
     closed: int = 0
+    aborted: int = 0
 
     def connect(self, peer: int, descriptor: int) -> bool:
         assert peer not in self.kept
         self.kept[peer] = socket.socket(fileno=descriptor)
         return True
+
+    def abort(self) -> None:
+        self.aborted += 1
 
     def close_in_child(self) -> None:
         self.closed += 1

@@ -175,16 +175,34 @@ def test_damaged_data_end_the_connection_not_the_process(
     assert f"lost the connection to rank {peer}: it has sent a damaged message" in receive_error(library, peer)
 
 
-def test_a_step_that_fails_elsewhere_ends_its_receives_and_reports_the_cause(pair: Pair) -> None:
+def test_the_receives_of_a_failed_step_end_when_aborted_and_the_cause_is_reported(pair: Pair) -> None:
+    """They do not end by themselves: the error of a stage function comes after the cancellation that it causes."""
+
+    @tf.function(autograph=False, experimental_attributes={internals.NO_INLINE: True})
+    def work(x: Any) -> Any:
+        return tf.debugging.check_numerics(x, "bad input")
+
     # As steps are built: automatic control dependencies would order the check after the receive.
     @tf.function(autograph=False, experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True})
     def step(x: Any) -> Any:
         (values, _) = pair.library.ops.dapple_receive(T=[tf.float32], shapes=[[2]], peer=pair.here, exchange="x")
-        return tf.debugging.check_numerics(x, "bad input") + values[0]
+        return work(x) + values[0]
 
-    with pytest.raises(tf.errors.InvalidArgumentError, match="bad input") as caught:
-        step(tf.constant([np.nan, 1.0]))
-    assert "cancelled" not in caught.value.message
+    errors = []
+
+    def run() -> None:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="bad input") as caught:
+            step(tf.constant([np.nan, 1.0]))
+        errors.append(caught.value.message)
+
+    running = threading.Thread(target=run)
+    running.start()
+    running.join(1)
+    assert running.is_alive()
+    pair.library.abort()
+    running.join(20)
+    assert len(errors) == 1
+    assert "elsewhere" not in errors[0]
 
 
 # --- memory
