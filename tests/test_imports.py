@@ -21,7 +21,7 @@ PACKAGES = ("graph_passes", "profiler", "dapple_tf")
 
 NESTED = {
     "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
-    "dapple_tf.distributed.membership": "for types alone: a job is joined before TensorFlow starts, which exchanges need",
+    "dapple_tf.distributed.membership": "for types alone: a job is joined before TensorFlow starts; exchanges need it",
     "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
 }
 """The modules that may import our own packages elsewhere than at their top, each with the reason."""
