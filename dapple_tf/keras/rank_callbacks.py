@@ -91,7 +91,7 @@ def adapted(callbacks: Sequence[Any], model: keras.Model, job: Job) -> Iterator[
 def _share_backup(stack: contextlib.ExitStack, callback: Any, model: keras.Model, job: Job) -> None:
     """Have rank 0 alone read and write the backup; the others get its weights and the epoch to go on at."""
     path = internals.backup_path(callback)
-    load_here = getattr(callback, internals.BACKUP_LOAD)
+    load_here, end_here = getattr(callback, internals.BACKUP_LOAD), callback.on_train_end
 
     def load() -> None:
         exists = job.broadcast(os.path.exists(path))
@@ -101,10 +101,12 @@ def _share_backup(stack: contextlib.ExitStack, callback: Any, model: keras.Model
             model.load_weights(path)
         internals.set_initial_epoch(model, job.broadcast(internals.initial_epoch(model)))
 
-    _replace(stack, callback, **{internals.BACKUP_LOAD: load})
+    def end(logs: Any = None) -> None:
+        job.run_on_rank_0(lambda: end_here(logs) and None)  # it deletes the backup
+
+    _replace(stack, callback, **{internals.BACKUP_LOAD: load, "on_train_end": end})
     if job.rank:
-        save = {internals.BACKUP_SAVE: lambda: model.save_weights(path, overwrite=True)}
-        _replace(stack, callback, **save, on_train_end=lambda logs=None: None)
+        _replace(stack, callback, **{internals.BACKUP_SAVE: lambda: model.save_weights(path, overwrite=True)})
 
 
 def _replace(stack: contextlib.ExitStack, callback: Any, **attributes: Any) -> None:
