@@ -11,8 +11,8 @@ from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Configura
 from tests.equality.pending_cases import PENDING
 
 SHORT = (
-    *("masked_lm", "seq2seq_lstm", "class_weights_by_their_sum", "l2_in_masked_loss", "aux_several"),
-    *("distillation_ema_teacher", "dropout_0.5", "batch_norm", "experts", "simclr", "simclr_batch_loss", "dice"),
+    *("masked_lm", "l2_in_masked_loss", "distillation_ema_teacher", "dropout_0.5", "batch_norm", "experts"),
+    *("simclr", "simclr_batch_loss"),
 )
 """The cases that ``make test`` runs: one of every mechanism."""
 

@@ -255,6 +255,7 @@ def test_two_ranks_on_two_servers() -> None:
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_three_ranks_on_two_servers() -> None:
     outputs = run_ranks(["-c", PROBE], 3)
     assert len({output.stdout for output in outputs}) == 1

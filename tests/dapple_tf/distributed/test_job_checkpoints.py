@@ -57,6 +57,7 @@ def train_in_one_process(layout: str, steps: int, *options: object) -> list[floa
     return losses
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) -> None:
     """One launch of three ranks is killed, and another of two resumes; the latter also saves a trace."""
     folder, trace = tmp_path / "checkpoints", tmp_path / "trace.json"

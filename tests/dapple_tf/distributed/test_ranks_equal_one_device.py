@@ -118,6 +118,7 @@ def test_the_graph_of_a_rank_has_its_own_part_only(launches: Launches, name: str
             assert sum(function.count("MatMul") for function in library) == MULTIPLICATIONS[name][stage]
 
 
+@pytest.mark.slow
 def test_batch_norm_state_is_the_mean_of_the_replicas(launches: Launches) -> None:
     """Replica r has half r of each micro-batch of six: samples 0-2 and 6-8, or 3-5 and 9-11."""
     name = "batch norm, replicated"

@@ -86,6 +86,7 @@ MODEL = "tests/dapple_tf/distributed/programs/checkpoint_model.py:chain"
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
+@pytest.mark.slow
 def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     options = ["--stages", "2", "--micro-batches", "2", "--steps", "6", "--json"]
     options += ["--trace", str(tmp_path / "t.json"), "--tensorboard", str(tmp_path / "curves")]

@@ -24,6 +24,7 @@ def results(launches: Launches) -> list[dict[str, Any]]:
     return launches.results("held variables", "held_variables")
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_own_half_of_weights_and_slots_in_memory(results: list[dict[str, Any]]) -> None:
     for seen in results:
         resident = seen["resident"]
@@ -34,6 +35,7 @@ def test_a_rank_keeps_its_own_half_of_weights_and_slots_in_memory(results: list[
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
+@pytest.mark.slow
 def test_steps_of_different_plans_train_one_model(results: list[dict[str, Any]], launches: Launches) -> None:
     """Each step uses the values that the other has trained on other ranks: the model ends as on one device."""
     folder = launches.folder("held variables")
@@ -49,6 +51,7 @@ def test_steps_of_different_plans_train_one_model(results: list[dict[str, Any]],
             np.testing.assert_allclose(found, variable, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_a_rank_can_read_the_layers_of_its_stage_under_the_last_plan(results: list[dict[str, Any]]) -> None:
     a, b, everything = ([0], [1, 2, 3]), ([0, 1, 2], [3]), [0, 1, 2, 3]
     for rank, seen in enumerate(results):

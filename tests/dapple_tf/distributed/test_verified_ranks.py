@@ -105,6 +105,7 @@ def test_the_command_prints_once() -> None:
     assert json.loads(first.stdout.splitlines()[-1])["ok"] is True
 
 
+@pytest.mark.slow
 def test_the_command_ends_every_rank_with_1_if_the_steps_differ() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks([*VERIFY, "--set", "noisy=True"], 2)
