@@ -74,7 +74,7 @@ def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains:
         raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{Exactness(reasons)}")
     if reasons and inexact == "warn":
         message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(reasons)}"
-        warnings.warn(message, DappleWarning, stacklevel=9)
+        warnings.warn(message, DappleWarning, stacklevel=10)
     if dependence.grows and trains:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
-        warnings.warn(message, DappleWarning, stacklevel=9)
+        warnings.warn(message, DappleWarning, stacklevel=10)

@@ -128,6 +128,7 @@ def join_a_job(monkeypatch: pytest.MonkeyPatch, cores: set[int], rank: int = 0) 
     """Make this process a rank of a job of two, on these cores."""
     monkeypatch.setattr(membership, "join", lambda: Job(2, rank, rank, 2))
     monkeypatch.setattr("dapple_tf.devices.start_exit_reporting", lambda job: None)
+    monkeypatch.setattr("dapple_tf.devices.start_exchanges", lambda job: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from dapple_tf import internals
 from dapple_tf.frontend.dependence.bodies import Body, read_function
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
@@ -40,12 +43,20 @@ def check_gradient(
     if not any(kind.trained for kind in kinds):
         return True
     gradients = internals.trace_gradient(func_graph, node.name)
-    outer = [value_of(tensor) for tensor in gradients.captured]
+    outer = [value_of(tensor) if tf.is_symbolic_tensor(tensor) else None for tensor in gradients.captured]
     incoming = [_incoming(kind) for kind in kinds]
-    captured = [scope.kinds.get(value, CONSTANT) for value in outer]
-    shapes = [Shape(scope.dims(value)) for value in (*node.values(), *outer)]
+    captured = [CONSTANT if value is None else scope.kinds.get(value, CONSTANT) for value in outer]
+    shapes = [Shape(scope.dims(value)) for value in node.values()]
+    for value, tensor in zip(outer, gradients.captured, strict=True):
+        shapes.append(Shape(tuple(tensor.shape) if value is None else scope.dims(value)))
     found = of_body(read_function(gradients.func_graph, node.name, shapes), [*incoming, *captured])
-    return all(_fits(kinds[place], kind) for place, kind in zip(gradients.places, found, strict=True))
+    results = zip(gradients.places, found, gradients.func_graph.outputs, strict=True)
+    return all(_is_zero(tensor) or _fits(kinds[place], kind) for place, kind, tensor in results)
+
+
+def _is_zero(tensor: Any) -> bool:
+    value = tf.get_static_value(tensor)
+    return value is not None and not np.any(value)
 
 
 def _incoming(kind: Kind) -> Kind:

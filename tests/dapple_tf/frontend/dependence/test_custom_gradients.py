@@ -22,6 +22,7 @@ def with_gradient(backward: Any) -> Any:
     return identity
 
 
+HALF = tf.constant(0.5, tf.float64)
 REVERSED = with_gradient(lambda dy: -dy)
 CLIPPED = with_gradient(lambda dy: tf.clip_by_value(dy, -0.1, 0.1))
 BY_NORM = with_gradient(lambda dy: tf.clip_by_norm(dy, 0.1))
@@ -37,6 +38,8 @@ SIGN = with_gradient(tf.sign)
         lambda b: keras.ops.silu(b.z),
         lambda b: tf.nn.silu(b.z),
         lambda b: with_gradient(lambda dy: dy * b.x)(b.z),
+        lambda b: with_gradient(lambda dy: dy * HALF)(b.z),
+        lambda b: b.z * with_gradient(lambda dy: tf.zeros([4], tf.float64))(b.w + 0.0),
         lambda b: b.z * REVERSED(b.w + 0.0),
     ],
 )
