@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -323,6 +324,14 @@ class TracedGradient:
     func_graph: Any
     captured: Sequence[Any]
     places: Sequence[int]
+
+
+def gradient_module(graph: Any, name: str) -> str:
+    """Return the module that defines the gradient of an op of a FuncGraph (a closure of ``tf.custom_gradient``)."""
+    function = ops.get_gradient_function(graph.get_operation_by_name(name))
+    for closed_over in ("tape_grad_fn", "grad_fn"):
+        function = inspect.getclosurevars(function).nonlocals.get(closed_over, function)
+    return str(function.__module__)
 
 
 def trace_gradient(graph: Any, name: str) -> TracedGradient:

@@ -660,11 +660,18 @@ def test_the_gradient_of_an_op_is_traced_as_a_function_of_gradients_and_captured
 
     graph = function.get_concrete_function(*[tf.TensorSpec([3], tf.float32)] * 2).graph
     (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
+    assert internals.gradient_module(graph, op.name) == __name__
     traced = internals.trace_gradient(graph, op.name)
     assert [tensor is graph.inputs[1] for tensor in traced.captured] == [True]
     (place,) = traced.places
     assert op.inputs[place] is graph.inputs[0]
     assert len(traced.func_graph.inputs) == len(op.outputs) + 1
+
+
+def test_the_module_of_a_gradient_of_tensorflow_is_known() -> None:
+    traced = tf.function(tf.nn.silu).get_concrete_function(tf.TensorSpec([3], tf.float32))
+    (op,) = (op for op in traced.graph.get_operations() if op.type == "IdentityN")
+    assert internals.gradient_module(traced.graph, op.name).startswith("tensorflow.")
 
 
 # --- the start of TensorFlow

@@ -23,6 +23,10 @@ KindsOfBody = Callable[[Body, Sequence[Kind]], list[Kind]]
 """Returns the kinds of the outputs of a function, for arguments of these kinds."""
 
 
+_TRUE = ("tensorflow.", "keras.")
+"""Packages whose custom gradients are those of forward, computed in another way (silu, tf.recompute_grad)."""
+
+
 def has_custom_gradient(node: Node) -> bool:
     """Return whether the op's gradient was written by the user."""
     return node.op == "IdentityN" and node.has("_gradient_op_type")
@@ -40,7 +44,7 @@ def check_gradient(
 
     ``func_graph``: the trace that holds the op. ``value_of``: returns the value of a tensor of that trace.
     """
-    if not any(kind.trained for kind in kinds):
+    if not any(kind.trained for kind in kinds) or internals.gradient_module(func_graph, node.name).startswith(_TRUE):
         return True
     gradients = internals.trace_gradient(func_graph, node.name)
     outer = [value_of(tensor) if tf.is_symbolic_tensor(tensor) else None for tensor in gradients.captured]

@@ -78,9 +78,12 @@ def wait_in_backward() -> list[str]:
 def train(loss_fn: Any, batches: Any, micro_batches: int) -> None:
     """Train on the batches with data parallelism, AllReduce overlapped."""
     size = int(batches[0][0].shape[0])
-    whole = dapple.pipeline(loss_fn, optimizer=momentum(), stages=1, replicas=[2], micro_batches=micro_batches)
+    options = {"inexact": "allow"}  # a custom gradient runs Python code
+    whole = dapple.pipeline(
+        loss_fn, optimizer=momentum(), stages=1, replicas=[2], micro_batches=micro_batches, **options
+    )
     whole.build(*batches[0])
     plan = overlapped(2, micro_batches=micro_batches, ends=[whole.plan.stages[-1].last_layer], samples=size)
-    step = dapple.pipeline(loss_fn, optimizer=momentum(), **plan)
+    step = dapple.pipeline(loss_fn, optimizer=momentum(), **plan, **options)
     for batch in batches:
         step(*batch)
