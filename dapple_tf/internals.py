@@ -327,11 +327,14 @@ class TracedGradient:
 
 
 def gradient_module(graph: Any, name: str) -> str:
-    """Return the module that defines the gradient of an op of a FuncGraph (a closure of ``tf.custom_gradient``)."""
+    """Return the module that defines the gradient of an op of a FuncGraph (a closure of ``tf.custom_gradient``).
+
+    "" where that is a function with a name of its own, such as tf.sign, which anyone may have given.
+    """
     function = ops.get_gradient_function(graph.get_operation_by_name(name))
     for closed_over in ("tape_grad_fn", "grad_fn"):
         function = inspect.getclosurevars(function).nonlocals.get(closed_over, function)
-    return str(function.__module__)
+    return str(function.__module__) if "<locals>" in function.__qualname__ else ""
 
 
 def trace_gradient(graph: Any, name: str) -> TracedGradient:

@@ -674,6 +674,13 @@ def test_the_module_of_a_gradient_of_tensorflow_is_known() -> None:
     assert internals.gradient_module(traced.graph, op.name).startswith("tensorflow.")
 
 
+def test_a_function_of_tensorflow_that_a_user_gives_as_gradient_has_no_module() -> None:
+    signed = tf.custom_gradient(lambda x: (tf.identity(x), tf.sign))
+    graph = tf.function(lambda x: signed(x)).get_concrete_function(tf.TensorSpec([3], tf.float32)).graph
+    (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
+    assert not internals.gradient_module(graph, op.name)
+
+
 # --- the start of TensorFlow
 
 
