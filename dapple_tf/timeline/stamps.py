@@ -73,16 +73,21 @@ def _event(stamp: Stamp) -> Event:
 
 
 def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
-    """Return each exchange once: it starts when the last of its ranks reaches it, and ends when the last leaves it."""
-    transfers: dict[str, Transfer] = {}
+    """Return each exchange once: it starts when the last of its ranks reaches it, and ends when the last leaves it.
+
+    A rank may have received and left before another receiver reaches the exchange: then it has started by that time.
+    """
+    by_name: dict[str, list[Stamp]] = {}
     for stamp in stamps:
-        stages = parse_exchange_name(stamp.name) if stamp.op == "exchange" else None
-        if stages is None:
-            continue
-        known = transfers.get(stamp.name, Transfer(*stages, stamp.start, stamp.end))
-        start, end = max(known.start, stamp.start), max(known.end, stamp.end)
-        transfers[stamp.name] = dataclasses.replace(known, start=start, end=end)
-    return sorted(transfers.values(), key=lambda transfer: transfer.start)
+        if stamp.op == "exchange" and parse_exchange_name(stamp.name) is not None:
+            by_name.setdefault(stamp.name, []).append(stamp)
+    transfers = []
+    for name, ranks in by_name.items():
+        stages = parse_exchange_name(name)
+        assert stages is not None, "other exchanges were left out above"
+        ends = [stamp.end for stamp in ranks]
+        transfers.append(Transfer(*stages, min(max(stamp.start for stamp in ranks), *ends), max(ends)))
+    return sorted(transfers, key=lambda transfer: transfer.start)
 
 
 def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:

@@ -185,3 +185,17 @@ def test_a_timeline_can_be_copied() -> None:
     copied = pickle.loads(pickle.dumps(TWO))
     assert copied == TWO
     assert copied.utilisation("/device:CPU:0") == 0.5
+
+
+def test_a_transfer_has_started_before_the_first_of_its_receivers_goes_on() -> None:
+    there = "exchange/stage0_to_stage1/mb0/forward"
+    found = make_timeline(
+        [
+            stamp("forward", "stage0/replica0/mb0/forward", (0, 0, 0), 0, 10.0, 11.0),
+            stamp("exchange", there, (None, None, None), 0, 11.0, 11.5),
+            stamp("exchange", there, (None, None, None), 1, 10.5, 11.25),
+            stamp("forward", "stage1/replica0/mb0/forward", (1, 0, 0), 1, 11.25, 13.0),
+            stamp("exchange", there, (None, None, None), 2, 12.0, 12.25),  # a receiver that comes late
+        ]
+    )
+    assert found.transfers == (Transfer(0, 1, 0, 1.25, 2.25),)
