@@ -76,9 +76,13 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
         ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
         ((TINY_MODEL, "--tensorboard", "setup.py"), "setup.py cannot hold TensorBoard's events: File exists", 1),
         # Paths are checked before the model is made.
-        (("models/gpt.py:absent", "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 1),
         (
-            ("models/gpt.py:absent", "--tensorboard", "setup.py/d"),
+            (TINY_MODEL, "--set", "absent=1", "--trace", "setup.py/t.png"),
+            "setup.py/t.png: its folder cannot be made",
+            1,
+        ),
+        (
+            (TINY_MODEL, "--set", "absent=1", "--tensorboard", "setup.py/d"),
             "setup.py/d cannot hold TensorBoard's events: Not a dir",
             1,
         ),
