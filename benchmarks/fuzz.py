@@ -28,7 +28,7 @@ _MOST_SECONDS_IN_ALL = 3600
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one reader did with its ``inputs``.
+    """The results of one reader on a number of ``inputs``.
 
     ``accepted``: how many were read without an error; ``wrong``: errors that are not documented, with the numbers of
     their inputs. ``peak_bytes``: by which the process grew, at most.
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def fuzz(name: str, inputs: int, seed: int) -> Outcome:
-    """Give the reader so many damaged inputs, in this process."""
+    """Run the reader on damaged files, as many as ``inputs``, in this process, and return what it did."""
     reader = reader_named(name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "input")
@@ -64,7 +64,7 @@ def fuzz(name: str, inputs: int, seed: int) -> Outcome:
                 accepted += 1
             except reader.errors:
                 pass
-            except Exception as error:
+            except Exception as error:  # any other type is a finding, which the table shows
                 wrong.append(f"{type(error).__name__} (input {number})")
             slowest = max(slowest, (time.process_time() - begin, number))
     return Outcome(inputs, accepted, tuple(wrong), *slowest, _peak() - before)

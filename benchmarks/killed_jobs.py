@@ -25,7 +25,7 @@ LAYOUTS: Mapping[int, Sequence[str]] = {2: ("1,1", "2"), 3: ("1,1,1", "2,1"), 4:
 
 @dataclass(frozen=True)
 class Kill:
-    """A signal (``name``) to a rank, or to the launcher (None), so many seconds after the launch."""
+    """A signal (``name``) that a rank, or the launcher (None), gets ``seconds`` after the launch."""
 
     name: str
     rank: int | None
@@ -39,7 +39,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """The end of a job.
 
     ``exit_code``: of the launcher; None if the job had to be ended from here. ``seconds``: from the kill (or the
     launch) to the end of its last process. ``losses``: that rank 0 printed. ``output``: of all ranks and the launcher.
@@ -80,14 +80,14 @@ def train(
                 begin, patience = time.monotonic(), timeout + 20.0
                 _send(kill, process.pid, mark)
             while (process.poll() is None or find_marked(mark)) and time.monotonic() < begin + patience:
-                time.sleep(0.05)
+                time.sleep(0.05)  # ranks are no children of this process, so it cannot wait for them
             seconds, ended = time.monotonic() - begin, process.poll() is not None and not find_marked(mark)
         finally:
             while found := find_marked(mark):
                 for number in found:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(number, signal.SIGKILL)
-                time.sleep(0.01)
+                time.sleep(0.01)  # until the kernel has ended them
             process.wait()
         output = "".join(
             f"--- {path.parent.name}\n" + path.read_text(errors="replace")

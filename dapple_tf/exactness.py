@@ -12,7 +12,7 @@ from dapple_tf.errors import PlanError, UsageError
 _WIDTH = 120  # characters of a line of the table
 
 Inexact = Literal["error", "warn", "allow"]
-"""What to do with a model whose step would differ from one device's: raise an error, warn, or say nothing."""
+"""The reaction to a model whose step would differ from one device's: raise an error, warn, or train silently."""
 
 BatchLoss = bool | Literal["auto"]
 """Whether the part of a loss that combines samples runs once, on the whole batch; "auto": only if it must."""

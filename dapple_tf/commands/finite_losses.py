@@ -52,7 +52,7 @@ class LossWatch:
 
     @property
     def problem(self) -> str:
-        """What was wrong with the run, "" for nothing."""
+        """The message that names the loss or the variables that were not finite; "" where all were finite."""
         if self._first is None and not self._unsaved:
             return ""
         if self._first is None:

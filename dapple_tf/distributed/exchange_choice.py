@@ -21,7 +21,7 @@ _WAYS = ("auto", "native", "horovod")
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank says of the native exchange.
+    """The answer of one rank to the question whether it can exchange natively.
 
     ``obstacle``: why it cannot, or should not, be used there; "" if it can. ``digest``: of its source.
     """

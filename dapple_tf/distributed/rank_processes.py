@@ -18,7 +18,7 @@ _LAUNCHERS = (
 
 
 class State(Enum):
-    """What a process does: it runs (or waits for something), is stopped by a signal, or has ended."""
+    """The state of a process: it runs (or waits for something), is stopped by a signal, or has ended."""
 
     RUNS = "runs"
     STOPPED = "stopped"

@@ -177,7 +177,7 @@ def connect_to(
                     failures[address] = f"port {port}: {error}"
         if time.monotonic() >= end:
             break
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(_RETRY_SECONDS)  # the other rank may not listen yet
     found = "; ".join(f"{address} {failure}" for address, failure in failures.items())
     raise JobError(
         f"rank {own_rank} cannot connect to rank {peer} at any of its addresses ({found}): {purpose} over TCP, so "

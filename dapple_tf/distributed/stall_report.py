@@ -16,7 +16,7 @@ _DEFAULT_SECONDS = 60.0
 
 
 class Waits(Protocol):
-    """What knows for which messages this process waits."""
+    """An object that lists the messages for which this process waits."""
 
     def find_waits(self, seconds: float) -> Mapping[int, list[str]]:
         """Return what has been waited for longer than ``seconds``: names of exchanges, by rank."""

@@ -104,7 +104,7 @@ def _name(number: int) -> str:
 
 @dataclass(frozen=True)
 class TracedStatistics:
-    """What is written from the sums at the end of a step.
+    """The functions that write moving statistics at the end of a step.
 
     ``functions``: of the stages; they take sums and variables. ``constants`` and ``library``: what they need besides,
     as ``StagedModel`` has it. ``traces``: the FuncGraphs that they were read from.

@@ -1,4 +1,4 @@
-"""What Keras calls for each batch, or each ``steps_per_execution`` batches: train, test and predict functions."""
+"""Make the train, test and predict functions that Keras calls for one or ``steps_per_execution`` batches."""
 
 from __future__ import annotations
 

@@ -72,11 +72,13 @@ def _event(stamp: Stamp) -> Event:
     return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end)
 
 
-def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
+def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     """Return each exchange once: it starts when the last of its ranks reaches it, and ends when the last leaves it.
 
-    A rank may have received and left before another receiver reaches the exchange: then it has started by that time.
+    Receivers of other senders need not meet: an exchange has started by the time that its first receiver leaves it. A
+    sender leaves it as soon as its tensors are queued, which says nothing of the others.
     """
+    stage_of = {stamp.device: stamp.stage for stamp in stamps if stamp.op in KIND_OF_CALL}
     by_name: dict[str, list[Stamp]] = {}
     for stamp in stamps:
         if stamp.op == "exchange" and parse_exchange_name(stamp.name) is not None:
@@ -85,8 +87,9 @@ def _transfers(stamps: Iterable[Stamp]) -> list[Transfer]:
     for name, ranks in by_name.items():
         stages = parse_exchange_name(name)
         assert stages is not None, "other exchanges were left out above"
-        ends = [stamp.end for stamp in ranks]
-        transfers.append(Transfer(*stages, min(max(stamp.start for stamp in ranks), *ends), max(ends)))
+        received = [stamp.end for stamp in ranks if stage_of.get(stamp.device) == stages[1]]
+        start = min([max(stamp.start for stamp in ranks), *received])
+        transfers.append(Transfer(*stages, start, max(stamp.end for stamp in ranks)))
     return sorted(transfers, key=lambda transfer: transfer.start)
 
 

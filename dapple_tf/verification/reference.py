@@ -52,7 +52,7 @@ class OneDevice:
         own takes the whole batch.
         """
         is_function = internals.is_tf_function(self.loss_fn)
-        loss_fn = self.loss_fn.python_function if is_function else self.loss_fn  # type: ignore[attr-defined]
+        loss_fn = self.loss_fn.python_function if is_function else self.loss_fn  # type: ignore[attr-defined]  # a tf.function has it
         return self._train(batch, loss_fn, divide_batch_norm(sizes_of, deferred=deferred))
 
     def _train(

@@ -21,7 +21,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 Combine = Literal["concat", "sum", "merge"]
-"""How the slices of one use, in all micro-batches and replicas, become those of the whole batch.
+"""The way to join the slices of one use, from all micro-batches and replicas, into those of the whole batch.
 
 ``concat``: they are concatenated; each belongs to a sample. ``sum``: slices at the same position are added; the indices
 do not depend on the batch (position embeddings), and one device looks each of them up once. ``merge``: slices of equal

@@ -1,4 +1,4 @@
-"""What the benchmark of killed jobs counts as a wrong end, and what it chooses; the jobs themselves take minutes."""
+"""The benchmark of killed jobs: its choice of signals, and the ends that it counts as wrong; no job is started."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch n
 
 
 ShapesAt = Callable[[int], Mapping[str, Sequence[Shape]]]
-"""Returns the shapes of the outputs of all nodes for a batch of so many samples."""
+"""A function of a batch size: returns the shapes of the outputs of all nodes at that size."""
 
 
 @dataclass

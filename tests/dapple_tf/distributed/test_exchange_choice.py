@@ -72,7 +72,7 @@ if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
 
 
 def run(way: str, setup: str = "") -> tuple[list[list[object]], list[str]]:
-    """What the ranks of a job with this DAPPLE_EXCHANGE printed: results, and errors."""
+    """Start a job with this DAPPLE_EXCHANGE; return the results and the errors that its ranks printed."""
     ranks = run_ranks(["-c", PROGRAM.format(setup=setup)], 2, environment={"DAPPLE_EXCHANGE": way})
     return [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks], [rank.stderr for rank in ranks]
 

@@ -52,7 +52,7 @@ def greet(job: ThreadJob, sockets: Sockets) -> dict[int, str]:
 def test_only_the_wanted_ranks_are_connected_and_each_pair_once() -> None:
     def connect(job: ThreadJob) -> tuple[dict[int, str], int]:
         sockets = Sockets()
-        network: Any = ExchangeNetwork(job, sockets)  # type: ignore[arg-type]
+        network: Any = ExchangeNetwork(job, sockets)  # type: ignore[arg-type]  # plain sockets, no ops
         network.connect([(0, 1)])
         calls = job.progress.calls
         network.connect([(0, 1)])
@@ -70,7 +70,7 @@ def test_only_the_wanted_ranks_are_connected_and_each_pair_once() -> None:
 def test_all_ranks_may_be_connected_with_all() -> None:
     def connect(job: ThreadJob) -> list[int]:
         sockets = Sockets()
-        ExchangeNetwork(job, sockets).connect([(0, 1), (0, 2), (1, 2)])  # type: ignore[arg-type]
+        ExchangeNetwork(job, sockets).connect([(0, 1), (0, 2), (1, 2)])  # type: ignore[arg-type]  # plain sockets, no ops
         return sorted(greet(job, sockets))
 
     assert on_three_ranks(connect) == [[1, 2], [0, 2], [0, 1]]
@@ -86,8 +86,8 @@ def test_a_rank_that_does_not_know_the_secret_is_refused() -> None:
                 return servers
             return [(places, "another") for places, _ in servers]
 
-        job.gather = forget_secret  # type: ignore[method-assign]
-        ExchangeNetwork(job, Sockets(), seconds=4.0).connect([(0, 1)])  # type: ignore[arg-type]
+        job.gather = forget_secret  # type: ignore[method-assign]  # of this job alone
+        ExchangeNetwork(job, Sockets(), seconds=4.0).connect([(0, 1)])  # type: ignore[arg-type]  # plain sockets, no ops
 
     errors = on_three_ranks(connect)
     assert all(isinstance(error, JobError) for error in errors)

@@ -20,7 +20,7 @@ LAUNCH, PROGRAM = "three ranks with local rows", "local_rows"
 
 
 def ranks(*inputs: RankInputs) -> list[InputNeeds]:
-    """What ranks need of batches of 8 samples in two micro-batches."""
+    """Return the rows that each rank needs of a batch of 8 samples in two micro-batches."""
     return [InputNeeds(("0", "1"), own, 2, max(i.replicas for i in inputs), 8) for own in inputs]
 
 

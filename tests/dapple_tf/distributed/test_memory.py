@@ -40,6 +40,6 @@ def test_the_memory_of_each_rank_is_predicted_within_a_tenth(reports: list[dict[
 
 @needs_library
 def test_messages_in_flight_are_bounded_by_the_schedule(launches: Launches) -> None:
-    """Stage 0 is at most K_0 = 9 micro-batches ahead: so many activations are in flight, and so many gradients."""
+    """Stage 0 is at most K_0 = 9 micro-batches ahead, so at most 9 activations and 9 gradients are in flight."""
     for result in launches.results("two ranks", "memory_report"):
         assert TENSOR <= result["in_flight"] <= (9 + 9) * TENSOR

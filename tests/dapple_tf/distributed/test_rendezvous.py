@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_confirm_is_no_link(listener: socket.socket, pool: 
     accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 1.0)
 
     class Silent(socket.socket):
-        def sendall(self, data: bytes, *flags: int) -> None:  # type: ignore[override]
+        def sendall(self, data: bytes, *flags: int) -> None:  # type: ignore[override]  # the socket takes any buffer
             if data != b"connected\n":
                 super().sendall(data)
 
@@ -177,7 +177,7 @@ def test_a_slow_sender_is_cut_off_in_time(listener: socket.socket, pool: ThreadP
 
 
 def test_a_rank_gives_up_on_what_is_not_rank_0(pool: ThreadPoolExecutor) -> None:
-    """What listens sends a byte now and then, and never a challenge."""
+    """The listening process sends a byte now and then, and never a challenge."""
     stop = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as other:
         other.settimeout(0.2)

@@ -20,7 +20,7 @@ ALL_BYTES = 6 * 3 * LARGE_BYTES  # six matrices, each with two slots
 
 @pytest.fixture
 def results(launches: Launches) -> list[dict[str, Any]]:
-    """What each of two ranks observed."""
+    """Return the observations of two ranks."""
     return launches.results("held variables", "held_variables")
 
 

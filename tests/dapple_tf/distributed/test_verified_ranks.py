@@ -21,7 +21,7 @@ DIVIDED = ": NOT equal to plain training, but equal to plain training whose batc
 
 @pytest.fixture
 def ranks(launches: Launches) -> list[dict[str, Any]]:
-    """What each of two ranks was told."""
+    """Return the reports that two ranks got."""
     return launches.results("two ranks that verify", "verified")
 
 

@@ -40,7 +40,7 @@ def test_a_model_must_be_a_compiled_keras_model() -> None:
     with pytest.raises(UsageError, match=r"net has no optimizer: call model.compile"):
         dapple.keras.pipeline(model)
     with pytest.raises(UsageError, match=r"model is a function, not a keras.Model"):
-        dapple.keras.pipeline(lambda x: x)  # type: ignore[arg-type]
+        dapple.keras.pipeline(lambda x: x)  # type: ignore[arg-type]  # no model: that is the test
     model.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(PlanError, match="run_eagerly=True, but a pipeline is a graph"):
         dapple.keras.pipeline(model)

@@ -40,7 +40,7 @@ def test_two_steps_that_share_a_variable_compute_in_two_threads_what_they_comput
         for _ in range(count):
             step(batch)
 
-    run_all([lambda s=s, c=c: train(s, c) for s, c in zip(steps, counts, strict=True)])  # type: ignore[misc]
+    run_all([lambda s=s, c=c: train(s, c) for s, c in zip(steps, counts, strict=True)])  # type: ignore[misc]  # mypy cannot infer such lambdas
     np.testing.assert_array_equal(weight.numpy(), [2.0 ** (900 - 150 - 2 * 100)])
 
 

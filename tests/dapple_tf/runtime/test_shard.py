@@ -132,7 +132,7 @@ def test_a_step_must_have_been_built() -> None:
     with pytest.raises(UsageError, match="nothing has been built"):
         dapple.shard(numbers(3), step)
     with pytest.raises(UsageError, match="nothing has been built"):
-        step.needs  # noqa: B018
+        step.needs  # noqa: B018  # reading it raises
 
 
 def test_samples_must_have_the_arguments_of_the_loss() -> None:

@@ -196,6 +196,22 @@ def test_a_transfer_has_started_before_the_first_of_its_receivers_goes_on() -> N
             stamp("exchange", there, (None, None, None), 1, 10.5, 11.25),
             stamp("forward", "stage1/replica0/mb0/forward", (1, 0, 0), 1, 11.25, 13.0),
             stamp("exchange", there, (None, None, None), 2, 12.0, 12.25),  # a receiver that comes late
+            stamp("forward", "stage1/replica1/mb0/forward", (1, 1, 0), 2, 12.25, 14.0),
         ]
     )
     assert found.transfers == (Transfer(0, 1, 0, 1.25, 2.25),)
+
+
+def test_a_transfer_of_two_senders_starts_when_the_last_of_them_has_its_tensor() -> None:
+    back = "exchange/stage1_to_stage0/mb0/backward"
+    found = make_timeline(
+        [
+            stamp("backward", "stage1/replica0/mb0/backward", (1, 0, 0), 1, 9.0, 10.0),
+            stamp("exchange", back, (None, None, None), 1, 10.0, 10.25),  # it queues its rows and goes on
+            stamp("backward", "stage1/replica1/mb0/backward", (1, 1, 0), 2, 9.0, 12.0),
+            stamp("exchange", back, (None, None, None), 2, 12.0, 12.25),
+            stamp("exchange", back, (None, None, None), 0, 9.5, 12.5),
+            stamp("backward", "stage0/replica0/mb0/backward", (0, 0, 0), 0, 12.5, 13.0),
+        ]
+    )
+    assert found.transfers == (Transfer(1, 0, 0, 3.0, 3.5),)

@@ -25,7 +25,7 @@ def main(moment: str, rank: int) -> None:
         elif moment == "exits":
             os._exit(0)
         elif moment == "sleeps":
-            time.sleep(4)
+            time.sleep(4)  # the delay that the other ranks must bear
     dapple.init()
     print("joined")
 

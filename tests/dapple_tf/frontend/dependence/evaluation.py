@@ -30,7 +30,7 @@ _NO_VALUE = ("resource", "variant")
 
 @dataclass(frozen=True)
 class Batch:
-    """What a small loss computes with.
+    """The arguments and variables of a small loss.
 
     ``x``: float64 [N, 4]. ``z``: x times the trained variable ``w`` [4]. ``y``: int32 labels [N] below 4. ``mask``:
     bool [N]. ``u``: an untrained variable [4].
