@@ -110,7 +110,7 @@ class Analysis:
             case "arg":
                 return rows()
             case "rows":
-                return Kind(Form.SHARE)
+                return Kind(Form.ROW_BOUNDS)
             case "variable":
                 return shared(trained=node.name in self.trainable)
         return CONSTANT
@@ -227,7 +227,7 @@ class Analysis:
             self._whole_norms.add(call)
         if kind.coupled and kind.documented:
             return kind
-        weighted = any(operand.form is Form.SHARE for operand in kinds)  # a weighted term: one in each micro-batch
+        weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
         if (kind.total or (kind.coupled and self._is_fixed(scope, value))) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)

@@ -45,7 +45,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not kind.rows:
         if kind.total and node.op not in ("Sum", "Mean"):
             return scope.couple(node, f"applies {node.op} to a sum or mean over the batch, which is not linear")
-        return kind if kind.total or kind.form in (Form.SIZE, Form.SHARE) else shared()
+        return kind if kind.total or kind.form in (Form.SIZE, Form.ROW_BOUNDS) else shared()
     rank = scope.rank(node.inputs[0])
     axes = None if rank is None else scope.axes(node.inputs[1], rank)
     if rank is None or axes is None:
@@ -127,7 +127,7 @@ def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequenc
 
 def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a product of operands that are not rows."""
-    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+    if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return scale_total(scope, node, kinds)
     if any(kind.form is Form.SIZE for kind in kinds):
         return scope.couple(node, "multiplies a matrix made of sizes of the micro-batch")
@@ -216,7 +216,7 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     found = only_rows(kinds)
     if node.op.startswith("FusedBatchNorm") and attr(node, "is_training", True) and found:
         return scope.couple(node, "normalises by the mean and variance of the batch")
-    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+    if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
     if not found:
         return shared()

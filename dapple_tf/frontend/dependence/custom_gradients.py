@@ -71,7 +71,7 @@ def _incoming(kind: Kind) -> Kind:
         case Form.SHARED:
             return Kind(Form.SUM, trained=True)
         case Form.MEAN:
-            return Kind(Form.SHARE)
+            return Kind(Form.ROW_BOUNDS)
     return shared()
 
 
@@ -84,7 +84,7 @@ def _fits(kind: Kind, gradient: Kind) -> bool:
         case Form.SHARED:
             return not kind.trained or (gradient.form is Form.SUM and not gradient.mixed)
         case Form.MEAN:
-            return gradient.form is Form.SHARE
+            return gradient.form is Form.ROW_BOUNDS
         case Form.SUM:
             return gradient.shared
     return True

@@ -47,7 +47,7 @@ def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return stopped
     if any(kind.form is Form.SIZE for kind in kinds):
         return SIZE
-    if any(kind.total or kind.form is Form.SHARE for kind in kinds):
+    if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return _of_totals(scope, node, kinds)
     if any(kind.rows for kind in kinds):
         if node.op in _QUANTIZING and not attr(node, "range_given", False):
@@ -62,8 +62,10 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "combines samples with a sum or mean over the batch")
     if any(kind.form in (Form.SIZE, Form.LIST) for kind in kinds):
         return scope.couple(node, "joins a sum or mean over the batch and sizes of the micro-batch")
-    if any(kind.form is Form.SHARE for kind in kinds):
-        return kinds[0] if all(kind.form is Form.SHARE for kind in kinds) else scope.couple(node, "uses row bounds")
+    if any(kind.form is Form.ROW_BOUNDS for kind in kinds):
+        return (
+            kinds[0] if all(kind.form is Form.ROW_BOUNDS for kind in kinds) else scope.couple(node, "uses row bounds")
+        )
     sums = [kind for kind in kinds if kind.form is Form.SUM]
     if not sums:
         return Kind(Form.MEAN)
@@ -75,15 +77,15 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def scale_total(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a product of a sum or mean and shared values."""
-    totals = [kind for kind in kinds if kind.total or kind.form is Form.SHARE]
+    totals = [kind for kind in kinds if kind.total or kind.form is Form.ROW_BOUNDS]
     if any(kind.rows for kind in kinds):
         return scope.couple(node, "scales samples by a sum or mean over the batch")
-    shares = [kind for kind in totals if kind.form is Form.SHARE]
-    if shares:
-        others = [kind for kind in kinds if kind.form is not Form.SHARE]
-        if len(shares) == 1 and all(kind.shared or kind.form is Form.MEAN for kind in others) and others:
+    bounds = [kind for kind in totals if kind.form is Form.ROW_BOUNDS]
+    if bounds:
+        others = [kind for kind in kinds if kind.form is not Form.ROW_BOUNDS]
+        if len(bounds) == 1 and all(kind.shared or kind.form is Form.MEAN for kind in others) and others:
             return Kind(Form.SUM)
-        return shares[0] if not others else scope.couple(node, "uses row bounds")
+        return bounds[0] if not others else scope.couple(node, "uses row bounds")
     if len(totals) > 1:
         return scope.couple(node, "multiplies two sums or means over the batch")
     return totals[0]
@@ -148,7 +150,7 @@ def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if node.op in _LINEAR_UNARY:
         before, after = scope.graph.type_of(node.inputs[0]).dtype, node.outputs[0].dtype
         rounds = after.name == "bool" or (before.differentiable and not after.differentiable)
-        if rounds and before != after and kinds[0].form is not Form.SHARE:
+        if rounds and before != after and kinds[0].form is not Form.ROW_BOUNDS:
             return scope.couple(node, "rounds a sum or mean over the batch")
         return kinds[0]
     if node.op in _ADDING:
@@ -158,7 +160,7 @@ def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     divides = node.op in _DIVIDING
     if divides and not node.outputs[0].dtype.differentiable:
         return scope.couple(node, "rounds a sum or mean over the batch")
-    if divides and kinds[0].form is Form.SHARE and kinds[1].form is Form.SHARE:
+    if divides and kinds[0].form is Form.ROW_BOUNDS and kinds[1].form is Form.ROW_BOUNDS:
         return kinds[0]
     if node.op in SCALING and not (divides and not kinds[1].shared):
         return scale_total(scope, node, kinds)

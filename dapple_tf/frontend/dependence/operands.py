@@ -36,7 +36,7 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
                 if any(kind.total for kind in kinds):
                     return scope.couple(node, f"combines samples with a sum or mean over the batch ({node.op})")
                 return rule(scope, node, kinds)
-            if any(kind.total or kind.form is Form.SHARE for kind in data):
+            if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in data):
                 if any(kind.form is Form.SIZE for kind in kinds):
                     return scope.couple(node, f"repeats or cuts a sum or mean by the micro-batch's size ({node.op})")
                 if node.op == "PadV2":

@@ -59,7 +59,7 @@ def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
     if source.total:
         why = "picks entries of a sum or mean over the batch by an index that depends on the batch"
         return source if index.shared else scope.couple(node, why)
-    if Form.SHARE in (source.form, index.form):
+    if Form.ROW_BOUNDS in (source.form, index.form):
         return source
     if Form.SIZE in (source.form, index.form):
         return SIZE
