@@ -40,7 +40,7 @@ class ExchangeNetwork:
         self._connected: set[Pair] = set()
         self._addresses: Sequence[Sequence[str]] = ()
         os.register_at_fork(after_in_child=library.close_in_child)
-        job.progress.abort_exchanges = library.abort
+        job.progress.exchanges = library
         report_stalls(job.rank, library)
 
     def connect(self, pairs: Iterable[Pair]) -> None:

@@ -10,10 +10,13 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dapple_tf.distributed.call_order_check import RankCall
 from dapple_tf.distributed.hang_detector import HangDetector
+
+# TensorFlow cancels a step a moment before it notes the error that is the cause.
+_CANCELLED_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,23 @@ class RankStatus:
         return self.exchange or f"none{f' of step {self.step}' if self.running else ''}"
 
 
+class PendingExchanges(Protocol):
+    """The native exchanges of this process that wait for other ranks. Any thread may call these."""
+
+    def has_cancelled_waits(self, seconds: float) -> bool:
+        """Return whether an exchange waits whose step TensorFlow cancelled more than ``seconds`` ago."""
+
+    def abort(self) -> None:
+        """End all exchanges that wait at this moment, with an error."""
+
+
 @dataclass
 class Progress:
     """Progress of this process; ``step`` counts the steps of all pipelines of the process.
 
     ``calls``: number of calls announced that every rank must make; ``call_history`` is a checksum of them, and
-    ``call_listener`` is called with each. ``abort_exchanges`` ends the native exchanges that wait in a
-    failed step. ``programs``: number of programs that this process has built.
+    ``call_listener`` is called with each. ``exchanges``: the native exchanges of this process, None where there are
+    none. ``programs``: number of programs that this process has built.
     """
 
     stage: int | None = None
@@ -60,7 +73,7 @@ class Progress:
     calls: int = 0
     call_history: int = 0
     call_listener: Callable[[RankCall], None] | None = None
-    abort_exchanges: Callable[[], None] | None = None
+    exchanges: PendingExchanges | None = None
     hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
     _exchanges: list[str] = field(default_factory=lambda: [""])
@@ -107,6 +120,15 @@ class Progress:
             yield
         finally:
             self.completed_collective_calls = self.collective_calls
+
+    def step_has_failed(self, now: float) -> bool:
+        """Return whether the running step has failed and hangs, as of ``now`` (seconds of ``time.monotonic``).
+
+        One thread must call this repeatedly: see ``HangDetector.has_failed``.
+        """
+        if self.hang_detector.has_failed(now):
+            return True
+        return self.exchanges is not None and self.exchanges.has_cancelled_waits(_CANCELLED_SECONDS)
 
     @contextlib.contextmanager
     def step_running(self) -> Iterator[None]:

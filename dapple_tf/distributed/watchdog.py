@@ -158,7 +158,7 @@ class Watchdog:
             if now >= next_heartbeat:
                 next_heartbeat = now + self._heartbeat_seconds
                 self._transport.send(Heartbeat(self._rank, self._progress.status()))
-                if self._progress.hang_detector.has_failed(now):
+                if self._progress.step_has_failed(now):
                     self._abort_exchanges()
             self._calls.compare_own()
             self._detector.check(time.monotonic(), self._progress.waiting_in)
@@ -228,8 +228,8 @@ class Watchdog:
 
     def _abort_exchanges(self) -> None:
         """Make the exchanges of a failed step fail too: TensorFlow does not return before they end."""
-        if self._progress.abort_exchanges is not None:
-            self._progress.abort_exchanges()  # each time: an exchange may have begun since
+        if self._progress.exchanges is not None:
+            self._progress.exchanges.abort()  # each time: an exchange may have begun since
         if not self._exchanges_aborted:
             self._exchanges_aborted = True
             threading.Thread(target=_end_exchanges, daemon=True).start()

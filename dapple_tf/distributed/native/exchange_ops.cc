@@ -2,12 +2,14 @@
 //
 // Both are stateful: TensorFlow neither folds, merges nor repeats them.
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "network.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -17,6 +19,8 @@
 namespace dapple {
 
 using tensorflow::AsyncOpKernel;
+using tensorflow::CancellationManager;
+using tensorflow::CancellationToken;
 using tensorflow::DataType;
 using tensorflow::DEVICE_CPU;
 using tensorflow::OpKernelConstruction;
@@ -105,10 +109,16 @@ class ReceiveOp : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tag tag = Network::Get()->NextTag(peer_, exchange_);
-    // The op ignores a cancelled step, as Horovod's do. If a stage function fails, TensorFlow cancels the step before it
-    // notes the function's error, and would report the error of an op that ends first. See dapple_exchange_abort.
+    // A cancelled step is noted, and does not end the wait. If a stage function fails, TensorFlow cancels the step before
+    // it notes the function's error, and would report the error of an op that ends first. See dapple_exchange_abort.
+    auto cancellation = std::make_shared<Cancellation>();
+    CancellationManager* manager = context->cancellation_manager();
+    const CancellationToken token = manager->get_cancellation_token();
+    if (!manager->RegisterCallback(token, [cancellation]() { cancellation->Note(); })) cancellation->Note();
     Network::Get()->mailbox()->Await(
-        peer_, tag, [this, context, tag, done](const absl::Status& status, std::vector<Tensor> values) {
+        peer_, tag, cancellation,
+        [this, context, tag, done, manager, token](const absl::Status& status, std::vector<Tensor> values) {
+          manager->TryDeregisterCallback(token);
           OP_REQUIRES_OK_ASYNC(context, status, done);
           OP_REQUIRES_OK_ASYNC(context, SetOutputs(context, tag, values), done);
           done();
@@ -154,6 +164,11 @@ DAPPLE_EXPORT int64_t dapple_exchange_take_peak() { return dapple::Network::Get(
 DAPPLE_EXPORT void dapple_exchange_describe_waits(double seconds, char* text, int64_t size) {
   const std::string lines = dapple::Network::Get()->mailbox()->DescribeWaits(seconds);
   text[lines.copy(text, size - 1)] = 0;
+}
+
+// Returns 1 if an op waits whose step was cancelled more than `seconds` ago: it has failed, and cannot end.
+DAPPLE_EXPORT int dapple_exchange_has_cancelled_waits(double seconds) {
+  return dapple::Network::Get()->mailbox()->HasCancelledWaits(seconds);
 }
 
 // Ends what ops wait for at this moment, in a step that has failed; the error is not reported as the cause.

@@ -51,6 +51,10 @@ class ExchangeLibrary:
             found.setdefault(int(peer), []).append(exchange)
         return found
 
+    def has_cancelled_waits(self, seconds: float) -> bool:
+        """Return whether an op waits whose step was cancelled more than ``seconds`` ago: the step has failed."""
+        return bool(self._functions.dapple_exchange_has_cancelled_waits(ctypes.c_double(seconds)))
+
     def abort(self) -> None:
         """End what ops wait for at this moment: the step has failed, and they ignore its cancellation."""
         self._functions.dapple_exchange_abort()

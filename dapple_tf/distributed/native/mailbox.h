@@ -4,10 +4,12 @@
 #define DAPPLE_TF_NATIVE_MAILBOX_H_
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -42,6 +44,24 @@ class InFlight {
   int64_t peak_ = 0;
 };
 
+// Notes when the step of a waiting op was cancelled. Outlives the op.
+class Cancellation {
+ public:
+  void Note() { since_ = Clock::now().time_since_epoch().count(); }
+
+  // Returns whether the step was cancelled more than `seconds` ago.
+  bool OlderThan(double seconds) const {
+    const Clock::duration since(since_);
+    const std::chrono::duration<double> age = Clock::now().time_since_epoch() - since;
+    return since.count() != 0 && age.count() > seconds;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::atomic<Clock::rep> since_{0};  // 0: it was not
+};
+
 class Mailbox {
  public:
   // Gets the tensors of a message, or the reason why it will not come. Called once, without locks held.
@@ -50,7 +70,7 @@ class Mailbox {
   explicit Mailbox(InFlight* in_flight) : in_flight_(in_flight) {}
 
   // Calls `receiver` as soon as the message is there: at once, or later by the thread that delivers it.
-  void Await(int source, const Tag& tag, Receiver receiver) {
+  void Await(int source, const Tag& tag, std::shared_ptr<const Cancellation> cancellation, Receiver receiver) {
     absl::Status status;
     std::vector<tensorflow::Tensor> tensors;
     {
@@ -63,7 +83,7 @@ class Mailbox {
       } else if (auto failed = failed_.find(source); failed != failed_.end()) {
         status = Explain(failed->second, tag);
       } else {
-        waiting_[key] = {std::move(receiver), Clock::now()};
+        waiting_[key] = {std::move(receiver), std::move(cancellation), Clock::now()};
         return;
       }
     }
@@ -128,12 +148,21 @@ class Mailbox {
     return lines;
   }
 
+  // Returns whether an op waits whose step was cancelled more than `seconds` ago.
+  bool HasCancelledWaits(double seconds) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(waiting_.begin(), waiting_.end(), [seconds](const auto& entry) {
+      return entry.second.cancellation->OlderThan(seconds);
+    });
+  }
+
  private:
   using Key = std::tuple<int, std::string, int64_t>;
   using Clock = std::chrono::steady_clock;
 
   struct Waiting {
     Receiver receiver;
+    std::shared_ptr<const Cancellation> cancellation;
     Clock::time_point since;
   };
 

@@ -26,3 +26,16 @@ def test_the_first_root_error_that_is_not_a_cancellation_is_the_cause(first: str
 
 def test_a_message_without_root_errors_is_its_own_cause() -> None:
     assert find_cause("out of memory") == "out of memory"
+
+
+ONE_ERROR = """Graph execution error:
+
+Detected at node body/CheckNumerics defined at (most recent call last):
+{places}bad loss : Tensor had NaN values
+\t [[{{{{node body/CheckNumerics}}}}]] [Op:__inference_step_1]"""
+
+
+@pytest.mark.parametrize("places", ["<stack traces unavailable>\n", '  File "train.py", line 1, in loss\n', ""])
+def test_the_places_at_which_a_graph_was_built_are_left_out(places: str) -> None:
+    found = find_cause(ONE_ERROR.format(places=places))
+    assert found == "bad loss : Tensor had NaN values\n\t [[{{node body/CheckNumerics}}]] [Op:__inference_step_1]"

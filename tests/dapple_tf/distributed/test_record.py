@@ -114,7 +114,16 @@ def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_made(tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(RanksError) as caught:
         run_ranks(
-            ["-m", "dapple_tf", "train", "models/gpt.py:gpt", "--set", "absent=1", "--tensorboard", str(tmp_path / "file")],
+            [
+                "-m",
+                "dapple_tf",
+                "train",
+                "models/gpt.py:gpt",
+                "--set",
+                "absent=1",
+                "--tensorboard",
+                str(tmp_path / "file"),
+            ],
             2,
         )
     assert caught.value.exit_code == 1

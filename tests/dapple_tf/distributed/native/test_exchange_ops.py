@@ -199,10 +199,25 @@ def test_the_receives_of_a_failed_step_end_when_aborted_and_the_cause_is_reporte
     running.start()
     running.join(1)
     assert running.is_alive()
+    assert pair.library.has_cancelled_waits(0.1)
+    assert not pair.library.has_cancelled_waits(600)
     pair.library.abort()
     running.join(20)
+    assert not pair.library.has_cancelled_waits(0)
     assert len(errors) == 1
     assert "elsewhere" not in errors[0]
+
+
+def test_a_receive_that_only_waits_is_not_cancelled(pair: Pair) -> None:
+    found = []
+    running = threading.Thread(target=lambda: found.append(pair.receive([tf.float32])))
+    running.start()
+    running.join(0.5)
+    assert running.is_alive()
+    assert not pair.library.has_cancelled_waits(0)
+    pair.send([tf.ones([2])])
+    running.join(20)
+    assert len(found) == 1
 
 
 # --- memory
