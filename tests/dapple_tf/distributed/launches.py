@@ -34,17 +34,22 @@ class JobLaunch:
 # ranks, every kind of sum over ranks, and every effect of replicas. `make test-all` runs all cases.
 QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
-        *("1:1 float64", "DP 2 float64", "a last batch of one", "aux", "two unknown axes", "a GRU"),
-        *("DP 2, overlap, M = 4", "dropout, recompute", "embedding, DP", "embedding, zb-h1"),
+        *("1:1 float64", "DP 2 float64", "aux", "a GRU", "dropout, recompute", "embedding, zb-h1"),
         *("sums written by replicas", "batch norm, deferred, replicated"),
     ),
     3: (
         *("1:1:1 float64", "a short last batch", "tied, user replicated", "integers and booleans, split"),
-        *("dropout, replicated", "regularized, 2:1", "2:1, overlap, zb-h1", "embedding in two stages, 2:1"),
+        *("dropout, replicated", "2:1, overlap, zb-h1"),
     ),
 }
 # Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
-HOROVOD_CASES = {2: ("1:1 float64", "two unknown axes", "embedding, zb-h1"), 3: QUICK_CASES[3]}
+HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1"), 3: QUICK_CASES[3]}
+# What ranks verify: a model that equals one device in two layouts, one that has sparse gradients, and one that differs.
+QUICK_VERIFIED = ("two stages", "two replicas", "an embedding", "noise")
+OTHER_VERIFIED = (
+    *("a compiled loss", "batch norm", "batch norm, two replicas", "deferred batch norm"),
+    *("deferred batch norm, two replicas", "NaN", "training"),
+)
 LONG_CASES = ("gpt, 50 steps",)  # each in a launch of its own
 
 
@@ -79,7 +84,8 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         ],
         environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
     ),
-    "two ranks that verify": JobLaunch(2, [("verified", [])]),
+    "two ranks that verify": JobLaunch(2, [("verified", QUICK_VERIFIED)]),
+    "two ranks that verify other models": JobLaunch(2, [("verified", OTHER_VERIFIED)]),
     # Profiling takes longer than the time after which a silent rank is given up.
     "slow planning": JobLaunch(2, [("automatic_plan", [1.5])], environment={"DAPPLE_TIMEOUT_SECONDS": "2"}),
     # TensorFlow's oneDNN kernels come with an allocator that keeps freed memory for the next tensors: without them the
@@ -105,7 +111,8 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         )
         for ranks, names in HOROVOD_CASES.items()
     },
-    "three ranks with local rows": JobLaunch(3, [("local_rows", [])]),
+    "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "other calls"])]),
+    "three ranks with local rows of replicas": JobLaunch(3, [("local_rows", ["1:2", "whole batches"])]),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()
     },

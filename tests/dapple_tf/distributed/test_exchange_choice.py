@@ -79,6 +79,7 @@ def run(way: str, setup: str = "") -> tuple[list[list[object]], list[str]]:
 
 @needs_horovod
 @needs_library
+@pytest.mark.slow
 def test_both_ways_train_to_the_same_values_with_tied_weights() -> None:
     native, errors = run("auto")
     horovod, _ = run("horovod")

@@ -16,7 +16,7 @@ from tests.equality.one_device import TOLERANCE
 from tests.processes import needs_horovod
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
-LAUNCH, PROGRAM = "three ranks with local rows", "local_rows"
+REPLICATED = ("1:2", "whole batches")
 
 
 def ranks(*inputs: RankInputs) -> list[InputNeeds]:
@@ -94,11 +94,12 @@ def test_a_loss_without_arguments_has_no_size() -> None:
 
 
 def results(launches: Launches, case: str) -> list[Any]:
-    return [found[case] for found in launches.results(LAUNCH, PROGRAM)]
+    launch = "three ranks with local rows" + (" of replicas" if case in REPLICATED else "")
+    return [found[case] for found in launches.results(launch, "local_rows")]
 
 
 @needs_horovod
-@pytest.mark.parametrize("case", ["1:1:1", "1:2"])
+@pytest.mark.parametrize("case", ["1:1:1", pytest.param("1:2", marks=pytest.mark.slow)])
 def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: str) -> None:
     """27 samples in batches of 11, the last of 5; the loss is a mean over the unmasked samples of the whole batch."""
     for found in results(launches, case):
@@ -106,6 +107,7 @@ def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: st
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_ranks_with_their_own_rows_equal_ranks_with_whole_batches(launches: Launches) -> None:
     for errors in results(launches, "whole batches"):
         assert max(errors.values()) <= TOLERANCE["float64"], errors
@@ -124,6 +126,7 @@ def test_a_middle_rank_reads_nothing(launches: Launches) -> None:
 
 
 @needs_horovod
+@pytest.mark.slow
 def test_replicas_read_their_own_rows_and_what_is_counted_whole(launches: Launches) -> None:
     first, *replicas = results(launches, "1:2")
     assert first["read"]["y"] == first["read"]["mask"] == []

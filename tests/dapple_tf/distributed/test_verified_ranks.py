@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.dapple_tf.commands.command_line import TINY_MODEL
-from tests.dapple_tf.distributed.launches import Launches
+from tests.dapple_tf.distributed.launches import QUICK_VERIFIED, Launches
 from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
@@ -19,28 +19,32 @@ IN_TURN = ": NOT equal to plain training, but equal to the same micro-batches on
 DIVIDED = ": NOT equal to plain training, but equal to plain training whose batch norm alone takes "
 
 
-@pytest.fixture
-def ranks(launches: Launches) -> list[dict[str, Any]]:
-    """Return the reports that two ranks got."""
-    return launches.results("two ranks that verify", "verified")
+def reports(launches: Launches, case: str) -> list[Any]:
+    """Return what two ranks were told in a case."""
+    launch = "two ranks that verify" if case in QUICK_VERIFIED else "two ranks that verify other models"
+    return [found[case] for found in launches.results(launch, "verified")]
+
+
+def marked(case: str, *expected: str) -> Any:
+    return pytest.param(case, *expected, marks=() if case in QUICK_VERIFIED else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("case", "outcome", "more"),
     [
-        ("two stages", EQUAL, ""),
-        ("two replicas", EQUAL, ""),
-        ("a compiled loss", EQUAL, ""),
-        ("batch norm", IN_TURN, "because of "),
-        ("batch norm, two replicas", DIVIDED, "because of "),
-        ("deferred batch norm", DIVIDED, "its moving statistics are those of the whole batch"),
-        ("deferred batch norm, two replicas", DIVIDED, "because of "),
-        ("noise", DIFFERS, "first to diverge: loss 'loss', error "),
-        ("NaN", EQUAL, "NaN or infinite in loss 'loss', and in 16 more tensors: one device has it too"),
+        marked("two stages", EQUAL, ""),
+        marked("two replicas", EQUAL, ""),
+        marked("a compiled loss", EQUAL, ""),
+        marked("batch norm", IN_TURN, "because of "),
+        marked("batch norm, two replicas", DIVIDED, "because of "),
+        marked("deferred batch norm", DIVIDED, "its moving statistics are those of the whole batch"),
+        marked("deferred batch norm, two replicas", DIVIDED, "because of "),
+        marked("noise", DIFFERS, "first to diverge: loss 'loss', error "),
+        marked("NaN", EQUAL, "NaN or infinite in loss 'loss', and in 16 more tensors: one device has it too"),
     ],
 )
-def test_every_rank_gets_the_same_report(ranks: list[dict[str, Any]], case: str, outcome: str, more: str) -> None:
-    first, second = (rank[case] for rank in ranks)
+def test_every_rank_gets_the_same_report(launches: Launches, case: str, outcome: str, more: str) -> None:
+    first, second = reports(launches, case)
     assert first == second
     assert outcome in first["text"]
     assert more in first["text"]
@@ -48,23 +52,24 @@ def test_every_rank_gets_the_same_report(ranks: list[dict[str, Any]], case: str,
     assert first["rank 0's values"]
 
 
-def test_the_verdict_on_an_embedding_is_that_of_one_process(ranks: list[dict[str, Any]]) -> None:
+def test_the_verdict_on_an_embedding_is_that_of_one_process(launches: Launches) -> None:
     from tests.dapple_tf.verification.models import embeddings, repeated_ids
     from tests.dapple_tf.verification.test_run import report_of
 
     _, loss_fn = embeddings()
     report = report_of(loss_fn, repeated_ids(), micro_batches=2)
-    for rank in ranks:
-        assert rank["an embedding"]["json"]["ok"] is report.ok
-        found = rank["an embedding"]["json"]["max_errors"]["variable"]
+    for told in reports(launches, "an embedding"):
+        assert told["json"]["ok"] is report.ok
+        found = told["json"]["max_errors"]["variable"]
         np.testing.assert_allclose(found, report.max_variable_error, rtol=1e-6, atol=1e-14)
 
 
-def test_a_model_may_be_verified_between_two_steps(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        verified, trained = rank["training"]["losses"]
-        assert verified == trained
-    assert ranks[0] == ranks[1]
+@pytest.mark.slow
+def test_a_model_may_be_verified_between_two_steps(launches: Launches) -> None:
+    first, second = reports(launches, "training")
+    verified, trained = first["losses"]
+    assert verified == trained
+    assert first == second
 
 
 def test_every_rank_gets_the_gradients_of_all_stages(launches: Launches) -> None:
