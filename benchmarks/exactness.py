@@ -1,6 +1,6 @@
 """Losses and models that people train, in float64: equal to plain Keras after three steps, or refused.
 
-``python -m benchmarks exactness [--only NAME ...] [--family NAME] [--quick] [--json] [--ranks]``
+``python -m benchmarks exactness [--only NAME ...] [--family NAME] [--representative] [--quick] [--json] [--ranks]``
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_cases.case import Case
 from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Found, is_expected
 from benchmarks.exactness_ranks import check_on_ranks
+from benchmarks.exactness_table import REPRESENTATIVE
 
 
 def run() -> Iterator[Row]:
@@ -105,6 +106,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks exactness", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases of these names; `NAME*` for all that begin so")
     parser.add_argument("--family", help="cases of this family")
+    parser.add_argument(
+        "--representative", action="store_true", help=f"{len(REPRESENTATIVE)} of {len(CASES)} cases, of every family"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} of {len(CONFIGURATIONS)} configurations")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
     parser.add_argument("--ranks", action="store_true", help="as jobs of two processes under mpirun")
@@ -113,6 +117,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
     if options.family is not None and case.family != options.family:
+        return False
+    if options.representative and case.name not in REPRESENTATIVE:
         return False
     return options.only is None or any(
         case.name.startswith(name[:-1]) if name.endswith("*") else case.name == name for name in options.only

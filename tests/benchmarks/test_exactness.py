@@ -18,6 +18,7 @@ from benchmarks.exactness_cases.case import Case, Expected, Training
 from benchmarks.exactness_check import QUICK, Checker, Configuration, Found, Outcome, is_expected
 from benchmarks.exactness_differences import differences
 from benchmarks.exactness_plain import Results, build, double_precision, train_plainly
+from benchmarks.exactness_table import REPRESENTATIVE
 
 SIZES = (13, 13, 7)
 WHOLE = Configuration(2, 1, "gpipe", SIZES)
@@ -183,3 +184,10 @@ def test_a_case_is_chosen_by_name_and_printed_as_json(capsys: pytest.CaptureFixt
 def test_an_unknown_case_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert exactness.main(["--only", "no_such_case"]) == 2
     assert "there are masked_lm, " in capsys.readouterr().out
+
+
+def test_the_table_names_cases_of_every_family_and_at_least_sixty() -> None:
+    assert CASES.keys() >= REPRESENTATIVE
+    assert len(REPRESENTATIVE) >= 60
+    of_the_table = {CASES[name].family for name in REPRESENTATIVE}
+    assert of_the_table == {case.family for case in CASES.values()}
