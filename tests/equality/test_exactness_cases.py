@@ -10,10 +10,7 @@ from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Configuration, is_expected
 from tests.equality.pending_cases import PENDING
 
-SHORT = (
-    *("masked_lm", "l2_in_masked_loss", "distillation_ema_teacher", "dropout_0.5", "batch_norm", "experts"),
-    *("simclr", "simclr_batch_loss"),
-)
+SHORT = (*("masked_lm", "distillation_ema_teacher", "dropout_0.5", "batch_norm", "simclr_batch_loss"),)
 """The cases that ``make test`` runs: one of every mechanism."""
 
 

@@ -76,7 +76,7 @@ def test_an_unmodified_application_equals_one_device(name: str, stages: int, sch
 @pytest.mark.parametrize(
     ("name", "starts", "replicas"),
     [
-        ("MobileNet", ["conv_pw_6"], [2, 1]),  # the application of fewest layers
+        pytest.param("MobileNet", ["conv_pw_6"], [2, 1], marks=slow),
         pytest.param("MobileNetV2", ["block_6_expand", "block_12_expand"], [2, 1, 2], marks=slow),
     ],
 )

@@ -57,7 +57,7 @@ def test_an_exact_step_is_equal_to_one_device(jit_compile: bool | None, replicas
     [
         (lambda: keras.optimizers.SGD(0.1), None),
         (lambda: keras.optimizers.Adam(0.1), None),
-        (lambda: keras.optimizers.Adam(0.1), True),
+        pytest.param(lambda: keras.optimizers.Adam(0.1), True, marks=pytest.mark.slow),
         (lambda: keras.optimizers.SGD(0.1, clipnorm=0.01), None),
     ],
 )
@@ -169,7 +169,8 @@ def test_batch_norm_in_inference_mode_is_no_exception() -> None:
     assert report.in_turn is None
 
 
-@pytest.mark.parametrize("replicas", [[1, 2], pytest.param([2, 2], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [[1, 2], [2, 2]])
 def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas: list[int]) -> None:
     _, loss_fn = normalised()
     report = report_of(loss_fn, numbers(9), replicas=replicas, stages=["net/norm"], micro_batches=2)
@@ -179,7 +180,7 @@ def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas:
     assert not report.plain.ok
 
 
-@pytest.mark.parametrize("replicas", [[1, 1], [1, 2]])
+@pytest.mark.parametrize("replicas", [pytest.param([1, 1], marks=pytest.mark.slow), [1, 2]])
 def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(replicas: list[int]) -> None:
     _, loss_fn = normalised()
     options = {"replicas": replicas, "stages": ["net/norm"], "micro_batches": 2}
