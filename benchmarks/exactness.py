@@ -1,6 +1,7 @@
 """Losses and models that people train, in float64: equal to plain Keras after three steps, or refused.
 
-``python -m benchmarks exactness [--only NAME ...] [--family NAME] [--representative] [--quick] [--json] [--ranks]``
+``python -m benchmarks exactness [--only NAME ...] [--family NAME] [--representative] [--configurations two|four|all]
+[--json] [--ranks]``
 """
 
 from __future__ import annotations
@@ -18,24 +19,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.common import Row
 from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_cases.case import Case
-from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Found, is_expected
+from benchmarks.exactness_check import (
+    CONFIGURATIONS,
+    QUICK,
+    Checker,
+    Configuration,
+    Found,
+    further_configurations,
+    is_expected,
+)
 from benchmarks.exactness_ranks import check_on_ranks
 from benchmarks.exactness_table import REPRESENTATIVE
 
 
 def run() -> Iterator[Row]:
-    """Yield a row for every case under the quick configurations: all of them take hours."""
-    for case, found in check_cases(list(CASES.values()), quick=True):
+    """Yield a row for every case under two configurations: all of them take hours."""
+    for case, found in check_cases(list(CASES.values()), "two"):
         yield to_row(case, found)
 
 
-def check_cases(cases: Sequence[Case], quick: bool) -> Iterator[tuple[Case, list[Found]]]:
+def choose_configurations(choice: str, number: int) -> tuple[Configuration, ...]:
+    """Return the configurations of the case of this number: "two", these and two others in turn ("four"), or "all"."""
+    if choice == "all":
+        return CONFIGURATIONS
+    return QUICK if choice == "two" else (*QUICK, *further_configurations(number))
+
+
+def check_cases(cases: Sequence[Case], choice: str) -> Iterator[tuple[Case, list[Found]]]:
     """Yield each case with its outcomes; progress is shown on stderr."""
-    configurations = QUICK if quick else CONFIGURATIONS
+    chosen = [choose_configurations(choice, number) for number in range(len(cases))]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(cases) * len(configurations))
-        for case in cases:
+        task = progress.add_task("", total=sum(map(len, chosen)))
+        for case, configurations in zip(cases, chosen, strict=True):
             checker, found = Checker(case), []
             for configuration in configurations:
                 progress.update(task, description=f"{case.name}: {configuration}")
@@ -89,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.json:
         print("| case | wanted | measured | |\n|---|---|---|---|", flush=True)
     failed = 0
-    for case, found in check_on_ranks(cases) if options.ranks else check_cases(cases, options.quick):
+    for case, found in check_on_ranks(cases) if options.ranks else check_cases(cases, options.configurations):
         row = to_row(case, found)
         failed += not row.ok
         if options.json:
@@ -109,7 +125,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--representative", action="store_true", help=f"{len(REPRESENTATIVE)} of {len(CASES)} cases, of every family"
     )
-    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} of {len(CONFIGURATIONS)} configurations")
+    parser.add_argument(
+        "--configurations",
+        choices=("two", "four", "all"),
+        default="all",
+        help=f"four: two for every case, and two others in turn; all: {len(CONFIGURATIONS)}",
+    )
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
     parser.add_argument("--ranks", action="store_true", help="as jobs of two processes under mpirun")
     return parser.parse_args(arguments)

@@ -88,6 +88,15 @@ CONFIGURATIONS = (
     Configuration(4, 8, "gpipe", UNEVEN),
     Configuration(4, 3, "dapple-a", UNEVEN),
 )
+
+
+def further_configurations(number: int) -> tuple[Configuration, ...]:
+    """Return two that are not quick, for the case of this number: four neighbouring cases have all of them."""
+    others = CONFIGURATIONS[len(QUICK) :]
+    first = number * 2 % len(others)
+    return others[first : first + 2]
+
+
 RANKS = (
     Configuration(2, 4, "dapple-a", UNEVEN),
     Configuration(1, 3, "gpipe", UNEVEN, (2,)),

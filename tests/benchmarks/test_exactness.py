@@ -174,7 +174,7 @@ def test_an_error_of_the_project_refuses_and_any_other_crashes() -> None:
 
 
 def test_a_case_is_chosen_by_name_and_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exactness.main(["--only", "MeanSquaredError", "--quick", "--json"]) == 0
+    assert exactness.main(["--only", "MeanSquaredError", "--configurations", "two", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     printed = json.loads(line)
     assert (printed["case"], printed["expected"], printed["ok"]) == ("MeanSquaredError", "equal", True)

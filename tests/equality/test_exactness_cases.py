@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.exactness_cases import CASES
-from benchmarks.exactness_check import CONFIGURATIONS, QUICK, Checker, Configuration, is_expected
+from benchmarks.exactness_check import QUICK, Checker, Configuration, further_configurations, is_expected
 from tests.equality.pending_cases import PENDING
 
 SHORT = (*("masked_lm", "distillation_ema_teacher", "dropout_0.5", "batch_norm", "simclr_batch_loss"),)
@@ -39,14 +39,7 @@ def test_a_case_comes_out_as_it_must(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PENDING])
 def test_a_case_comes_out_as_it_must_in_further_configurations(name: str) -> None:
-    check(name, further_configurations(name))
-
-
-def further_configurations(name: str) -> Sequence[Configuration]:
-    """Return two of the other configurations: neighbouring cases have different ones, so a family has all."""
-    others = CONFIGURATIONS[len(QUICK) :]
-    first = list(CASES).index(name) * 2 % len(others)
-    return others[first : first + 2]
+    check(name, further_configurations(list(CASES).index(name)))
 
 
 def check(name: str, configurations: Sequence[Configuration]) -> None:
