@@ -18,9 +18,25 @@ from pathlib import Path
 
 _MARK = "DAPPLE_BENCHMARK_JOB"  # in the environment of every process of one launch, and of no other
 _RANK = re.compile(rb"(?:OMPI_COMM_WORLD_RANK|HOROVOD_RANK)=(\d+)")
-_STEPS, _EVERY = 400, 10
+_STEPS = 400
 LAYOUTS: Mapping[int, Sequence[str]] = {2: ("1,1", "2"), 3: ("1,1,1", "2,1"), 4: ("1,1,1,1", "2,2")}
 """Replicas of each stage, by the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job: how it is launched, the replicas of its stages, how tensors travel, and after how many steps it saves.
+
+    ``launcher``: "mpirun" or "gloo". ``exchange``: a value of DAPPLE_EXCHANGE.
+    """
+
+    launcher: str
+    layout: str
+    exchange: str
+    every: int
+
+    def __str__(self) -> str:
+        return f"{self.launcher}, {self.exchange}, {self.layout}, saves every {self.every} steps"
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class Ended:
 
 
 def train(
-    launcher: str, layout: str, folder: Path, kill: Kill | None = None, *, timeout: float = 8.0, patience: float = 300.0
+    launch: Launch, folder: Path, kill: Kill | None = None, *, timeout: float = 8.0, patience: float = 300.0
 ) -> Ended:
     """Run the job to its end, or for ``patience`` seconds, or after the kill for ``timeout`` and 20 seconds more.
 
@@ -62,10 +78,11 @@ def train(
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOROVOD_"))
     }
-    environment |= {"DAPPLE_TIMEOUT_SECONDS": str(timeout), "TF_CPP_MIN_LOG_LEVEL": "3", _MARK: mark}
+    environment |= {"DAPPLE_TIMEOUT_SECONDS": str(timeout), "DAPPLE_EXCHANGE": launch.exchange}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", _MARK: mark}
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch, open(f"{scratch}/launcher", "w+") as log:
         process = subprocess.Popen(
-            [*_launch(launcher, layout, Path(scratch)), *_command(layout, folder)],
+            [*_launcher(launch, Path(scratch)), *_command(launch, folder)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -125,9 +142,9 @@ def _send(kill: Kill, launcher: int, mark: str) -> None:
             os.kill(target, getattr(signal, f"SIG{kill.name}"))
 
 
-def _launch(launcher: str, layout: str, folder: Path) -> list[str]:
-    ranks = str(sum(map(int, layout.split(","))))
-    if launcher == "gloo":
+def _launcher(launch: Launch, folder: Path) -> list[str]:
+    ranks = str(sum(map(int, launch.layout.split(","))))
+    if launch.launcher == "gloo":
         program = str(Path(sys.executable).with_name("horovodrun"))
         return [sys.executable, program, "--gloo", "-np", ranks, "--output-filename", f"{folder}/out"]
     tcp = "--mca btl tcp,self --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo --mca mpi_yield_when_idle 1"
@@ -135,10 +152,11 @@ def _launch(launcher: str, layout: str, folder: Path) -> list[str]:
     return [*words.split(), "--output-filename", f"{folder}/out", "-np", ranks]
 
 
-def _command(layout: str, folder: Path) -> list[str]:
+def _command(launch: Launch, folder: Path) -> list[str]:
+    stages = launch.layout.count(",") + 1
     model = str(Path(__file__).with_name("killed_model.py"))
-    words = f"-m dapple_tf train {model}:chain --replicas {layout} --stages {layout.count(',') + 1} --micro-batches 2"
-    saving = ["--checkpoint-dir", str(folder), "--checkpoint-every", str(_EVERY)]
+    words = f"-m dapple_tf train {model}:chain --replicas {launch.layout} --stages {stages} --micro-batches 2"
+    saving = ["--checkpoint-dir", str(folder), "--checkpoint-every", str(launch.every)]
     return [sys.executable, *words.split(), "--steps", str(_STEPS), "--json", *saving]
 
 

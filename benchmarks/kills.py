@@ -1,9 +1,10 @@
 """Jobs that are killed at random moments end in time, name the rank that failed, and resume bit for bit.
 
-``python -m benchmarks kills [--jobs N] [--seed S] [--launcher mpirun gloo] [--ranks 2 3 4]``. A job is
-``dapple train`` on 2 to 4 ranks, which saves every tenth step; at a random moment between its launch and its end one
-rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the launcher SIGKILL, SIGTERM or SIGINT. Then the same command is run
-again to its end, and its losses are compared with those of a job that nothing happened to.
+``python -m benchmarks kills [--jobs N] [--seed S] [--launcher mpirun gloo] [--exchange native horovod] [--ranks 2 3 4]
+[--every STEPS]``. A job is ``dapple train`` on 2 to 4 ranks, which saves every tenth step (``--every 1``: kills hit
+saves); at a random moment between its launch and its end one rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the
+launcher SIGKILL, SIGTERM or SIGINT. Then the same command is run again to its end, and its losses are compared with
+those of a job that nothing happened to.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import Row
-from benchmarks.killed_jobs import LAYOUTS, Ended, Kill, train
+from benchmarks.killed_jobs import LAYOUTS, Ended, Kill, Launch, train
 
 JOBS, SEED = 10, 0
 LAUNCHERS = ("mpirun", "gloo")
+EXCHANGES = ("native", "horovod")
+EVERY = 10
 _TIMEOUT = 8.0  # of the jobs, in seconds
 _GRACE = 10.0  # for the launcher to notice and to end all processes
 _WANTED = f"ends within {_TIMEOUT + _GRACE:g} s, the rank is named, no process is left, resumes bit for bit"
@@ -31,20 +34,22 @@ def run(
     seed: int = SEED,
     launchers: Sequence[str] = LAUNCHERS,
     sizes: Sequence[int] = tuple(LAYOUTS),
+    exchanges: Sequence[str] = EXCHANGES,
+    every: int = EVERY,
 ) -> Iterator[Row]:
-    """Yield a row for each job, and one for all; ``sizes``: numbers of ranks."""
+    """Yield a row for each job, and one for all; ``sizes``: numbers of ranks; ``every``: steps from save to save."""
     numbers = random.Random(seed)
     usable = [launcher for launcher in launchers if launcher == "mpirun" or _has_horovodrun()]
-    references: dict[tuple[str, str], Ended] = {}
+    references: dict[Launch, Ended] = {}
     missed = 0
     for job in range(jobs):
         launcher, ranks = numbers.choice(usable), numbers.choice(sizes)
-        layout = numbers.choice(LAYOUTS[ranks])
-        if (launcher, layout) not in references:
-            references[launcher, layout] = _run_undisturbed(launcher, layout)
-        reference = references[launcher, layout]
+        launch = Launch(launcher, numbers.choice(LAYOUTS[ranks]), numbers.choice(exchanges), every)
+        if launch not in references:
+            references[launch] = _run_undisturbed(launch)
+        reference = references[launch]
         kill = _choose(numbers, ranks, reference.seconds)
-        row = _kill_and_resume(f"job {job}: {launcher}, {layout}", launcher, layout, kill, reference)
+        row = _kill_and_resume(f"job {job}: {launch}", launch, kill, reference)
         missed += not row.ok
         yield row
     yield Row(f"{jobs} jobs, seed {seed}", "all of them", f"{jobs - missed} of {jobs}", not missed)
@@ -57,10 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=SEED, help="of the random choices")
     parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--ranks", nargs="+", type=int, choices=tuple(LAYOUTS), default=tuple(LAYOUTS))
+    parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=EXCHANGES)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps from save to save")
     options = parser.parse_args(arguments)
     print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
     missed = 0
-    for row in run(options.jobs, options.seed, options.launcher, options.ranks):
+    for row in run(options.jobs, options.seed, options.launcher, options.ranks, options.exchange, options.every):
         print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
         missed += not row.ok
     return 1 if missed else 0
@@ -70,9 +77,9 @@ def _has_horovodrun() -> bool:
     return Path(sys.executable).with_name("horovodrun").is_file()
 
 
-def _run_undisturbed(launcher: str, layout: str) -> Ended:
+def _run_undisturbed(launch: Launch) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
-        ended = train(launcher, layout, Path(folder))
+        ended = train(launch, Path(folder))
     if ended.exit_code != 0 or not ended.losses:
         raise RuntimeError(f"the job that nothing happens to ended with {ended.exit_code}: {ended.output[-2000:]}")
     return ended
@@ -85,16 +92,16 @@ def _choose(numbers: random.Random, ranks: int, seconds: float) -> Kill:
     return Kill(numbers.choice(names), rank, numbers.uniform(0.0, seconds))
 
 
-def _kill_and_resume(figure: str, launcher: str, layout: str, kill: Kill, reference: Ended) -> Row:
+def _kill_and_resume(figure: str, launch: Launch, kill: Kill, reference: Ended) -> Row:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = train(launcher, layout, folder, kill, timeout=_TIMEOUT)
+        ended = train(launch, folder, kill, timeout=_TIMEOUT)
         done = max([0, *map(_steps_of, folder.glob("checkpoint-*.safetensors"))])
         problems = _find_problems(ended, kill)
         if done == len(reference.losses):
             resumed = "had finished"
         else:
-            again = train(launcher, layout, folder)
+            again = train(launch, folder)
             resumed = f"resumed after step {done}"
             if again.losses != reference.losses[done:]:
                 problems.append(f"{resumed} with other losses, or not: code {again.exit_code}")
