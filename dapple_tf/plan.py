@@ -19,6 +19,7 @@ from profiler.fields import Fields
 from profiler.files import write_atomically
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
+from profiler.units import format_samples
 
 FORMAT = "dapple-plan/1"
 
@@ -104,7 +105,7 @@ class Plan:
     def describe_micro_batches(self) -> str:
         """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8."""
         least, more = divmod(self.global_batch_size, self.micro_batches)
-        sizes = f"{least} or {least + 1} samples" if more else f"{least} sample{'s' * (least != 1)}"
+        sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} of {sizes}"
 
     def runs(self, stage: int) -> tuple[range, ...]:

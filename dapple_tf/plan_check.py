@@ -6,6 +6,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
 from profiler.cluster import Cluster
 from profiler.profile import Profile
+from profiler.units import format_samples
 
 
 def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
@@ -26,8 +27,8 @@ def _check_batch(plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         if stage.replicas > plan.micro_batch_size:
             raise PlanError(
-                f"stage {index} has {stage.replicas} replicas, but a micro-batch has {plan.micro_batch_size} samples: "
-                "use larger micro-batches or fewer replicas"
+                f"stage {index} has {stage.replicas} replicas, but a micro-batch has "
+                f"{format_samples(plan.micro_batch_size)}: use larger micro-batches or fewer replicas"
             )
 
 

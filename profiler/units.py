@@ -66,6 +66,11 @@ def format_quantity(value: float, units: Mapping[str, Decimal]) -> str:
     return min((text for text in texts if parse_quantity(text, units) == value), key=len)
 
 
+def format_samples(count: int) -> str:
+    """Return ``1 sample``, ``3 samples``."""
+    return f"{count} sample{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return ``seconds`` with a unit that suits it, to four significant digits: ``12.3 ms``."""
     factor, unit = scale_time(seconds)

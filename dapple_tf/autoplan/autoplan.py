@@ -34,6 +34,7 @@ from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
 from graph_passes.schedules.policies import build_schedule
 from profiler.cluster import Cluster
+from profiler.units import format_samples
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
 _DOMINANT_SHARE = 0.8
@@ -231,8 +232,8 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
         if samples == plan.global_batch_size:
             raise
         raise PlanError(
-            f"the plan is for batches of {plan.global_batch_size} samples, and the first batch has {samples}, too few "
-            f"for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
+            f"the plan is for batches of {format_samples(plan.global_batch_size)}, and the first batch has {samples}, "
+            f"too few for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.row_bounds import fit_micro_batches
 from graph_passes.schedules.policies import truncate_schedule
+from profiler.units import format_samples
 
 
 def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
@@ -20,13 +21,14 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int]) 
         raise PlanError(f"micro_batches={micro_batches}: it must be at least 1")
     if micro_batches > samples:
         raise PlanError(
-            f"micro_batches={micro_batches} is more than the {samples} samples of the batch: use at most {samples}"
+            f"micro_batches={micro_batches} is more than the {format_samples(samples)} of the batch: "
+            f"use at most {samples}"
         )
     if samples // micro_batches < max(replicas):
         raise PlanError(
-            f"a batch of {samples} samples in {micro_batches} micro-batches gives some only "
-            f"{samples // micro_batches} samples, too few for {max(replicas)} replicas: use fewer micro-batches or a "
-            "larger batch"
+            f"a batch of {format_samples(samples)} in {micro_batches} micro-batches gives some only "
+            f"{format_samples(samples // micro_batches)}, too few for {max(replicas)} replicas: use fewer "
+            "micro-batches or a larger batch"
         )
 
 

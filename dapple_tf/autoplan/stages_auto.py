@@ -21,6 +21,7 @@ from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_can
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from profiler.cluster import Cluster
+from profiler.units import format_samples
 
 
 def choose_stages(inputs: PlanningInputs) -> PlanDecision:
@@ -77,7 +78,7 @@ def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candida
     fewer = _count_devices(fastest)
     if not on_all:
         reason = (
-            f"a micro-batch has {problem.micro_batch_sizes[0]} samples"
+            f"a micro-batch has {format_samples(problem.micro_batch_sizes[0])}"
             if replicable
             else "the model's result depends on how samples are divided (random numbers, batch norm), so stages are "
             "not replicated"

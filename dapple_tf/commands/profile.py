@@ -15,7 +15,7 @@ from dapple_tf.commands.profile_table import print_table
 from dapple_tf.commands.startup import start_tensorflow
 from profiler.peaks import PEAKS
 from profiler.profile import Profile
-from profiler.units import format_seconds
+from profiler.units import format_samples, format_seconds
 
 
 @click.command()
@@ -101,8 +101,8 @@ def _describe(found: Profile, disagreement: float | None) -> str:
     totals = _totals(found)
     forward, backward = (format_seconds(totals[f"{direction}_seconds"]) for direction in ("forward", "backward"))
     text = (
-        f"{found.model} on {found.device}, {found.batch_size} samples: {len(found.layers)} layers, forward {forward}, "
-        f"backward {backward}"
+        f"{found.model} on {found.device}, {format_samples(found.batch_size)}: {len(found.layers)} layers, "
+        f"forward {forward}, backward {backward}"
     )
     if found.whole is not None and disagreement is not None and found.error is not None:
         whole = format_seconds(found.whole.forward_seconds + found.whole.backward_seconds)

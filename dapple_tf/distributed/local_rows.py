@@ -8,6 +8,7 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import BatchError
 from graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, describe_rows
+from profiler.units import format_samples
 
 MISSING = -1
 """In place of a number of rows: the argument is None."""
@@ -84,9 +85,9 @@ def _check_shares(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]], s
                 text = f"{given[rank][i]} rows of argument {name}, and needs {count_rows(rows)}"
                 wrong.append(f"rank {rank} was given {text} ({describe_rows(rows, size)})")
     if wrong:
-        raise BatchError(f"of a batch of {size} samples {'; '.join(wrong)}: see step.needs.rows({size})")
+        raise BatchError(f"of a batch of {format_samples(size)} {'; '.join(wrong)}: see step.needs.rows({size})")
 
 
 def _expected(needs: InputNeeds, name: str) -> str:
     """Return which rows of a batch of the size that was built last the rank needs."""
-    return f"{describe_rows(needs.rows()[name], needs.batch_size)} of a batch of {needs.batch_size} samples"
+    return f"{describe_rows(needs.rows()[name], needs.batch_size)} of a batch of {format_samples(needs.batch_size)}"

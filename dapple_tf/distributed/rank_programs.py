@@ -29,6 +29,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import run_passes
 from graph_passes.passes.place import PlaceRank
 from graph_passes.passes.verify_ranks import collectives_of
+from profiler.units import format_samples
 
 T = TypeVar("T")
 
@@ -104,8 +105,8 @@ class RankTarget:
         """Raise BatchError if a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
         if fitted.replicas != plan.replicas:
             raise BatchError(
-                f"the batch has {batch_size} samples, too few for the {max(plan.replicas)} ranks of a stage: leave it "
-                "out, or join it to another"
+                f"the batch has {format_samples(batch_size)}, too few for the {max(plan.replicas)} ranks of a stage: "
+                "leave it out, or join it to another"
             )
 
     def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:

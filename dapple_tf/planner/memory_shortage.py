@@ -9,7 +9,7 @@ from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.memory import usable_bytes
-from profiler.units import format_bytes
+from profiler.units import format_bytes, format_samples
 
 
 def describe_shortage(problem: PlanningProblem) -> str:
@@ -20,8 +20,8 @@ def describe_shortage(problem: PlanningProblem) -> str:
     memory = problem.cluster.device_memory
     text = (
         f"{problem.profile.model!r} does not fit {problem.cluster.devices} devices of {format_bytes(memory)}: with "
-        f"stages balanced by memory and one micro-batch of {size} samples in flight, the stage of layers {first} to "
-        f"{last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
+        f"stages balanced by memory and one micro-batch of {format_samples(size)} in flight, the stage of layers "
+        f"{first} to {last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
         f"{format_bytes(need - memory)}"
     )
     if not problem.recompute:  # backward would compute the whole stash again
@@ -42,14 +42,14 @@ def _remedies(problem: PlanningProblem, size: int) -> list[str]:
     more = range(devices + 1, len(problem.chain.parameter_bytes) + 1)
     less = next((b for b in smaller if _largest_stage(problem, b, devices)[0] <= memory), None)
     count = next((n for n in more if _largest_stage(problem, size, n)[0] <= memory), None)
-    found = [] if less is None else [f"micro-batches of {less} samples"]
+    found = [] if less is None else [f"micro-batches of {format_samples(less)}"]
     if count is not None:
         found.append(f"{count} devices")
     if problem.recompute and _largest_stage(replace(problem, recompute=False), size, devices)[0] <= memory:
         found.append("no recompute")  # the stashed input of a stage, beside all that is computed again, is too much
     if not found:
         both = ((b, n) for b in smaller for n in more if _largest_stage(problem, b, n)[0] <= memory)
-        found = [f"micro-batches of {b} samples and {n} devices" for b, n in itertools.islice(both, 1)]
+        found = [f"micro-batches of {format_samples(b)} and {n} devices" for b, n in itertools.islice(both, 1)]
     return found
 
 

@@ -20,6 +20,7 @@ from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from graph_passes.analysis.layers import find_layers
+from profiler.units import format_samples
 
 T = TypeVar("T")
 
@@ -83,8 +84,8 @@ def compile_step(
         captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:
             raise LossError(
-                f"{captured.graph.name} cannot run on a micro-batch of {micro_batch} samples: it holds something with "
-                f"as many rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
+                f"{captured.graph.name} cannot run on a micro-batch of {format_samples(micro_batch)}: it holds "
+                f"something with as many rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
             )
         layers = find_layers(captured.graph)
         cuts = autoplan.decide(captured, layers, shapes, batch)

@@ -71,7 +71,8 @@ class InputNeeds:
         return tuple(replica_bounds(size, m, count, *place) for m in range(count))
 
     def __str__(self) -> str:
-        lines = [f"of a batch of {self.batch_size} samples this rank needs"]
+        samples = f"{self.batch_size} sample{'s' * (self.batch_size != 1)}"
+        lines = [f"of a batch of {samples} this rank needs"]
         for name, rows in self.rows().items():
             lines.append(f"  argument {name}: {describe_rows(rows, self.batch_size)}")
         return "\n".join(lines)

@@ -330,7 +330,7 @@ def test_with_an_example_batch_options_are_refused_at_once(loss: Loss) -> None:
 
 def test_a_step_can_be_used_after_a_refused_batch(loss: Loss) -> None:
     step = step_of(loss)
-    with pytest.raises(PlanError, match="more than the 1 samples"):
+    with pytest.raises(PlanError, match="more than the 1 sample of"):
         step(X[:1])
     with pytest.raises(BatchError):
         step(X[:0])

@@ -16,6 +16,7 @@ from profiler.units import (
     SECONDS,
     format_bytes,
     format_quantity,
+    format_samples,
     format_seconds,
     format_seconds_fixed,
     parse_quantity,
@@ -132,3 +133,7 @@ def test_a_long_text_is_refused_at_once(text: str) -> None:
     ):
         parse_quantity(text, SECONDS)
     assert len(str(caught.value)) < 300
+
+
+def test_a_number_of_samples_has_the_noun_in_its_form() -> None:
+    assert [format_samples(n) for n in (0, 1, 2)] == ["0 samples", "1 sample", "2 samples"]

@@ -94,7 +94,7 @@ def test_more_ranks_than_a_plan_can_use_are_an_error() -> None:
         PlanError, match=r"no plan that fits uses all 8 ranks of the job: the model's result depends on"
     ):
         plan(config("a", 8), ranks=8, layers=1, replicable=False)
-    with pytest.raises(PlanError, match=r"all 8 ranks of the job: a micro-batch has 1 samples, and \d blocks of"):
+    with pytest.raises(PlanError, match=r"all 8 ranks of the job: a micro-batch has 1 sample, and \d blocks of"):
         plan(config("a", 8), ranks=8, layers=1, samples=2)
 
 

@@ -174,7 +174,7 @@ def test_gradients_recorded_and_checked_steps_take_local_rows(launches: Launches
         ),
         ("rows of another replica", "rank 1 was given 10 rows of argument 0, and needs 6 (rows 2-4, 8-10)"),
         ("empty", "the ranks were given no rows"),
-        ("too few samples", "the batch has 1 samples, too few for the 2 ranks of a stage"),
+        ("too few samples", "the batch has 1 sample, too few for the 2 ranks of a stage"),
     ],
 )
 def test_wrong_rows_are_an_error_on_all_ranks_after_which_the_job_goes_on(
