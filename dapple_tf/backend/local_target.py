@@ -8,6 +8,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StagedModel, StepVariant, pipeline_graph
 from dapple_tf.plan import Plan
@@ -36,10 +37,14 @@ class LocalTarget:
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Accept any plan that was ``fitted`` to a smaller batch."""
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
+    def build(
+        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+    ) -> Program:
         """Return the program that runs ``model`` under ``plan``; see ``compiler.pipeline_graph`` for what it raises.
 
         One process takes all rows of a batch, ``local`` or not.
         """
-        graph = pipeline_graph(model, plan, self._devices, self._home, variant=variant)
-        return build_program(graph, model, self._buffers)
+        with times.phase("passes"):
+            graph = pipeline_graph(model, plan, self._devices, self._home, variant=variant)
+        with times.phase("emit"):
+            return build_program(graph, model, self._buffers)

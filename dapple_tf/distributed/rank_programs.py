@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program, build_rank_program
 from dapple_tf.compiler import StagedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
@@ -109,7 +110,9 @@ class RankTarget:
                 "leave it out, or join it to another"
             )
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
+    def build(
+        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+    ) -> Program:
         """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
 
         ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
@@ -124,7 +127,10 @@ class RankTarget:
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }
         )
-        graphs = self._job.run_on_all(lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local))
+        with times.phase("passes"):
+            graphs = self._job.run_on_all(
+                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local)
+            )
         self._job.compare(
             {
                 "graph of the model, or code": digest_graphs(graphs, model.library),
@@ -140,7 +146,8 @@ class RankTarget:
         progress = self._job.progress
         progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)
-        program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs)
+        with times.phase("emit"):
+            program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs)
         progress.programs += 1
         return RankProgram(
             program.graph,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, LossError, UsageError
@@ -37,8 +39,13 @@ class Target(Protocol):
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
-        """Run the passes and emit the TensorFlow function; ``local``: it takes the rows that this process needs."""
+    def build(
+        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+    ) -> Program:
+        """Run the passes and emit the TensorFlow function, both measured by ``times``.
+
+        ``local``: it takes the rows that this process needs.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,21 @@ class CompiledSteps:
     """Everything compiled for one loss: ``models`` by nesting and specs of a batch, ``programs`` by what they run.
 
     The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
+    ``times``: of all builds. ``started``: the programs that have run, by their identity.
     """
 
     models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
     programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
+    times: BuildTimes = field(default_factory=BuildTimes)
+    started: set[int] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def running(self, program: Program) -> Iterator[None]:
+        """Mark a run of ``program``: its first one is a phase of the build."""
+        first = id(program) not in self.started
+        with self.times.phase("first run") if first else contextlib.nullcontext():
+            yield
+        self.started.add(id(program))
 
 
 def compile_step(
@@ -76,20 +94,25 @@ def compile_step(
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
     """
     check_eager()
-    key, size = batch_key(batch), batch_size(batch)
+    key, size, times = batch_key(batch), batch_size(batch), compiled.times
+    times.start_build()
 
     def trace() -> StagedModel:
-        captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm)
-        micro_batch = autoplan.micro_batch_size(size)
-        captured, shapes = infer_batch_axes(captured, micro_batch)
+        with times.phase("trace"):
+            captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm)
+            micro_batch = autoplan.micro_batch_size(size)
+            captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:
             raise LossError(
                 f"{captured.graph.name} cannot run on a micro-batch of {format_samples(micro_batch)}: it holds "
                 f"something with as many rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
             )
-        layers = find_layers(captured.graph)
-        cuts = autoplan.decide(captured, layers, shapes, batch)
-        model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, sparse=autoplan.keeps_slices)
+        with times.phase("layers"):
+            layers = find_layers(captured.graph)
+        with times.phase("profile"):
+            cuts = autoplan.decide(captured, layers, shapes, batch)
+        with times.phase("differentiate"):
+            model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, sparse=autoplan.keeps_slices)
         autoplan.choose_schedule(model, size)
         return model
 
@@ -136,7 +159,7 @@ def find_program(
         extra = f" ({words})" if words else ""
         target.announce(f"build another program{extra}", planned.batch_size, model.signature)
         with exclusive(model.variables.values()):  # they move to the devices of their stages
-            compiled.programs[key] = target.build(model, plan, variant, local=local)
+            compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local)
     return compiled.programs[key]
 
 

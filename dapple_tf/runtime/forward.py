@@ -51,7 +51,8 @@ class Forward:
         check_not_forked()
         with COMPILING:
             compiled = self.compile(batch, target)
-        with exclusive(compiled.planned.model.variables.values()):
+        variables = compiled.planned.model.variables.values()
+        with exclusive(variables), self._compiled.running(compiled.program):
             outputs = compiled.program.run(tf.nest.flatten(tuple(batch)))
         return compiled.planned.model.pack(outputs)
 

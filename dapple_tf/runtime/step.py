@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
@@ -32,6 +34,7 @@ from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
+from dapple_tf.runtime.rehearsal import can_rehearse
 from dapple_tf.runtime.variable_names import name_variables
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
@@ -77,7 +80,8 @@ class PipelinedStep:
         self._wanted_devices = devices
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
-        self._compiled = CompiledSteps()
+        rank = 0 if self._job is None else self._job.rank
+        self._compiled = CompiledSteps(times=BuildTimes(silent=rank != 0))
         self._forwards = [Forward(loss_fn, self._autoplan)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
@@ -107,6 +111,15 @@ class PipelinedStep:
         Empty for most models. UsageError before the first batch.
         """
         return self._compiled_last().planned.model.exactness
+
+    @property
+    def build_times(self) -> dict[str, float]:
+        """Wall seconds that building took, by phase, over all shapes, batch sizes and variants so far.
+
+        The phases, in their order: trace, layers, profile (and plan), differentiate, passes, emit, first run. Those
+        that have not run are left out.
+        """
+        return self._compiled.times.seconds
 
     @property
     def needs(self) -> InputNeeds:
@@ -255,6 +268,7 @@ class PipelinedStep:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
                 exclusive(compiled.planned.model.variables.values()),
+                self._compiled.running(compiled.program),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
             ):
                 *outputs, times = compiled.program.run(tensors)
@@ -312,12 +326,17 @@ class PipelinedStep:
     def _run(self, batch: Sequence[Any], variant: StepVariant, local: bool = False) -> tuple[CompiledStep, list[Any]]:
         with self._lock:  # steps share buffers, and a step is a whole training step
             compiled, tensors = self._prepare(batch, variant, local)
-            with exclusive(compiled.planned.model.variables.values()):
+            with (
+                exclusive(compiled.planned.model.variables.values()),
+                self._compiled.running(compiled.program),
+            ):
                 return compiled, compiled.program.run(tensors)
 
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
-        with exclusive(compiled.planned.model.variables.values()):
+        model = compiled.planned.model
+        runs = self._compiled.running(compiled.program) if can_rehearse(model) else contextlib.nullcontext()
+        with exclusive(model.variables.values()), runs:
             self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
         return compiled, tensors
 

@@ -6,6 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.compiler import StagedModel, StepVariant, stage_model
 from dapple_tf.errors import PlanError
@@ -32,7 +33,7 @@ def plan_of(micro_batches: int, devices: tuple[int, int] = (0, 1)) -> Plan:
 
 def test_a_program_trains_on_the_devices_of_the_plan(model: StagedModel) -> None:
     target = LocalTarget(DEVICES, DEVICES[0])
-    program = target.build(model, plan_of(2, (2, 1)), StepVariant.PLAIN)
+    program = target.build(model, plan_of(2, (2, 1)), StepVariant.PLAIN, BuildTimes())
     losses = [float(program.run([tf.constant(X)])[0]) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
@@ -41,7 +42,7 @@ def test_a_program_trains_on_the_devices_of_the_plan(model: StagedModel) -> None
 
 def test_programs_of_one_target_share_their_buffers(model: StagedModel) -> None:
     target = LocalTarget(DEVICES, DEVICES[0])
-    programs = [target.build(model, plan_of(m), StepVariant.PLAIN) for m in (2, 4)]
+    programs = [target.build(model, plan_of(m), StepVariant.PLAIN, BuildTimes()) for m in (2, 4)]
     handles = [{id(outside) for outside, _ in program.function.graph.captures} for program in programs]
     owned = {id(variable.handle) for variable in model.variables.values()}
     assert handles[0] == handles[1]
@@ -51,7 +52,7 @@ def test_programs_of_one_target_share_their_buffers(model: StagedModel) -> None:
 def test_a_plan_for_more_devices_is_refused(model: StagedModel) -> None:
     target = LocalTarget(DEVICES[:2], DEVICES[0])
     with pytest.raises(PlanError, match=r"the plan uses devices \[0, 2\], but there are only 2"):
-        target.build(model, plan_of(2, (0, 2)), StepVariant.PLAIN)
+        target.build(model, plan_of(2, (0, 2)), StepVariant.PLAIN, BuildTimes())
 
 
 def test_work_on_all_ranks_is_work_of_this_process() -> None:

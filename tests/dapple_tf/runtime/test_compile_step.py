@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.request import Request
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import StagedModel, StepVariant
@@ -33,9 +34,11 @@ class RecordingTarget(LocalTarget):
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         self.announced.append(what)
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, *, local: bool = False) -> Program:
+    def build(
+        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+    ) -> Program:
         self.built.append((plan.micro_batches, plan.replicas, variant))
-        return super().build(model, plan, variant, local=local)
+        return super().build(model, plan, variant, times, local=local)
 
 
 class Compiler:

@@ -1,0 +1,61 @@
+"""Measure the phases of building a step, and show what a long build is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+PHASES = {
+    "trace": "traces and classifies the loss",
+    "layers": "finds the layers",
+    "profile": "makes the plan",
+    "differentiate": "differentiates the stages",
+    "passes": "rewrites the graph",
+    "emit": "emits the TensorFlow function",
+    "first run": "runs the step for the first time, for which TensorFlow optimizes it",
+}
+"""The phases of building a step in their order, each with what it does."""
+
+
+class BuildTimes:
+    """Seconds that the phases of building steps took, over all builds.
+
+    A build that takes longer than ``quiet_seconds`` prints a line on stderr for its phase of that moment and for each
+    later one, unless ``silent``.
+    """
+
+    def __init__(self, *, quiet_seconds: float = 3.0, silent: bool = False) -> None:
+        self._quiet_seconds = quiet_seconds
+        self._silent = silent
+        self._seconds: dict[str, float] = {}
+        self._build_started = time.perf_counter()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds by phase, in the order of ``PHASES``; phases that have not run are left out."""
+        return {phase: self._seconds[phase] for phase in PHASES if phase in self._seconds}
+
+    def start_build(self) -> None:
+        """Count the quiet seconds from now on."""
+        self._build_started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the phase of this name, which lasts as long as this context."""
+        begin = time.perf_counter()
+        timer = threading.Timer(self._quiet_seconds - (begin - self._build_started), _print_line, [PHASES[name]])
+        timer.daemon = True
+        if not self._silent:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def _print_line(what: str) -> None:
+    print(f"dapple: {what} ...", file=sys.stderr, flush=True)
