@@ -41,6 +41,8 @@ _CALLS = frozenset(
         "StatefulPartitionedCall",
     }
 )
+# Ops that TensorFlow calls stateful, so that it does not fold them, and that have no effect: memory to be filled.
+_STATELESS = frozenset({"Empty"})
 # Attributes that are valid only in the graph in which the op was created.
 _LOCAL_ATTRS = frozenset({"_class", "_read_only_resource_inputs", "_output_shapes"})
 
@@ -109,7 +111,7 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
         return Effect.READ, ()
     if op.type in _RANDOM:
         return Effect.RANDOM, ()
-    if op.type not in _CALLS and not internals.is_stateful_op(op.type):
+    if op.type not in _CALLS and not _is_stateful(op.type):
         return Effect.PURE, ()  # calls are checked below: TensorFlow gives some random calls a stateless op
     resources = [(i, tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
     if resources:
@@ -125,6 +127,10 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
     return Effect.SIDE, ()
 
 
+def _is_stateful(op: str) -> bool:
+    return op not in _STATELESS and internals.is_stateful_op(op)
+
+
 def find_stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
     """Return the types of the stateful ops, except reads and calls, in these functions and in those they call."""
     pending, seen, found = list(names), set(), set()
@@ -136,7 +142,7 @@ def find_stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
         for node in bodies[name].node_def:
             if node.op in _CALLS:
                 pending += called_functions(node)
-            elif node.op not in _READS and internals.is_stateful_op(node.op):
+            elif node.op not in _READS and _is_stateful(node.op):
                 found.add(node.op)
     return found
 

@@ -191,3 +191,11 @@ def test_the_table_names_cases_of_every_family_and_at_least_sixty() -> None:
     assert len(REPRESENTATIVE) >= 60
     of_the_table = {CASES[name].family for name in REPRESENTATIVE}
     assert of_the_table == {case.family for case in CASES.values()}
+
+
+def test_a_plan_of_unequal_replicas_may_be_refused() -> None:
+    case = Case("test", "test", lambda seed: pytest.fail("it is not built"), Expected.EQUAL)
+    refused = Found(QUICK[1], Outcome.REFUSED, "PlanError: such stages can meet only where")
+    assert is_expected(case, refused)
+    assert not is_expected(case, replace(refused, configuration=QUICK[0]))
+    assert not is_expected(case, replace(refused, detail="ExactnessError: combines samples"))

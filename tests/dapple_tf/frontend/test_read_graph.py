@@ -81,6 +81,7 @@ def draw_and_read() -> tf.Tensor:
     ("op", "make", "effect"),
     [
         ("Exp", lambda x: tf.reduce_sum(tf.exp(x)), Effect.PURE),
+        ("Empty", lambda x: tf.reduce_sum(tf.raw_ops.Empty(shape=[2], dtype=tf.float32, init=True)), Effect.PURE),
         ("ResourceGather", lambda x: tf.reduce_sum(tf.gather(W, [0])), Effect.READ),
         ("StatelessRandomUniformV2", lambda x: tf.random.stateless_uniform([], (1, 2)), Effect.PURE),
         ("RandomUniform", lambda x: draw(), Effect.RANDOM),
