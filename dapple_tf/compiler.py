@@ -32,8 +32,10 @@ from graph_passes.passes.batch_loss import check_forwards_first
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
+from graph_passes.passes.function_parts import has_joins
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
 from graph_passes.passes.instrument import Instrument
+from graph_passes.passes.join_replicas import JoinReplicas
 from graph_passes.passes.local_input import LocalInput
 from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.microbatch import MergeKind, Microbatch, merge_kind
@@ -106,6 +108,11 @@ class StagedModel:
     frontier: tuple[TailInput, ...]
     statistics: bool
     traces: tuple[Any, ...]
+
+    @property
+    def joins(self) -> bool:
+        """Whether the replicas of a stage join what they compute from a micro-batch (see ``JoinReplicas``)."""
+        return any(map(has_joins, self.graph.functions))
 
     @property
     def trains(self) -> bool:
@@ -315,6 +322,21 @@ def pipeline_graph(
     return run_passes(model.graph, passes(model, plan, devices, home, variant), observers)
 
 
+def local_graph(
+    model: StagedModel,
+    plan: Plan,
+    devices: Sequence[str],
+    home: str,
+    *,
+    variant: StepVariant = StepVariant.PLAIN,
+    observers: Sequence[Observer] = (),
+) -> Graph:
+    """Return the graph that one process runs: that of ``pipeline_graph``, of which calls may be in parts."""
+    graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
+    # After all passes that look at whole calls.
+    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers)
+
+
 def rank_graphs(
     model: StagedModel,
     plan: Plan,
@@ -339,7 +361,7 @@ def rank_graphs(
     # A rank's exchanges are timed too, so time stamps are added after the projection.
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
-    whole = pipeline_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
+    whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.

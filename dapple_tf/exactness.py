@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from dapple_tf.drawing.table import format_table
-from dapple_tf.errors import PlanError, UsageError
+from dapple_tf.errors import PlanError
 
 _WIDTH = 120  # characters of a line of the table
 
@@ -18,9 +18,11 @@ BatchLoss = bool | Literal["auto"]
 """Whether the part of a loss that combines samples runs once, on the whole batch; "auto": only if it must."""
 
 BatchNorm = Literal["micro-batch", "deferred", "sync"]
-"""Of which samples batch norm keeps moving statistics: of each micro-batch in turn, or of the whole batch, once.
+"""Of which samples batch norm in training mode takes statistics.
 
-"sync", statistics over the replicas of a stage, does not exist yet.
+"micro-batch": it normalises each replica's samples of a micro-batch by themselves, and keeps moving statistics of each
+micro-batch in turn. "deferred": moving statistics of the whole batch, once. "sync": it normalises all samples of a
+micro-batch together, over the replicas of a stage.
 """
 
 
@@ -37,12 +39,7 @@ def check_batch_loss(batch_loss: object) -> None:
 
 
 def check_batch_norm(batch_norm: object) -> None:
-    """Raise PlanError unless ``batch_norm`` is one of ``BatchNorm``, and UsageError for "sync"."""
-    if batch_norm == "sync":
-        raise UsageError(
-            "batch_norm='sync' is not there yet: batch norm takes the statistics of each replica's samples. Give the "
-            "stage one replica, or take batch_norm='deferred', which keeps moving statistics of the whole batch"
-        )
+    """Raise PlanError unless ``batch_norm`` is one of ``BatchNorm``."""
     if batch_norm not in get_args(BatchNorm):
         raise PlanError(f"batch_norm={batch_norm!r}: give one of {', '.join(map(repr, get_args(BatchNorm)))}")
 

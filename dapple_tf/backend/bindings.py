@@ -12,7 +12,16 @@ from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
 _USE_COPIES = frozenset(
-    {OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS, OpName.REFRESH, OpName.READ_STATE}
+    {
+        OpName.RUN_ONCE,
+        OpName.PART,
+        OpName.FORWARD,
+        OpName.TAIL,
+        OpName.BACKWARD,
+        OpName.WEIGHTS,
+        OpName.REFRESH,
+        OpName.READ_STATE,
+    }
 )
 
 

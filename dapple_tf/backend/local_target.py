@@ -10,7 +10,7 @@ import tensorflow as tf
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program, build_program
-from dapple_tf.compiler import StagedModel, StepVariant, pipeline_graph
+from dapple_tf.compiler import StagedModel, StepVariant, local_graph
 from dapple_tf.plan import Plan
 
 T = TypeVar("T")
@@ -40,11 +40,11 @@ class LocalTarget:
     def build(
         self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
     ) -> Program:
-        """Return the program that runs ``model`` under ``plan``; see ``compiler.pipeline_graph`` for what it raises.
+        """Return the program that runs ``model`` under ``plan``; see ``compiler.local_graph`` for what it raises.
 
         One process takes all rows of a batch, ``local`` or not.
         """
         with times.phase("passes"):
-            graph = pipeline_graph(model, plan, self._devices, self._home, variant=variant)
+            graph = local_graph(model, plan, self._devices, self._home, variant=variant)
         with times.phase("emit"):
             return build_program(graph, model, self._buffers)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.backend import batch_handlers, gradient_handlers, variable_handlers
 from dapple_tf.backend.handler import Bindings, Context, Handler, Outcome, RankCommunication, call
 from dapple_tf.backend.stage_function import build_function
+from dapple_tf.frontend.joined_moments import join
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
 
@@ -44,6 +45,7 @@ class Operations:
                 f, constants, library, whole=f.name not in inlined and (not inline or calls[f.name] > 1)
             )
             for f in graph.functions
+            if calls[f.name]
         }
         self._context = Context(graph, bindings, functions, ranks)
 
@@ -87,6 +89,12 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return call(context.functions[function.name], arguments)
 
 
+def _join(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    count = node.integer("pieces")
+    pieces = (inputs[i : i + count] for i in range(0, len(inputs), count))
+    return [join(kind, tensors) for kind, tensors in zip(node.strings("kinds"), pieces, strict=True)], []
+
+
 def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return context.communication.merge_state(node, inputs), []
 
@@ -118,6 +126,8 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         **gradient_handlers.HANDLERS,
         **variable_handlers.HANDLERS,
         OpName.RUN_ONCE: _call,
+        OpName.PART: _call,
+        OpName.JOIN: _join,
         OpName.FORWARD: _call,
         OpName.TAIL: _call,
         OpName.BACKWARD: _call,

@@ -66,6 +66,11 @@ def _weight(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, mean
     if mask is None:
         entries = tf.cast(tf.size(inputs), tf.float64) / tf.cast(tf.size(mean), tf.float64)
         return tf.fill(tf.shape(mean), entries)
+    return count_kept(layer, inputs, mask, tf.float64)
+
+
+def count_kept(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, dtype: tf.DType) -> Any:
+    """Return how many entries of each channel of ``inputs`` the ``mask`` keeps."""
     counted = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
     axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
-    return tf.reduce_sum(tf.cast(tf.cast(counted, tf.bool), tf.float64), axes)
+    return tf.reduce_sum(tf.cast(tf.cast(counted, tf.bool), dtype), axes)

@@ -15,9 +15,11 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormCall, BatchNormRecorder
 from dapple_tf.frontend.dependence.result import BatchDependence
+from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
@@ -38,8 +40,9 @@ class Captured:
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
     node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out.
 
-    ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``dropped``: names of
-    nodes of the trace that the graph no longer has.
+    ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``joined``: whether
+    replicas join the statistics of such layers instead; ``dropped``: names of nodes of the trace that the graph no
+    longer has.
     """
 
     graph: Graph
@@ -52,6 +55,7 @@ class Captured:
     rows: Any = None
     dependence: BatchDependence | None = None
     batch_norms: tuple[BatchNormCall, ...] = ()
+    joined: bool = False
     dropped: frozenset[str] = frozenset()
 
     @property
@@ -97,13 +101,14 @@ class CapturedTensors:
 
 
 def capture(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norms: bool = False, trains: bool = True
+    loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norm: BatchNorm = "micro-batch", trains: bool = True
 ) -> Captured:
     """Trace ``loss_fn(*batch)`` once and read the graph.
 
-    ``batch_norms``: record the calls of batch norm layers in training mode, with what their statistics are made of.
-    Without ``trains`` the function is only to run forward: every variable that it does not write counts as trainable,
-    so that all that is computed from it stays in the micro-batches.
+    ``batch_norm``: for "deferred", record the calls of batch norm layers in training mode, with what their statistics
+    are made of; for "sync", let replicas join these. Without ``trains`` the function is only to run forward: every
+    variable that it does not write counts as trainable, so that all that is computed from it stays in the
+    micro-batches.
 
     Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
     LossError when the loss is not a floating-point scalar.
@@ -113,9 +118,10 @@ def capture(
     function = internals.clone_function(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
     _check_signature(function)
     name, recorder, norms = _function_name(loss_fn), LayerRecorder(), BatchNormRecorder()
-    recorded = internals.replace_moments(norms) if batch_norms else nullcontext()
+    moments: dict[str, internals.Moments] = {"deferred": norms, "sync": join_moments}
+    replaced = internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext()
     try:
-        with internals.record_layers(recorder), recorded:
+        with internals.record_layers(recorder), replaced:
             concrete = function.get_concrete_function(*arguments)
     except (TypeError, ValueError) as error:
         if not _depends_on_size(function, batch, specs):
@@ -145,6 +151,7 @@ def capture(
         aux,
         specs,
         batch_norms=tuple(norms.calls),
+        joined=batch_norm == "sync",
     )
 
 

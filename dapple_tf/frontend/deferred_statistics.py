@@ -7,7 +7,7 @@ What a layer writes from the statistics of the whole batch is a function of its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.batch_norm_calls import statistics_writes
 from dapple_tf.frontend.batch_norms import BatchNormCall, join_sums
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.read_graph import read_graph
@@ -32,12 +33,9 @@ def defer_statistics(captured: Captured) -> Captured:
     Raises CaptureError for a layer that writes other statistics than the mean and the variance of its input, and for
     one whose call is not seen in the loss.
     """
-    graph, dependence = captured.graph, captured.dependence
-    assert dependence is not None, "the analysis tells which layers normalise each micro-batch"
+    graph = captured.graph
     sums = {node.integer("batch_norm"): call for call in captured.batch_norms if (node := _find_node(captured, call))}
-    writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name not in dependence.once]
-    _check_seen(captured, writes)
-    dropped = [node for node in writes if node.has("batch_norm")]
+    dropped = statistics_writes(captured, "deferred")
     for node in dropped:
         _check_known(captured, node, sums.get(node.integer("batch_norm")))
     numbers = sorted({node.integer("batch_norm") for node in dropped})
@@ -71,20 +69,6 @@ def _moving_names(captured: Captured, call: BatchNormCall) -> set[str]:
     """Return the names of a layer's moving mean and variance."""
     wanted = {id(call.layer.moving_mean.value), id(call.layer.moving_variance.value)}
     return {name for name, variable in captured.variables.items() if id(variable) in wanted}
-
-
-def _check_seen(captured: Captured, writes: Sequence[Node]) -> None:
-    """Raise CaptureError if a node that is no batch norm layer's own op writes such a layer's moving statistics."""
-    others = {name: node for node in writes if not node.has("batch_norm") for name in node.strings("writes")}
-    layers = {id(layer.moving_mean.value): layer for layer in internals.batch_norm_layers()} if others else {}
-    for name, node in others.items():
-        layer = layers.get(id(captured.variables.get(name)))
-        if layer is not None:
-            raise CaptureError(
-                f"batch_norm='deferred': {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: the "
-                "layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in "
-                "the loss itself, or take batch_norm='micro-batch'"
-            )
 
 
 def drop_nodes(graph: Graph, names: frozenset[str]) -> Graph:

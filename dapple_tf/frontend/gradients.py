@@ -19,6 +19,7 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.deferred_statistics import drop_nodes
+from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
@@ -64,7 +65,7 @@ def differentiate(
             for result in found
         ]
     joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
-    joint = drop_nodes(_described_as_in(captured.graph, joint), captured.dropped)
+    joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     return joint, tuple(
         StageGradients(

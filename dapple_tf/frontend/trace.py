@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from dapple_tf.errors import DappleWarning, ExactnessError
@@ -15,10 +16,15 @@ from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
+from dapple_tf.frontend.joined_statistics import join_statistics
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
 from graph_passes.ir.graph import Graph
+
+_REWRITES: Mapping[BatchNorm, Callable[[Captured], Captured]] = MappingProxyType(
+    {"micro-batch": lambda captured: captured, "deferred": defer_statistics, "sync": join_statistics}
+)
 
 
 def trace_loss(
@@ -35,10 +41,10 @@ def trace_loss(
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
     the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
-    ``BatchNorm``. ``trains``: see ``capture``. Raises what ``capture`` and ``defer_statistics`` raise, and
-    ExactnessError where a step would differ from one device's and ``inexact`` is "error".
+    ``BatchNorm``. ``trains``: see ``capture``. Raises what ``capture``, ``defer_statistics`` and ``join_statistics``
+    raise, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
     """
-    captured = capture(loss_fn, batch, batch_norms=batch_norm == "deferred", trains=trains)
+    captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains)
     dependence = _find(captured, batch_size, batch_loss)
     if dependence.mixed and not dependence.exactness.undocumented:
         captured = weigh_terms(captured, dependence)
@@ -48,7 +54,7 @@ def trace_loss(
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
     captured = dataclasses.replace(captured, graph=graph, dependence=dependence)
-    return defer_statistics(captured) if batch_norm == "deferred" else captured
+    return _REWRITES[batch_norm](captured)
 
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:

@@ -15,7 +15,7 @@ from graph_passes.ir.graph import FunctionRef, Graph, Node, Opaque
 
 # Attributes that only the IR has.
 _IR_ATTRS = frozenset(
-    {"adds", "batch_norm", "frontier", "layer", "once", "stands_for", "statistic", "tail", "within", "writes"}
+    {"adds", "batch_norm", "frontier", "join", "layer", "once", "stands_for", "statistic", "tail", "within", "writes"}
 )
 
 

@@ -57,7 +57,7 @@ def _is_permanent(node: Node, library: Mapping[str, Any]) -> bool:
 
     A call has the effects of the ops inside; its own effect is only the strongest of them.
     """
-    if node.effect in (Effect.PURE, Effect.READ):
+    if node.effect in (Effect.PURE, Effect.READ, Effect.JOIN):
         return False
     called = [name for _, value in node.attrs for name in _function_names(value)]
     if called:

@@ -10,7 +10,15 @@ from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
 _USE_COPIES = frozenset(
-    {OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS, OpName.READ_STATE}
+    {
+        OpName.RUN_ONCE,
+        OpName.PART,
+        OpName.FORWARD,
+        OpName.TAIL,
+        OpName.BACKWARD,
+        OpName.WEIGHTS,
+        OpName.READ_STATE,
+    }
 )
 _USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT})
 

@@ -129,6 +129,8 @@ class Effect(StrEnum):
     """It draws random numbers from a generator's hidden state: it must run exactly once."""
     SIDE = "side"
     """It acts on the outside world (print, assert, Python code): it must run exactly once."""
+    JOIN = "join"
+    """It joins its input with those of a stage's other replicas: it must run exactly once, on each of them."""
 
 
 @dataclass(frozen=True)
@@ -232,10 +234,11 @@ Role = Literal[
 vector; ``once``: a value that the stage computed once a step, from the whole batch; ``boundary``: a tensor from the
 stage before, or to the next; ``gradient``: the gradient of a boundary tensor; ``seed``: the gradient of the loss,
 which is the micro-batch's share of the samples, or 1; ``stash``: a tensor that forward keeps for backward; ``carry``:
-a tensor that backward passes to the function of the weight gradients, where there is one; ``variable``: a resource,
-or its dense gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows
-(a port of each for each use of the variable, in the same order); ``statistic``: a tensor of forward that is summed over
-micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
+a tensor that backward passes to the function of the weight gradients, where there is one, or a part of a function to
+a later part (see ``function_parts``); ``variable``: a resource, or its dense gradient; ``slices`` and ``indices``:
+rows of a variable's sparse gradient, and the numbers of these rows (a port of each for each use of the variable, in the
+same order); ``statistic``: a tensor of forward that is summed over micro-batches and replicas, or its sum; ``loss`` and
+``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

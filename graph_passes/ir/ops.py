@@ -29,6 +29,8 @@ class OpName(StrEnum):
     ROW_BOUNDS = "row_bounds"
     RUN_ONCE = "run_once"
     FORWARD = "forward"
+    PART = "part"
+    JOIN = "join"
     GATHER_ROWS = "gather_rows"
     TAIL = "tail"
     CUT_ROWS = "cut_rows"
@@ -193,6 +195,22 @@ _TABLE = (
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
         (*_CALLED, _FUNCTION),
+    ),
+    Op(
+        OpName.PART,
+        "Call an earlier part of a stage's function on one micro-batch: replicas join what it computes, and then the "
+        "next part runs. The node of the call itself calls the last part.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION),
+    ),
+    Op(
+        OpName.JOIN,
+        "Join what a part computed on the replicas of a stage, from the same pieces on each of them: `kinds` is "
+        "moments (weight, mean and variance of each channel) or sum.",
+        Operands("for each tensor, its `pieces` in the order of the replicas"),
+        Operands("the joined tensors", "kinds"),
+        (*_CALLED, Attribute("kinds", "tuple[str, ...]"), _PIECES),
     ),
     Op(
         OpName.GATHER_ROWS,

@@ -8,6 +8,7 @@ from typing import ClassVar
 from graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
+from graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
 _TIMED = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
@@ -34,22 +35,30 @@ def timed_nodes(graph: Graph) -> tuple[Node, ...]:
 
 
 def stamp_nodes(graph: Graph) -> Graph:
-    """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it."""
+    """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
+
+    A call in parts starts with its first part.
+    """
     nodes: list[Node] = []
-    stamps: list[Value] = []
+    timed = timed_nodes(graph)
+    starting = {first_part(graph, node).name: node for node in timed}
     for node in graph.nodes:
-        if node.op not in _TIMED:
+        if node.name in starting:
+            ready = (
+                f"{name}/end" if graph.node(name).op in _TIMED else name for name in dict.fromkeys(node.predecessors())
+            )
+            waits = tuple(Control(name, "time: it could start") for name in ready)
+            start = _stamp(starting[node.name], "start", *waits)
+            nodes += [start, node.after(start.name, "time: the start is taken before")]
+        else:
             nodes.append(node)
-            continue
-        place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)})
-        ready = (
-            f"{name}/end" if graph.node(name).op in _TIMED else name for name in dict.fromkeys(node.predecessors())
-        )
-        waits = tuple(Control(name, "time: it could start") for name in ready)
-        start = Node(f"{node.name}/start", OpName.TIMESTAMP, (), (_STAMP,), place, waits)
-        ended = Control(node.name, "time: it has ended")
-        end = Node(f"{node.name}/end", OpName.TIMESTAMP, (), (_STAMP,), place, (ended,))
-        nodes += [start, node.after(start.name, "time: the start is taken before"), end]
-        stamps += [Value(start.name), Value(end.name)]
+        if node.op in _TIMED:
+            nodes.append(_stamp(node, "end", Control(node.name, "time: it has ended")))
+    stamps = [Value(f"{node.name}/{what}") for node in timed for what in ("start", "end")]
     stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
     return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()
+
+
+def _stamp(node: Node, what: str, *waits: Control) -> Node:
+    place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)})
+    return Node(f"{node.name}/{what}", OpName.TIMESTAMP, (), (_STAMP,), place, waits)

@@ -17,6 +17,7 @@ from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attribut
 from graph_passes.ir.names import replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
+from graph_passes.passes.join_replicas import of_replica
 
 TOKEN = tensor("int64")
 TOKENS_NAME = "tokens"
@@ -219,9 +220,12 @@ def _transfers(node: Node, placement: _Placement) -> Iterator[_Transfer]:
 def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     """Return the name of the exchange that carries ``value`` to ``node``.
 
-    One exchange carries all tensors that cross a boundary in one direction for one micro-batch.
+    One exchange carries all tensors that cross a boundary in one direction for one micro-batch, or all that replicas
+    join after one part of a call.
     """
     producer = graph.node(value.node)
+    if node.op == OpName.JOIN:  # of all replicas with all
+        return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
     if node.has("micro_batch") and producer.has("micro_batch"):
         here, there = node.integer("stage"), producer.integer("stage")
         direction = "forward" if there < here else "backward"

@@ -26,7 +26,8 @@ _BATCH_NORM_REMEDY = (
     "group norm normalise each sample by itself"
 )
 _DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
-_DEFERRED_REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
+_JOINED = f"{BATCH_NORM}; it takes them over all replicas"
+_REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
 
@@ -115,7 +116,9 @@ class _Decision:
             self._add(Inexactness(loss.node, why, _NO_SUM))
         why, remedy = BATCH_NORM, _BATCH_NORM_REMEDY
         if self.captured.batch_norms:  # recorded, to write moving statistics of the whole batch
-            why, remedy = _DEFERRED, _DEFERRED_REMEDY
+            why, remedy = _DEFERRED, _REMEDY
+        if self.captured.joined:
+            why, remedy = _JOINED, _REMEDY
         for name in self.analysis.batch_norms:
             self._add(Inexactness(name, why, remedy, documented=True))
         for node in self.analysis.hidden_draws:

@@ -1,0 +1,38 @@
+"""Refuse calls of batch norm layers whose statistics cannot be found in the graph of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dapple_tf import internals
+from dapple_tf.errors import CaptureError
+from dapple_tf.exactness import BatchNorm
+from dapple_tf.frontend.capture import Captured
+from graph_passes.ir.graph import Effect, Node
+
+
+def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:
+    """Return the nodes by which batch norm layers write moving statistics of each micro-batch.
+
+    Raises CaptureError if another node writes such statistics: the layer's call is hidden in it. ``choice``: the value
+    of ``batch_norm`` that needs to see the call.
+    """
+    assert captured.dependence is not None, "the analysis tells which layers normalise each micro-batch"
+    once = captured.dependence.once
+    writes = [node for node in captured.graph.nodes if node.effect is Effect.WRITE and node.name not in once]
+    _check_seen(captured, writes, choice)
+    return [node for node in writes if node.has("batch_norm")]
+
+
+def _check_seen(captured: Captured, writes: Sequence[Node], choice: BatchNorm) -> None:
+    """Raise CaptureError if a node that is no batch norm layer's own op writes such a layer's moving statistics."""
+    others = {name: node for node in writes if not node.has("batch_norm") for name in node.strings("writes")}
+    layers = {id(layer.moving_mean.value): layer for layer in internals.batch_norm_layers()} if others else {}
+    for name, node in others.items():
+        layer = layers.get(id(captured.variables.get(name)))
+        if layer is not None:
+            raise CaptureError(
+                f"batch_norm={choice!r}: {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: the "
+                "layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in "
+                "the loss itself, or take batch_norm='micro-batch'"
+            )

@@ -1,0 +1,130 @@
+"""Batch norm in training mode that takes mean and variance of a micro-batch over all replicas of its stage.
+
+In the trace of a loss each layer's statistics (weight, mean and variance of each channel) pass an Identity whose
+gradient is not that of an Identity. It marks the place where replicas join their statistics: each gets those of all
+samples, and in backward the sum of the gradients that all replicas have for these (``passes.join_replicas``). With one
+replica, and where a stage's function runs by itself, both Identities are what they seem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.frontend.batch_norms import count_kept
+from graph_passes.ir.graph import Effect, Graph, Node
+from graph_passes.passes.function_parts import JOIN
+
+_MOMENTS, _SUM = "moments", "sum"
+_GRADIENT = "_gradient_op_type"  # the attribute in which TensorFlow keeps the name of another gradient
+_GRADIENTS = MappingProxyType({_MOMENTS: "DappleJoinMoments", _SUM: "DappleJoinSum"})
+
+
+def join_moments(
+    layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, compute: Callable[[], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    """Return mean and variance over all replicas; for ``internals.replace_moments``."""
+    mean, variance = compute()
+    weight = _count(layer, inputs) if mask is None else count_kept(layer, inputs, mask, inputs.dtype)
+    flat = [tf.reshape(statistic, [-1]) for statistic in (mean, variance)]  # Keras squeezes one channel with a mask
+    own = tf.stack([weight, *(flat if mask is None else _without_epsilon(weight, *flat))])
+    weight, *found = tf.unstack(_identity(own, _MOMENTS))
+    whole = found if mask is None else _with_epsilon(weight, *found)
+    return tf.reshape(whole[0], tf.shape(mean)), tf.reshape(whole[1], tf.shape(variance))
+
+
+def _count(layer: keras.layers.BatchNormalization, inputs: Any) -> Any:
+    """Return how many entries each channel of ``inputs`` has.
+
+    It is a sum over entries, not a product of lengths: a length that becomes a float would be that of the whole batch.
+    """
+    channels = layer.axis % inputs.shape.rank
+    one_channel = inputs[(slice(None),) * channels + (slice(0, 1),)]
+    return tf.fill([inputs.shape[channels]], tf.reduce_sum(tf.raw_ops.OnesLike(x=one_channel)))
+
+
+def _without_epsilon(weight: Any, mean: Any, variance: Any) -> list[Any]:
+    """Return mean and variance of the entries that a mask keeps, from what Keras takes for them.
+
+    Keras divides the sums by ``weight`` + epsilon, and takes the variance around this mean.
+    """
+    scale = tf.math.divide_no_nan(weight + keras.config.epsilon(), weight)
+    return [scale * mean, scale * variance - tf.square(scale * mean - mean)]
+
+
+def _with_epsilon(weight: Any, mean: Any, variance: Any) -> list[Any]:
+    """Return what Keras takes for mean and variance of the entries that a mask keeps: undo ``_without_epsilon``."""
+    scale = weight / (weight + keras.config.epsilon())
+    return [scale * mean, scale * (variance + tf.square(mean - scale * mean))]
+
+
+def join(kind: str, pieces: Sequence[Any]) -> Any:
+    """Return the ``pieces`` of all replicas as one: [3, channels] each.
+
+    ``kind`` is moments (weight, mean and variance of each channel), or sum.
+    """
+    return _JOINS[kind](tf.stack(pieces))
+
+
+def _join_pieces(pieces: Any) -> Any:
+    weights, means, variances = tf.unstack(pieces, axis=1)
+    weight = tf.reduce_sum(weights, 0)
+    shares = tf.math.divide_no_nan(weights, weight)
+    mean = tf.reduce_sum(shares * means, 0)
+    return tf.stack([weight, mean, tf.reduce_sum(shares * (variances + tf.square(means - mean)), 0)])
+
+
+_JOINS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {_MOMENTS: _join_pieces, _SUM: lambda pieces: tf.reduce_sum(pieces, 0)}
+)
+
+
+def _identity(tensor: Any, kind: str) -> Any:
+    """Return ``tensor`` by an Identity that marks where replicas join; its kind is the name of its gradient."""
+    with tf.compat.v1.get_default_graph().gradient_override_map({"Identity": _GRADIENTS[kind]}):
+        return tf.identity(tensor, name=f"join_{kind}")
+
+
+def _moments_gradient(op: tf.Operation, gradient: Any) -> Any:
+    """Return the gradient for a replica's own statistics; weights, counts of entries, have none.
+
+    It is the sum over replicas of the gradients of the joined statistics, times the derivatives of ``_join_pieces``.
+    The joined variance does not change with the joined mean in it: the differences to the mean add up to 0.
+    """
+    weight, mean, _ = tf.unstack(op.inputs[0])
+    whole_weight, whole_mean, _ = tf.unstack(op.outputs[0])
+    _, of_mean, of_variance = tf.unstack(_identity(gradient, _SUM))
+    share = tf.math.divide_no_nan(weight, whole_weight)
+    own = [share * (of_mean + 2 * (mean - whole_mean) * of_variance), share * of_variance]
+    return tf.stack([tf.zeros_like(weight), *own])
+
+
+tf.RegisterGradient(_GRADIENTS[_MOMENTS])(_moments_gradient)
+
+
+def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
+    """Return ``graph`` in which the Identities that join have the attribute ``join``, and the effect.
+
+    Those do not which see the whole batch: they run once a step, or in the tail. ``captured``: the marked graph of the
+    loss, of which ``graph`` is the joint graph of forward and backward.
+    """
+
+    def mark(node: Node) -> Node:
+        kind = _kind(node)
+        known = None if captured is None else captured.by_name.get(node.name)
+        if kind is None or (known is not None and not known.has(JOIN)) or node.has("once") or node.has("tail"):
+            return node
+        return dataclasses.replace(node.with_attrs(**{JOIN: kind}), effect=Effect.JOIN)
+
+    return graph.replace(nodes=tuple(map(mark, graph.nodes)))
+
+
+def _kind(node: Node) -> str | None:
+    """Return how the node joins the values of replicas, or None if it does not."""
+    gradient = node.attr(_GRADIENT) if node.op == "Identity" and node.has(_GRADIENT) else b""
+    return next((kind for kind, name in _GRADIENTS.items() if gradient == name.encode()), None)

@@ -1,0 +1,161 @@
+"""Call the functions of replicated stages part by part, and join what the parts compute over the replicas.
+
+So batch norm has the statistics of all samples of a micro-batch (``batch_norm="sync"``). All replicas call the same
+parts in the same order, and each join takes a value from each of them. This pass comes last: those before it see whole
+calls. A call keeps its name for its last part, which runs after all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.ir.graph import Function, Graph, Node, Value, attributes
+from graph_passes.ir.names import nodes_of, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+from graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
+
+_CALLS = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)
+_ADDED = frozenset({OpName.PART, OpName.JOIN})
+
+
+@dataclass(frozen=True)
+class JoinReplicas:
+    """Join values over the replicas of each stage that has several."""
+
+    name: str = "join_replicas"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        forbids=_ADDED | {OpName.EXCHANGE},
+        may_produce=_ADDED,
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return join_replicas(graph)
+
+
+def join_replicas(graph: Graph) -> Graph:
+    """Return the graph in which calls of functions with joins, on stages with several replicas, are in parts.
+
+    The functions of the whole calls stay in the graph: they say what a stage uses.
+    """
+    replicas = replica_counts(graph)
+    parts: dict[str, FunctionParts] = {}
+    calls: dict[str, _Call] = {}
+    for node in nodes_of(graph, *_CALLS):
+        function = graph.function(node.string("function"))
+        if replicas[node.integer("stage")] > 1 and has_joins(function):
+            if function.name not in parts:
+                parts[function.name] = cut_function(function)
+            calls[node.name] = _Call(node, function, parts[function.name])
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        moved = tuple(_moved(value, calls) for value in node.inputs)
+        if node.name in calls:
+            siblings = [calls[of_replica(node, r)] for r in range(replicas[node.integer("stage")])]
+            nodes += calls[node.name].nodes(siblings, calls)
+        else:
+            nodes.append(dataclasses.replace(node, inputs=moved))
+    functions = (*graph.functions, *(function for found in parts.values() for function in found.functions))
+    outputs = tuple(_moved(value, calls) for value in graph.outputs)
+    return graph.replace(nodes=tuple(nodes), functions=functions, outputs=outputs).sorted()
+
+
+def first_part(graph: Graph, call: Node) -> Node:
+    """Return the node of the first part of a call: the call itself where that is not in parts."""
+    return graph.by_name.get(_part_name(call.name, 0), call)
+
+
+def of_replica(node: Node, replica: int) -> str:
+    """Return the name of the node that does on ``replica`` what ``node`` does on its own."""
+    return node.name.replace(f"/replica{node.integer('replica')}/", f"/replica{replica}/")
+
+
+def _part_name(call: str, part: int) -> str:
+    return f"{call}/part{part}"
+
+
+def _moved(value: Value, calls: Mapping[str, _Call]) -> Value:
+    """Return where a value is once calls are in parts."""
+    call = calls.get(value.node)
+    return value if call is None else call.output(value.index, calls)
+
+
+class _Call:
+    """A call that becomes a node for each part of its function, and one for the joins after each part."""
+
+    def __init__(self, node: Node, function: Function, parts: FunctionParts) -> None:
+        self.node = node
+        self.function = function
+        self.parts = parts
+        ports = zip(function.graph.inputs, function.inputs, strict=True)
+        taken = [(name, port) for name, port in ports if port.role != "variable"]
+        self._entering = {name: value for (name, _), value in zip(taken, node.inputs, strict=True)}
+        self._by_port = {(port.role, port.name): self._entering[name] for name, port in taken}
+        self._given: dict[Value, Value] = {}
+        for part, results in enumerate(parts.results):
+            self._given |= {value: Value(self._name(part), i) for i, value in enumerate(results)}
+        for part, joins in enumerate(parts.joins):
+            joined = {Value(join.name): Value(f"{node.name}/join{part}", i) for i, join in enumerate(joins)}
+            self._given |= joined
+        self._by_name = {str(value): found for value, found in self._given.items()}
+
+    def output(self, index: int, calls: Mapping[str, _Call]) -> Value:
+        """Return what gives the output ``index`` of the whole call."""
+        return self._find(self.function.graph.outputs[index], calls)
+
+    def nodes(self, siblings: list[_Call], calls: Mapping[str, _Call]) -> list[Node]:
+        """Return the nodes of this call; ``siblings``: the calls of all replicas, in order; ``calls``: all by name."""
+        nodes: list[Node] = []
+        for part, function in enumerate(self.parts.functions):
+            nodes.append(self._part(part, function, calls))
+            if self.parts.joins[part]:
+                nodes.append(self._join(part, siblings, calls))
+        return nodes
+
+    def _find(self, value: Value, calls: Mapping[str, _Call]) -> Value:
+        if value in self._given:
+            return self._given[value]
+        return _moved(self._entering[value.node], calls)
+
+    def _name(self, part: int) -> str:
+        return self.node.name if part == len(self.parts.functions) - 1 else _part_name(self.node.name, part)
+
+    def _part(self, part: int, function: Function, calls: Mapping[str, _Call]) -> Node:
+        inputs = []
+        for port in function.inputs:
+            key = (port.role, port.name)
+            if key in self._by_port:
+                inputs.append(_moved(self._by_port[key], calls))
+            elif port.role != "variable":
+                inputs.append(self._by_name[port.name])
+        last = part == len(self.parts.functions) - 1
+        attrs = {**dict(self.node.attrs), "function": function.name}
+        if not last:  # TensorFlow inlines the last part only: a join may be an exchange between ranks
+            attrs.pop("inline", None)
+        made = Node(
+            self._name(part),
+            self.node.op if last else OpName.PART,
+            tuple(inputs),
+            tuple(port.type for port in function.outputs),
+            attributes(attrs),
+            () if part else self.node.controls,
+            device=self.node.device,
+        )
+        return made.after(self._name(part - 1), "join: the parts of a call run in order") if part else made
+
+    def _join(self, part: int, siblings: list[_Call], calls: Mapping[str, _Call]) -> Node:
+        joins = self.parts.joins[part]
+        place = {key: self.node.integer(key) for key in ("micro_batch", "replica", "stage")}
+        kinds = tuple(join.string(JOIN) for join in joins)
+        return Node(
+            f"{self.node.name}/join{part}",
+            OpName.JOIN,
+            tuple(sibling._find(join.inputs[0], calls) for join in joins for sibling in siblings),
+            tuple(join.outputs[0] for join in joins),
+            attributes({**place, "kinds": kinds, "pieces": len(siblings)}),
+            device=self.node.device,
+        )
