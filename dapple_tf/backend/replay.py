@@ -52,4 +52,5 @@ def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> 
 
 def _describe_place(node: Node) -> str:
     words = {"stage": "stage", "replica": "replica", "micro_batch": "micro-batch"}
-    return ", ".join([*(f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)), node.op])
+    op = node.string("of") if node.op == OpName.PART else node.op
+    return ", ".join([*(f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)), op])

@@ -198,11 +198,11 @@ _TABLE = (
     ),
     Op(
         OpName.PART,
-        "Call an earlier part of a stage's function on one micro-batch: replicas join what it computes, and then the "
-        "next part runs. The node of the call itself calls the last part.",
+        "Call an earlier part of a stage's function, which is for the call `of` (forward, backward, weights), on one "
+        "micro-batch: replicas join what it computes, and then the next part runs. The last part keeps the call's op.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION),
+        (*_CALLED, _FUNCTION, Attribute("of", "str")),
     ),
     Op(
         OpName.JOIN,

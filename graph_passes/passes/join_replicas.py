@@ -134,8 +134,9 @@ class _Call:
                 inputs.append(self._by_name[port.name])
         last = part == len(self.parts.functions) - 1
         attrs = {**dict(self.node.attrs), "function": function.name}
-        if not last:  # TensorFlow inlines the last part only: a join may be an exchange between ranks
+        if not last:  # not inlined: TensorFlow could find a constant in it, and a join may be an exchange between ranks
             attrs.pop("inline", None)
+            attrs["of"] = self.node.op
         made = Node(
             self._name(part),
             self.node.op if last else OpName.PART,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,19 @@ def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] 
     write = write.with_attrs(adds=True) if adds else write
     body = (*nodes, compute, *([write] if written else []))
     return Function(name, Graph(name, body, tuple(node.name for node in nodes), compute.values()), inputs, outputs)
+
+
+def joining(whole: Function) -> Function:
+    """A function of ``function``; if it is a forward or a backward, replicas join something inside of it."""
+    if not whole.name.endswith(("/forward", "/backward")):
+        return whole
+    *others, compute = (node for node in whole.graph.nodes if node.op != "AssignVariableOp")
+    writes = [node for node in whole.graph.nodes if node.op == "AssignVariableOp"]
+    sums = parse_type("float64[3,4]")
+    own = Node("own", "Moments", compute.inputs, (sums,))
+    joined = Node("joined", "Identity", (Value("own"),), (sums,), attributes({"join": "moments"}), effect=Effect.JOIN)
+    compute = dataclasses.replace(compute, inputs=(*compute.inputs, Value("joined")))
+    return dataclasses.replace(whole, graph=whole.graph.replace(nodes=(*others, own, joined, compute, *writes)))
 
 
 def two_stages() -> tuple[Function, ...]:

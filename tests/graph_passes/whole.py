@@ -15,6 +15,7 @@ from graph_passes.passes.apply import Apply
 from graph_passes.passes.base import Pass, run_passes
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
+from graph_passes.passes.join_replicas import JoinReplicas
 from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
@@ -24,7 +25,7 @@ from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
 from graph_passes.passes.write_statistics import WriteStatistics
 from graph_passes.schedules.policies import build_schedule
-from tests.graph_passes.builders import calls, function
+from tests.graph_passes.builders import calls, function, joining
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 
@@ -34,7 +35,8 @@ class Kind:
     """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``.
 
     ``term``: a number that all replicas have alike goes from first to last. ``statistics``: forward gives one in each
-    stage, and the last stage writes from those of the first, too.
+    stage, and the last stage writes from those of the first, too. ``joins``: forward and backward of each stage join
+    something over its replicas.
     """
 
     replicas: tuple[int, ...]
@@ -48,6 +50,7 @@ class Kind:
     term: bool = False
     sparse: bool = False
     statistics: bool = False
+    joins: bool = False
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -60,7 +63,7 @@ class Kind:
         return sum(self.replicas)
 
 
-FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse", "statistics")
+FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse", "statistics", "joins")
 
 
 @st.composite
@@ -99,12 +102,13 @@ def parts_of(kind: Kind) -> tuple[SparsePart, ...]:
 def input_graph(kind: Kind) -> Graph:
     """The stage functions of such a pipeline, before they are called."""
     stages = len(kind.replicas)
-    return calls(X, *(f for s in range(stages) for f in stage_functions(s, stages, kind)))
+    functions = (f for s in range(stages) for f in stage_functions(s, stages, kind))
+    return calls(X, *(joining(f) if kind.joins else f for f in functions))
 
 
 def whole_graph(kind: Kind) -> Graph:
     """The graph of such a pipeline before ``rank_variables``."""
-    return run_passes(input_graph(kind), passes_of(kind))
+    return run_passes(input_graph(kind), [*passes_of(kind), *([JoinReplicas()] if kind.joins else [])])
 
 
 def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]:

@@ -429,6 +429,19 @@ CASES: dict[str, Case] = {
     "batch norm, deferred, replicated": Case(
         normalized, batches((12, 12, 12)), layout(2, batch_norm="deferred"), in_turn=4, not_equal=("moving",)
     ),
+    "batch norm, sync, DP": Case(normalized, batches((12, 7, 12)), layout(2, batch_norm="sync"), in_turn=2),
+    "batch norm, sync, 1:2": Case(
+        normalized, batches(), layout(1, 2, stages=["dense_1"], batch_norm="sync", micro_batches=3), in_turn=3
+    ),
+    "batch norm, sync, 2:2, recompute": Case(
+        normalized,
+        batches((13, 13)),
+        layout(2, 2, stages=["dense_1"], batch_norm="sync", recompute=True, schedule="gpipe"),
+        in_turn=2,
+    ),
+    "batch norm, sync, DP 4, zb-h1": Case(
+        normalized, batches((9, 16)), layout(4, batch_norm="sync", schedule="zb-h1", micro_batches=1)
+    ),
     "a GRU": Case(recurrent, batches(EVEN), layout(1, 1, stages=["gru"])),
     "dropout": Case(dropped, batches(EVEN), layout(1, 1, stages=["dense_1"])),
     "dropout, replicated": Case(dropped, batches(EVEN), layout(1, 2, stages=["dense_1"]), equals_one_device=False),
