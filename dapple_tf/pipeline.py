@@ -56,9 +56,10 @@ def pipeline(
             model after the last tensors that hold a row for each sample; what follows runs once a step on the rows of
             all micro-batches, and backward starts when it has. That needs the schedule "gpipe", and memory for the
             activations of all micro-batches. "auto": only where the loss does not add up, and the schedule allows it.
-        batch_norm: What batch norm in training mode keeps as moving statistics; it normalises each micro-batch (each
-            replica its samples of it) by itself in any case. "micro-batch": each micro-batch moves them in turn, and
-            replicas are averaged. "deferred": they move once a step, by mean and variance over the whole batch.
+        batch_norm: Of which samples batch norm takes statistics in training mode. "micro-batch": each replica of a
+            stage normalises its samples of a micro-batch by themselves; each micro-batch moves the moving statistics
+            in turn, and replicas are averaged. "deferred": the same, but moving statistics move once a step, by mean
+            and variance over the whole batch. "sync": replicas normalise all samples of a micro-batch together.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.

@@ -173,6 +173,13 @@ CASES = (
         Expected.DOCUMENTED,
         {"batch_norm": "deferred"},
     ),
+    Case(
+        "batch_norm_sync",
+        "layers",
+        classifier(lambda: LAYERS.BatchNormalization(momentum=0.5)),
+        Expected.DOCUMENTED,
+        {"batch_norm": "sync"},
+    ),
     Case("mini_batch_deviation", "layers", classifier(MiniBatchDeviation), Expected.REFUSED),
     Case("attention_over_batch", "layers", classifier(AttentionOverBatch), Expected.REFUSED),
     *refused_and_exact(

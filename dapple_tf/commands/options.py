@@ -43,7 +43,8 @@ PLAN_OPTIONS = [
         type=click.Choice(get_args(BatchNorm)),
         default="micro-batch",
         show_default=True,
-        help="Moving statistics of batch norm: of each micro-batch in turn, or of the whole batch, once a step.",
+        help="Statistics of batch norm: of each replica's samples of a micro-batch; the same, and moving statistics of "
+        "the whole batch; or of a micro-batch's samples on all replicas.",
     ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),

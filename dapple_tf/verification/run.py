@@ -115,7 +115,7 @@ def _find_pieces(planned: PlannedModel) -> SizesOf:
 
     def sizes_of(layer: Any) -> list[list[int]]:
         owner = owners.get(id(layer.moving_mean.value))
-        replicas = 1 if owner is None else plan.replicas[owner]
+        replicas = 1 if owner is None or model.joins else plan.replicas[owner]
         parts = cut_samples(planned.batch_size, plan.micro_batches)
         return [[piece.stop - piece.start for piece in cut_samples(part.stop - part.start, replicas)] for part in parts]
 

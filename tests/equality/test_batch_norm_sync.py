@@ -40,11 +40,8 @@ def check(
 
     With one micro-batch that is plain training.
     """
-    options.setdefault("stages", ["b"] if len(replicas) > 1 else 1)
     if "plan" not in options:
-        options["replicas"] = list(replicas)
-    else:
-        del options["stages"]
+        options |= {"stages": ["b"] if len(replicas) > 1 else 1, "replicas": list(replicas)}
     comparison = compare(
         problem, batches, in_turn=micro_batches, micro_batches=micro_batches, batch_norm="sync", **options
     )
@@ -73,12 +70,7 @@ def test_replicas_take_the_statistics_of_their_micro_batch(replicas: tuple[int, 
 
 
 @slow
-def test_replicas_with_unequal_shares() -> None:
-    plan = Plan("m", "hand", 12, 6, 2, "dapple-a", False, (StagePlan(0, 7, (0, 1), (1, 3)),))
-    check(two_norms(), random((12,)), 2, micro_batches=2, plan=plan)
-
-
-@pytest.mark.parametrize("schedule", ["dapple-a", pytest.param("zb-h1", marks=slow)])
+@pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
 def test_recomputation_keeps_what_replicas_joined(schedule: str) -> None:
     """It is stashed: backward joins gradients only."""
     found = check(two_norms(), random((9, 8)), 2, 2, micro_batches=2, recompute=True, schedule=schedule)
@@ -147,11 +139,15 @@ def test_a_mask_counts_what_it_keeps_of_the_micro_batch(channels: int) -> None:
         lambda: regression(
             dense("a"), LAYERS.BatchNormalization(renorm=True, momentum=0.5, dtype="float64"), dense("b")
         ),
-        lambda: regression(norm("of_arguments"), dense("a"), norm("norm"), dense("b")),
     ],
 )
 def test_other_models(make: Callable[[], Problem]) -> None:
     check(make(), random((8, 10)), 2, 1, micro_batches=2)
+
+
+@slow
+def test_statistics_of_the_arguments_are_those_of_the_whole_batch() -> None:
+    check(regression(norm("of_arguments"), dense("a"), norm("norm"), dense("b")), random((10, 8)), 3)
 
 
 @slow
@@ -176,20 +172,24 @@ def pipeline(problem: Problem, **options: Any) -> Any:
     return dapple.pipeline(problem.loss_fn, optimizer=sgd(), batch_norm="sync", **given)
 
 
+def plain_loss(problem: Problem, x: Any, y: Any) -> float:
+    """The loss that one device has for two micro-batches of four."""
+    return float(np.mean([problem.loss_fn(x[part], y[part]) for part in (slice(0, 4), slice(4, 8))]))
+
+
 def test_a_failed_step_leaves_nothing_behind() -> None:
-    """The error names the call that failed; the next step trains as if there had been no other."""
+    """The error names the call that failed; the next step has the loss that one device has."""
     checked = LAYERS.Lambda(lambda x: tf.debugging.check_numerics(x, "not a number"), name="check", dtype="float64")
     problem = regression(dense("a"), norm("first"), checked, norm("second"), dense("b"))
     step = pipeline(problem)
     (x, y), (more, targets) = random((8, 8))
+    wanted = plain_loss(problem, more, targets)
+    before = {name: variable.numpy() for name, variable in problem.variables.items()}
     with pytest.raises(StepError, match=r"All variables are as they were .*stage 0, replica 0, micro-batch 1, forward"):
         step(tf.concat([x[:5], x[5:] * np.nan], 0), y)
-    before = {name: variable.numpy() for name, variable in problem.variables.items()}
-    loss = float(step(more, targets))
-    again = pipeline(problem)
     for name, variable in problem.variables.items():
-        variable.assign(before[name])
-    assert float(again(more, targets)) == loss
+        np.testing.assert_array_equal(variable.numpy(), before[name])
+    np.testing.assert_allclose(float(step(more, targets)), wanted, rtol=1e-13)
 
 
 def test_one_replica_runs_whole_calls() -> None:
@@ -213,8 +213,7 @@ def test_a_recorded_step_times_calls_and_is_rehearsed() -> None:
 def test_forward_takes_the_statistics_of_the_micro_batch_too() -> None:
     problem = two_norms()
     ((x, y),) = random((8,))
-    wanted = np.mean([float(problem.loss_fn(x[part], y[part])) for part in (slice(0, 4), slice(4, 8))])
-    np.testing.assert_allclose(float(pipeline(problem).forward(x, y)), wanted, rtol=1e-13)
+    np.testing.assert_allclose(float(pipeline(problem).forward(x, y)), plain_loss(problem, x, y), rtol=1e-13)
 
 
 def test_a_tail_takes_the_statistics_of_the_whole_batch() -> None:

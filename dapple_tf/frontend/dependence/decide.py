@@ -22,8 +22,8 @@ from graph_passes.passes.microbatch import MergeKind
 _NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
 _WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
 _BATCH_NORM_REMEDY = (
-    "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch; layer norm and "
-    "group norm normalise each sample by itself"
+    "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch, batch_norm='sync' "
+    "takes statistics over replicas; layer norm and group norm normalise each sample by itself"
 )
 _DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
 _JOINED = f"{BATCH_NORM}; it takes them over all replicas"

@@ -39,6 +39,7 @@ def marked(case: str, *expected: str) -> Any:
         marked("batch norm, two replicas", DIVIDED, "because of "),
         marked("deferred batch norm", DIVIDED, "its moving statistics are those of the whole batch"),
         marked("deferred batch norm, two replicas", DIVIDED, "because of "),
+        marked("batch norm over two replicas", IN_TURN, "it takes them over all replicas"),
         marked("noise", DIFFERS, "first to diverge: loss 'loss', error "),
         marked("NaN", EQUAL, "NaN or infinite in loss 'loss', and in 16 more tensors: one device has it too"),
     ],

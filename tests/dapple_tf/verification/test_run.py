@@ -191,6 +191,25 @@ def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(repl
     assert report.max_variable_error < 1e-12
 
 
+def test_batch_norm_over_replicas_is_compared_with_the_micro_batches_in_turn() -> None:
+    _, loss_fn = normalised()
+    options = {"replicas": [1, 2], "stages": ["net/norm"], "batch_norm": "sync"}
+    report = report_of(loss_fn, numbers(9), micro_batches=2, **options)
+    assert report.ok, str(report)
+    assert ": NOT equal to plain training, but equal to the same micro-batches one after the other" in str(report)
+    assert report_of(loss_fn, numbers(9), micro_batches=1, **options).plain.ok
+
+
+@pytest.mark.slow
+def test_batch_norm_over_replicas_and_dropout_of_the_whole_batch() -> None:
+    """Only batch norm takes the micro-batches by themselves."""
+    drop = keras.layers.Dropout(0.5, seed=1, dtype="float64")
+    _, loss_fn = dense_layers(keras.layers.BatchNormalization(name="norm", dtype="float64"), drop)
+    report = report_of(loss_fn, numbers(9), replicas=[1, 2], stages=["net/norm"], micro_batches=2, batch_norm="sync")
+    assert report.ok, str(report)
+    assert "equal to plain training whose batch norm alone takes" in str(report)
+
+
 def test_draws_that_no_variable_repeats_differ_from_everything() -> None:
     """No two runs draw the same numbers, not even those of one device."""
     _, loss_fn = dense_layers()

@@ -70,6 +70,7 @@ CASES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "batch norm, two replicas": lambda: check(normalised, numbers(), **TWO_REPLICAS),
     "deferred batch norm": lambda: check(normalised, numbers(), batch_norm="deferred", **TWO_STAGES),
     "deferred batch norm, two replicas": lambda: check(normalised, numbers(), batch_norm="deferred", **TWO_REPLICAS),
+    "batch norm over two replicas": lambda: check(normalised, numbers(), batch_norm="sync", **TWO_REPLICAS),
     "noise": lambda: check(noisy, numbers(), **TWO_STAGES),
     "NaN": lambda: check(dense_layers, [tensor * float("nan") for tensor in numbers()], **TWO_STAGES),
     "training": train_between,
