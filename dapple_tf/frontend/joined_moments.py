@@ -9,6 +9,7 @@ replica, and where a stage's function runs by itself, both Identities are what t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,11 +42,12 @@ def join_moments(
 def _count(layer: keras.layers.BatchNormalization, inputs: Any) -> Any:
     """Return how many entries each channel of ``inputs`` has.
 
-    It is a sum over entries, not a product of lengths: a length that becomes a float would be that of the whole batch.
+    It is a sum over the axes of unknown length: a length that becomes a float would be that of the whole batch.
     """
-    channels = layer.axis % inputs.shape.rank
-    one_channel = inputs[(slice(None),) * channels + (slice(0, 1),)]
-    return tf.fill([inputs.shape[channels]], tf.reduce_sum(tf.raw_ops.OnesLike(x=one_channel)))
+    channels, lengths = layer.axis % inputs.shape.rank, inputs.shape.as_list()
+    first_entries = inputs[tuple(slice(None) if length is None else slice(0, 1) for length in lengths)]
+    others = math.prod(length or 1 for axis, length in enumerate(lengths) if axis != channels)
+    return tf.fill([lengths[channels]], others * tf.reduce_sum(tf.raw_ops.OnesLike(x=first_entries)))
 
 
 def _without_epsilon(weight: Any, mean: Any, variance: Any) -> list[Any]:

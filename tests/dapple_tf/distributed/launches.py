@@ -43,12 +43,12 @@ QUICK_CASES: Mapping[int, Sequence[str]] = {
     ),
 }
 # Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
-HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1"), 3: QUICK_CASES[3]}
+HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1", "batch norm, sync, DP"), 3: QUICK_CASES[3]}
 # What ranks verify: a model that equals one device in two layouts, one that has sparse gradients, and one that differs.
 QUICK_VERIFIED = ("two stages", "two replicas", "an embedding", "noise")
 OTHER_VERIFIED = (
     *("a compiled loss", "batch norm", "batch norm, two replicas", "deferred batch norm"),
-    *("deferred batch norm, two replicas", "NaN", "training"),
+    *("deferred batch norm, two replicas", "batch norm over two replicas", "NaN", "training"),
 )
 LONG_CASES = ("gpt, 50 steps",)  # each in a launch of its own
 

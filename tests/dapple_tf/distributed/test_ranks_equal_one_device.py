@@ -64,7 +64,9 @@ def assert_trains(ranks: list[dict[str, Any]]) -> None:
     assert len(set(losses[0])) == len(losses[0])
 
 
-@pytest.mark.parametrize("name", marked(["DP 2 float64", "2:2 float64", "DP 4 float64", "dropout, replicated"]))
+@pytest.mark.parametrize(
+    "name", marked(["DP 2 float64", "2:2 float64", "DP 4 float64", "dropout, replicated", "batch norm, sync, DP"])
+)
 def test_replicas_end_with_the_same_values(launches: Launches, name: str) -> None:
     results = launches.case_results(name)
     for devices in results[0]["plan"]:

@@ -111,6 +111,26 @@ def test_a_mask_that_keeps_nothing_gives_zeros() -> None:
     np.testing.assert_allclose(layer.moving_mean.numpy(), np.zeros(3), atol=0)
 
 
+@pytest.mark.parametrize("known", [(7, 4), (None, 4), (7, None), (None, None)])
+def test_entries_are_counted_along_known_and_unknown_axes(known: tuple[int | None, ...]) -> None:
+    layer = keras.layers.BatchNormalization(dtype="float64")
+    counts = []
+
+    def keep(layer: Any, inputs: Any, mask: Any, compute: Any) -> Any:
+        joined = join_moments(layer, inputs, mask, compute)
+        (mark,) = (op for op in inputs.graph.get_operations() if op.name.endswith("join_moments"))
+        counts.append(mark.outputs[0][0])
+        return joined
+
+    def call(x: Any) -> Any:
+        layer(x, training=True)
+        return counts[-1]
+
+    with internals.replace_moments(keep):
+        function = tf.function(call, autograph=False).get_concrete_function(tf.TensorSpec((*known, 3), tf.float64))
+    np.testing.assert_array_equal(function(tf.constant(ROWS)), np.full(3, 28.0))
+
+
 # --- marks
 
 
