@@ -7,15 +7,19 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 
-from dapple_tf.compiler import StagedModel, StepVariant, pipeline_graph, rank_graphs, stage_model
+from dapple_tf.compiler import StagedModel, StepVariant, local_graph, pipeline_graph, rank_graphs, stage_model
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.analysis.layers import find_layers
 from graph_passes.ir.graph import Graph
-from graph_passes.ir.ops import OPS
+from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import OPS, OpName
+from graph_passes.ir.text import parse_graph, print_graph
 from tests.dapple_tf.builders import X, chain, make_plan
 
 DEVICES = [f"/device:CPU:{i}" for i in range(4)]
@@ -128,6 +132,40 @@ def test_ranks_take_their_own_rows_in_graphs_that_fit_together_too(loss: Any, va
     assert [graph.inputs[-1] for graph in graphs] == ["batch/size"] * 3
     whole = rank_graphs(model, plan, 3, variant=variant)
     assert [find_inputs(graph) for graph in graphs] == [find_inputs(graph) for graph in whole]
+
+
+@pytest.fixture(scope="module")
+def joining() -> StagedModel:
+    """A model of two stages, in the first of which replicas join the statistics of batch norm."""
+    layers = [keras.layers.Dense(4, name="d0"), keras.layers.BatchNormalization(), keras.layers.Dense(4, name="d1")]
+    model = keras.Sequential([keras.Input((X.shape[1],)), *layers])
+    captured = trace_loss(lambda x: tf.reduce_mean(model(x, training=True) ** 2), (X,), 8, batch_norm="sync")
+    found = find_layers(captured.graph)
+    return stage_model(captured, found, [found.find("d1")], keras.optimizers.SGD(0.1))
+
+
+def test_calls_are_in_parts_behind_all_passes_that_see_whole_calls(joining: StagedModel, loss: Any) -> None:
+    plan = plan_of(joining, 2, 1)
+    seen: list[str] = []
+    graph = local_graph(joining, plan, DEVICES, DEVICES[0], observers=[lambda name, _: seen.append(name)])
+    assert seen == [*CALLS, "apply", *CHECKS, "join_replicas"]
+    assert {node.integer("stage") for node in nodes_of(graph, OpName.PART)} == {0}
+    assert not nodes_of(pipeline_graph(joining, plan, DEVICES, DEVICES[0]), OpName.PART)
+    assert parse_graph(print_graph(graph)) == graph
+    other = model_of(loss)
+    assert local_graph(other, plan, DEVICES, DEVICES[0]) == pipeline_graph(other, plan, DEVICES, DEVICES[0])
+
+
+def test_ranks_exchange_what_replicas_join_and_are_timed_after_that(joining: StagedModel) -> None:
+    graphs = rank_graphs(joining, plan_of(joining, 2, 1), 3, variant=StepVariant.TIMED)
+    joins = [
+        {node.name for node in graph.nodes if "/join" in node.name and node.op == OpName.EXCHANGE} for graph in graphs
+    ]
+    assert joins[0] == joins[1] != set()
+    assert not joins[2]
+    stamped = {node.name.rsplit("/", 1)[0] for node in nodes_of(graphs[1], OpName.TIMESTAMP)}
+    assert "stage0/replica1/mb0/backward" in stamped
+    assert not any("/part" in name for name in stamped)
 
 
 def test_all_nodes_of_a_pipelined_graph_have_an_op_of_the_table(loss: Any) -> None:
