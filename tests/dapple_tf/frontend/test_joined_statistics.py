@@ -33,7 +33,7 @@ def joins(captured: Captured) -> list[str]:
 def test_the_layer_of_keras_is_joined(options: dict[str, Any]) -> None:
     captured = trace(BASE(dtype="float64", **options))
     assert joins(captured) == ["moments"]
-    assert [reason.why.rsplit("; ", 1)[-1] for reason in captured.dependence.exactness.reasons] == [  # type: ignore[union-attr]  # it was analysed
+    assert [reason.why.rsplit("; ", 1)[-1] for reason in captured.dependence.exactness.reasons] == [
         "it takes them over all replicas"
     ]
 
@@ -48,7 +48,7 @@ def test_statistics_of_the_arguments_are_the_whole_batchs() -> None:
     layer.build((None, WIDTH))
     captured = trace_loss(lambda x: tf.reduce_mean((layer(x, training=True) @ weight) ** 2), (X,), 6, batch_norm="sync")
     assert joins(captured) == []
-    assert captured.dependence.exactness.exact  # type: ignore[union-attr]  # it was analysed
+    assert captured.dependence.exactness.exact
 
 
 class OwnMoments(BASE):
