@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from dapple_tf.errors import PlanError
@@ -15,6 +16,7 @@ from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
+from dapple_tf.frontend.loss_scale import scales_loss, trace_loss_scale
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.plan import Plan
 from graph_passes.analysis.layers import Layers
@@ -47,6 +49,7 @@ from graph_passes.passes.place import Place
 from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute, find_runs
+from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
@@ -78,10 +81,12 @@ class StagedModel:
     uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
     ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
     the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
-    written from sums (see ``WriteStatistics``). ``stateful``: see ``Captured``.
+    written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
+    whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
 
-    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's update. TensorFlow removes functions
-    that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still call them.
+    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
+    functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
+    call them.
     """
 
     graph: Graph
@@ -108,6 +113,8 @@ class StagedModel:
     frontier: tuple[TailInput, ...]
     statistics: bool
     traces: tuple[Any, ...]
+    narrow: tuple[Narrow, ...] = ()
+    skips: bool = False
 
     @property
     def joins(self) -> bool:
@@ -171,7 +178,8 @@ def stage_model(
     unsuitable optimizer.
     """
     stages = partition(layers, starts)
-    joint, gradients = differentiate(captured, stages, sparse=sparse)
+    scaled = optimizer is not None and scales_loss(optimizer)
+    joint, gradients = differentiate(captured, stages, sparse=sparse, scaled=scaled)
     pruned = prune_gradients(joint, gradients)
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
     if tail := build_tail(stages, joint, pruned[-1]):
@@ -181,9 +189,11 @@ def stage_model(
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
     update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
+    scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
     use = find_variables(graph)
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
-    graph = graph.replace(functions=(*graph.functions, *statistics.functions))
+    own = () if scale is None else (scale.function,)
+    graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
@@ -197,7 +207,10 @@ def stage_model(
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
         constants=dict(captured.constants) | dict(statistics.constants) | ({} if update is None else update.constants),
-        library=dict(joint.library) | dict(statistics.library) | ({} if update is None else dict(update.graph.library)),
+        library=dict(joint.library)
+        | dict(statistics.library)
+        | ({} if update is None else dict(update.graph.library))
+        | ({} if scale is None else dict(scale.library)),
         trained=trained,
         trained_objects=() if update is None else update.trained,
         untrained=tuple(name for name in captured.trainable if name not in reached),
@@ -208,7 +221,14 @@ def stage_model(
         frontier=stages.frontier,
         statistics=bool(statistics.functions),
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-        traces=(captured.func_graph, *statistics.traces, *([] if update is None else [update.func_graph])),
+        traces=(
+            captured.func_graph,
+            *statistics.traces,
+            *([] if update is None else [update.func_graph]),
+            *([] if scale is None else [scale.func_graph]),
+        ),
+        narrow=find_narrow(joint, gradients[: len(stages.stages)]),
+        skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
     )
 
 
@@ -266,6 +286,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
+        *([RoundGradients(model.narrow)] if _sums_gradients(plan) and model.narrow else []),  # the complete sums
         *([GatherSlices(model.sparse)] if model.sparse else []),  # needs every replica's backward, and weights' part
         *([WriteStatistics()] if model.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
@@ -275,11 +296,16 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     if variant is StepVariant.WITH_GRADIENTS:
         order.append(ExposeGradients())  # needs what AllReduce left
     if variant is StepVariant.CHECKED:
-        order.append(CheckNumerics())  # needs what AllReduce left, and the loss
+        order.append(CheckNumerics(gradients=not model.skips))  # needs what AllReduce left, and the loss
     if variant is StepVariant.TIMED:
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
     return tuple(order)
+
+
+def _sums_gradients(plan: Plan) -> bool:
+    """Return whether some gradient is a sum of several micro-batches' or replicas'."""
+    return plan.micro_batches > 1 or max(plan.replicas) > 1
 
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:

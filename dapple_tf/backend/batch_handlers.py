@@ -45,11 +45,12 @@ def _rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 
 def _one(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.ones([], node.outputs[0].dtype.name)], []
+    return [tf.identity(inputs[0]) if inputs else tf.ones([], node.outputs[0].dtype.name)], []
 
 
 def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.cast(inputs[0], node.outputs[0].dtype.name)], []
+    share, *scale = inputs
+    return [tf.cast(share * tf.cast(scale[0], share.dtype) if scale else share, node.outputs[0].dtype.name)], []
 
 
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:

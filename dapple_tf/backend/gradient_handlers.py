@@ -65,6 +65,11 @@ def _tied_sum(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.add_n(inputs)], []
 
 
+def _round(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    pairs = zip(inputs, node.strings("dtypes"), strict=True)
+    return [tf.cast(tf.cast(tensor, dtype), tensor.dtype) for tensor, dtype in pairs], []
+
+
 def _reduced_gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if not node.has("check"):
         return [tf.identity(tensor) for tensor in inputs], []
@@ -148,6 +153,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.ALLREDUCE: _allreduce,
         OpName.TIED_SUM: _tied_sum,
         OpName.SUM_STATISTICS: _sum_statistics,
+        OpName.ROUND: _round,
         OpName.REDUCED_GRADIENTS: _reduced_gradients,
         OpName.GATHER_SLICES: _gather_slices,
         OpName.DENSIFY: _densify,

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.backend import batch_handlers, gradient_handlers, variable_handlers
+from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import Bindings, Context, Handler, Outcome, RankCommunication, call
 from dapple_tf.backend.stage_function import build_function
 from dapple_tf.frontend.joined_moments import join
@@ -40,13 +41,12 @@ class Operations:
         self.bindings = bindings
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
-        functions = {
-            f.name: build_function(
-                f, constants, library, whole=f.name not in inlined and (not inline or calls[f.name] > 1)
-            )
-            for f in graph.functions
-            if calls[f.name]
-        }
+        self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
+        functions = {}
+        for built in self._branches:
+            name = built.function.name
+            whole = name not in inlined and (not inline or calls[name] > 1)
+            functions[name] = build_function(built.function, constants, {**library, **built.library}, whole=whole)
         self._context = Context(graph, bindings, functions, ranks)
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:
@@ -132,6 +132,9 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.TAIL: _call,
         OpName.BACKWARD: _call,
         OpName.WEIGHTS: _call,
+        OpName.LOSS_SCALE: _call,
+        OpName.UPDATE_TERMS: _call,
+        OpName.COMBINE_TERMS: _call,
         OpName.UPDATE: _call,
         OpName.WRITE_STATISTICS: _call,
         OpName.BARRIER: _barrier,

@@ -120,9 +120,10 @@ def plain_step(workload: Workload) -> Callable[..., Any]:
         with tf.GradientTape() as tape:
             result = workload.loss_fn(*batch)
             loss = result[0] if isinstance(result, tuple) else result
+            scaled = workload.optimizer.scale_loss(loss)
         watched = list(tape.watched_variables())  # including those of frozen Keras layers
         variables = [v for v, known in zip(watched, internals.keras_variables(watched), strict=True) if known.trainable]
-        workload.optimizer.apply(tape.gradient(loss, variables), variables)
+        workload.optimizer.apply(tape.gradient(scaled, variables), variables)
         return loss
 
     return tf.function(step)  # type: ignore[no-any-return]  # TensorFlow is untyped

@@ -29,11 +29,12 @@ from graph_passes.passes.partition import Stage, StageGraph
 
 
 def differentiate(
-    captured: Captured, stages: StageGraph, *, sparse: bool = True
+    captured: Captured, stages: StageGraph, *, sparse: bool = True, scaled: bool = False
 ) -> tuple[Graph, tuple[StageGradients, ...]]:
     """Return the joint graph of forward and backward, and the gradients of each stage, then of the tail if any.
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
+    ``scaled``: the gradients are those of the loss times a factor, from which a tail starts too.
     Raises CaptureError for a tf.py_function between a trainable variable and the loss.
     """
     tensors = CapturedTensors(captured)
@@ -49,7 +50,7 @@ def differentiate(
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
     if stages.tail:
         with captured.func_graph.as_default(), tf.name_scope("tail_gradients"):
-            found.append(_differentiate_tail(captured, stages, tensors, trained))
+            found.append(_differentiate_tail(captured, stages, tensors, trained, scaled))
         differentiated = {value for value, _ in found[0].boundary}
     for stage in reversed(stages.stages):
         with captured.func_graph.as_default(), tf.name_scope(f"stage{stage.index}_gradients"):
@@ -156,7 +157,7 @@ def _differentiate_stage(
 
 
 def _differentiate_tail(
-    captured: Captured, stages: StageGraph, tensors: CapturedTensors, trained: Collection[str]
+    captured: Captured, stages: StageGraph, tensors: CapturedTensors, trained: Collection[str], scaled: bool
 ) -> _StageResult:
     """Add the gradient ops of the tail to the trace: of the loss, for the frontier and for the tail's variables."""
     frontier = [entry.value for entry in stages.frontier]
@@ -167,11 +168,12 @@ def _differentiate_tail(
     names = [name for name in captured.trainable if name in needed]
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
+    seeds = [tf.compat.v1.placeholder(tensors[loss].dtype, [], name="seed")] if scaled else []
     with internals.stop_gradients_at_calls(stops):
-        gradients = tf.gradients(tensors[loss], sources, stop_gradients=stops, name="gradients")
+        gradients = tf.gradients(tensors[loss], sources, grad_ys=seeds or None, stop_gradients=stops, name="gradients")
     values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients[: len(taken)]]
     return _StageResult(
-        (),
+        tuple((loss, tensors.value(seed).node) for seed in seeds),
         tuple((v, g) for v, g in zip(taken, values, strict=True) if g is not None),
         tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
     )

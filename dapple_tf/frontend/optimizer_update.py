@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import PlanError
+from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph
 from graph_passes.ir.graph import Attr, Graph, Node, Role, attributes
@@ -26,7 +27,7 @@ class TracedUpdate:
     gradient two: slices and indices). ``variables``: the model's and the optimizer's, by the name of their node.
     ``constants``: by the name of their ``capture`` node. ``trained``: the variables as the optimizer knows them (Keras
     variables, where there are any). ``global_clipnorm``: the optimizer's option, which ``graph`` does not apply; None
-    where it has none. ``func_graph``: the TensorFlow graph that ``graph`` was read from.
+    where it has none, or applies it itself. ``func_graph``: the TensorFlow graph that ``graph`` was read from.
     """
 
     graph: Graph
@@ -56,8 +57,9 @@ def trace_update(
 
     ``sparse``: the variables whose gradients are IndexedSlices, with the dtype of the indices. Clipping by the global
     norm is left out: the pipelined graph clips over all stages. As Keras makes dense tensors of what it clips so, the
-    update then takes these. Raises PlanError for an object that is not a Keras optimizer, and for an optimizer that was
-    built for other variables.
+    update then takes these. It is not left out where something else is done with the gradients before. Conditions that
+    write variables are open. Raises PlanError for an object that is not a Keras optimizer, and for an optimizer that
+    was built for other variables, or cannot take these gradients.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")
@@ -81,10 +83,12 @@ def trace_update(
         try:
             specs = [argument.spec for argument in arguments]
             func_graph = tf.function(update, autograph=False).get_concrete_function(*specs).graph
-        except (ValueError, KeyError) as error:
-            raise PlanError(f"{type(optimizer).__name__} cannot update these variables: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"{type(optimizer).__name__} cannot update these variables: {error}{_hint(optimizer, sparse)}"
+            ) from error
     inputs = _read_inputs(func_graph, optimizer, arguments, variables)
-    graph = read_graph(func_graph, inputs.nodes, "optimizer")
+    graph = open_conditions(read_graph(func_graph, inputs.nodes, "optimizer"), func_graph)
     return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph)
 
 
@@ -152,10 +156,27 @@ def _read_inputs(
 
 @contextlib.contextmanager
 def _without_global_clip(optimizer: Any) -> Iterator[float | None]:
-    """Unset the optimizer's ``global_clipnorm`` in the block, which gets its value."""
+    """Unset the optimizer's ``global_clipnorm`` in the block, which gets its value.
+
+    It stays, and None is given, where the optimizer clips something else than the gradients that it gets: their mean
+    over several steps, or what is left after it has divided them by the scale of the loss.
+    """
+    if optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:
+        yield None
+        return
     clip = optimizer.global_clipnorm
     optimizer.global_clipnorm = None
     try:
         yield float(clip) if clip else None
     finally:
         optimizer.global_clipnorm = clip
+
+
+def _hint(optimizer: Any, sparse: Mapping[str, str]) -> str:
+    """Return what to do about an update that cannot be traced, where its sparse gradients may be the reason."""
+    if not sparse:
+        return ""
+    return (
+        f". The gradients of {', '.join(sorted(sparse))} are sparse, which Keras's {type(optimizer).__name__} may not "
+        'take with these options: give sparse_gradients="dense", or leave the options out'
+    )

@@ -21,8 +21,8 @@ Function = Callable[[dict[str, Any]], Any]
 def training_function(model: keras.Model, names: BatchNames) -> Any:
     """Return the tf.function of a batch to train with: the loss, and as aux outputs what metrics need.
 
-    The loss has the optimizer's ``loss_scale_factor``, by which the optimizer divides the gradients. The first trace
-    builds what ``fit`` would build: the model, its losses, and the optimizer for all trainable variables.
+    The first trace builds what ``fit`` would build: the model, its losses, and the optimizer for all trainable
+    variables.
     """
 
     def train(batch: dict[str, Any]) -> Any:
@@ -30,8 +30,7 @@ def training_function(model: keras.Model, names: BatchNames) -> Any:
         with tf.init_scope():
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-        factor = model.optimizer.loss_scale_factor
-        return loss if factor is None else loss * factor, aux
+        return loss, aux
 
     return _named(train, model)
 

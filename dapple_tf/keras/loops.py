@@ -41,8 +41,7 @@ class Loops:
 
     def train_function(self, batches: Iterable[Any]) -> Any:
         """Train on the next batches, and return the metrics; StopIteration where there is none."""
-        factor = self._model.optimizer.loss_scale_factor or 1.0
-        return self._run(batches, self._prefetch["train"], lambda batch: self._scaled(self._train(batch), factor))
+        return self._run(batches, self._prefetch["train"], self._train)
 
     def test_function(self, batches: Iterable[Any]) -> Any:
         """Evaluate the next batches, and return the metrics; StopIteration where there is none."""
@@ -68,11 +67,6 @@ class Loops:
         if self._check is not None:
             self._check(named)
         return named
-
-    @staticmethod
-    def _scaled(result: tuple[Any, Any], factor: float) -> tuple[Any, Any]:
-        loss, aux = result
-        return (loss if factor == 1.0 else loss / factor), aux
 
 
 def _next_batches(batches: Iterator[Any], prefetch: Prefetch, count: int) -> Iterator[Any]:

@@ -47,9 +47,7 @@ def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str
 def _function_graphs(model: StagedModel) -> Iterator[Graph]:
     yield from (function.graph for function in model.graph.functions)
     if model.updates is not None:
-        shared = (model.updates.before, model.updates.after)
-        yield from (function.graph for function in shared if function is not None)
-        yield from (function.graph for _, function in model.updates.stages)
+        yield from (function.graph for function in model.updates.functions)
 
 
 def _is_permanent(node: Node, library: Mapping[str, Any]) -> bool:

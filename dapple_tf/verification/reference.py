@@ -68,7 +68,8 @@ class OneDevice:
         def train_step(*arguments: Any) -> Any:
             with tf.GradientTape() as tape, during_the_loss:
                 loss, aux = _loss_and_aux(loss_fn(*arguments))
-            gradients = tape.gradient(loss, variables)
+                scaled = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, variables)
             apply_gradients(zip(gradients, variables, strict=True))
             return loss, aux, gradients
 
@@ -87,7 +88,8 @@ class OneDevice:
         def differentiate(*arguments: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss, _ = _loss_and_aux(self.loss_fn(*arguments))
-            return loss, tape.gradient(loss, variables)
+                scaled = self.optimizer.scale_loss(loss)
+            return loss, tape.gradient(scaled, variables)
 
         function, tensors = tf.function(differentiate), _as_tensors(batch)
         size = len(tf.nest.flatten(tensors)[0])

@@ -224,6 +224,8 @@ Role = Literal[
     "variable",
     "slices",
     "indices",
+    "partial",
+    "combined",
     "statistic",
     "loss",
     "aux",
@@ -232,13 +234,14 @@ Role = Literal[
 
 ``arg``: a tensor of the batch; ``rows``: the first and the end row of the micro-batch and the batch size, an int64
 vector; ``once``: a value that the stage computed once a step, from the whole batch; ``boundary``: a tensor from the
-stage before, or to the next; ``gradient``: the gradient of a boundary tensor; ``seed``: the gradient of the loss,
-which is the micro-batch's share of the samples, or 1; ``stash``: a tensor that forward keeps for backward; ``carry``:
-a tensor that backward passes to the function of the weight gradients, where there is one, or a part of a function to
-a later part (see ``function_parts``); ``variable``: a resource, or its dense gradient; ``slices`` and ``indices``:
-rows of a variable's sparse gradient, and the numbers of these rows (a port of each for each use of the variable, in the
-same order); ``statistic``: a tensor of forward that is summed over micro-batches and replicas, or its sum; ``loss`` and
-``aux``: outputs of the model.
+stage before, or to the next; ``gradient``: the gradient of a boundary tensor; ``seed``: the gradient of the loss, which
+is the micro-batch's share of the samples, or 1, times the loss scale where there is one; ``stash``: a tensor that
+forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight gradients, where
+there is one, or a part of a function to a later part (see ``function_parts``); ``variable``: a resource, or its dense
+gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of
+each for each use of the variable, in the same order); ``partial``: what an optimizer computes from the gradients of one
+stage for all stages, and ``combined`` what it makes of these (see ``update_terms``); ``statistic``: a tensor of forward
+that is summed over micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -34,6 +34,7 @@ class OpName(StrEnum):
     GATHER_ROWS = "gather_rows"
     TAIL = "tail"
     CUT_ROWS = "cut_rows"
+    LOSS_SCALE = "loss_scale"
     CAST = "cast"
     ONE = "one"
     BACKWARD = "backward"
@@ -45,6 +46,7 @@ class OpName(StrEnum):
     GRADIENTS = "gradients"
     ALLREDUCE = "allreduce"
     TIED_SUM = "tied_sum"
+    ROUND = "round"
     REDUCED_GRADIENTS = "reduced_gradients"
     GATHER_SLICES = "gather_slices"
     DENSIFY = "densify"
@@ -55,6 +57,8 @@ class OpName(StrEnum):
     WRITE_STATISTICS = "write_statistics"
     MERGE = "merge"
     BARRIER = "barrier"
+    UPDATE_TERMS = "update_terms"
+    COMBINE_TERMS = "combine_terms"
     SET_UPDATING = "set_updating"
     UPDATE = "update"
     REFRESH = "refresh"
@@ -234,18 +238,25 @@ _TABLE = (
         (*_PLACED, _AXES, _OUTER, _PIECES),
     ),
     Op(
+        OpName.LOSS_SCALE,
+        "Call the function of the factor by which the optimizer scales the loss, before any backward.",
+        NOTHING,
+        Operands("the factor, in the dtype of the loss", 1),
+        (_FUNCTION,),
+    ),
+    Op(
         OpName.CAST,
         "The share of the samples in the dtype of the loss: the gradient with which backward starts.",
-        Operands("the share of the samples", 1),
-        Operands("the same number", 1),
+        Operands("the share of the samples; then the loss scale, where there is one"),
+        Operands("the same number, times the loss scale", 1),
         _CALLED,
     ),
     Op(
         OpName.ONE,
         "The number 1 in the dtype of the loss: the gradient with which backward starts where the loss is a sum over "
         "samples.",
-        NOTHING,
-        Operands("1", 1),
+        Operands("none; or the loss scale"),
+        Operands("1, or the loss scale", 1),
         _CALLED,
     ),
     Op(
@@ -311,6 +322,14 @@ _TABLE = (
         Operands("the gradient from each stage"),
         Operands("the sum", 1),
         (*_PLACED, Attribute("variable", "str")),
+    ),
+    Op(
+        OpName.ROUND,
+        "Round gradients to the float types that they have on one device, where these are narrower: there a sum that "
+        "the type cannot hold is infinite.",
+        Operands("the gradients", "dtypes"),
+        Operands("the rounded ones, in their own types", "dtypes"),
+        (*_PLACED, Attribute("dtypes", "tuple[str, ...]")),
     ),
     Op(
         OpName.REDUCED_GRADIENTS,
@@ -392,6 +411,21 @@ _TABLE = (
         (_RANKS,),
     ),
     Op(
+        OpName.UPDATE_TERMS,
+        "Call the function of what the optimizer computes from a stage's gradients for all stages: whether they are "
+        "finite, sums of squares.",
+        Operands("the gradients that the function takes"),
+        Operands("the function's outputs"),
+        (*_PLACED, _FUNCTION),
+    ),
+    Op(
+        OpName.COMBINE_TERMS,
+        "Call the function of what the optimizer makes of all stages' terms: a condition of the update, a norm.",
+        Operands("the terms"),
+        Operands("the function's outputs"),
+        (_FUNCTION,),
+    ),
+    Op(
         OpName.SET_UPDATING,
         "Note whether variables are being written, so that a failure can tell whether the step is half-applied.",
         NOTHING,
@@ -401,7 +435,7 @@ _TABLE = (
     Op(
         OpName.UPDATE,
         "Call the optimizer's update: of a stage's variables, or (without a place) of what the stages share.",
-        Operands("the gradients that the function takes"),
+        Operands("the gradients that the function takes, and the combined terms"),
         NOTHING,
         (Attribute("stage", "int", required=False), Attribute("replica", "int", required=False), _FUNCTION),
     ),

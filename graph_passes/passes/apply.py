@@ -28,7 +28,7 @@ _NORM = tensor("float64")
 BARRIER_NAME = "update/barrier"
 
 Gradients = dict[tuple[Role, str], Value]
-"""The gradients that updates may take, by the role and the name of the port."""
+"""The gradients and terms that updates may take, by the role and the name of the port."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Apply:
         requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
         forbids=frozenset({OpName.BARRIER, OpName.UPDATE, OpName.DENSIFY, OpName.TIMESTAMP}),
         produces=frozenset({OpName.BARRIER, OpName.SET_UPDATING}),
-        may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP}),
+        may_produce=frozenset({OpName.UPDATE, OpName.SQUARE_NORM, OpName.GLOBAL_NORM, OpName.CLIP})
+        | {OpName.UPDATE_TERMS, OpName.COMBINE_TERMS},
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -53,6 +54,8 @@ class Apply:
 
 def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None = None) -> Graph:
     """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
+
+    What the optimizer computes from the gradients of several stages is computed before the barrier.
 
     No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
     fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
@@ -67,7 +70,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     for node in nodes_of(graph, OpName.WRITE_STATISTICS):
         for value in node.inputs:
             barrier = barrier.after(value.node, "barrier: no variable changes before all statistics are there")
-    added = [barrier]
+    added: list[Node] = []
     gradients: Gradients = {}
     for node in reduced:
         for name, value in zip(node.strings("variables"), node.values(), strict=True):
@@ -76,13 +79,15 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
     if global_clipnorm is not None:
         added += _clip(reduced, gathered, gradients, float(global_clipnorm))
-    functions: list[Function] = []
+    terms = _terms(updates, gradients)
+    for node in terms:
+        barrier = barrier.after(node.name, "barrier: no weight changes before the optimizer's terms are there")
+    added = [barrier, *added, *terms]
     begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
     added.append(begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied"))
     last = begin.name
     if updates.before is not None:
         added.append(_update(updates.before, None, gradients, Control(last, "barrier: before all updates")))
-        functions.append(updates.before)
         last = added[-1].name
     ends = []
     commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
@@ -92,12 +97,10 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         for name in commits:
             update = update.after(name, "update: the optimizer steps from what forward wrote")
         added.append(update)
-        functions.append(function)
         ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
     if updates.after is not None:
         node = _update(updates.after, None, gradients, start)
         added.append(Node(node.name, node.op, node.inputs, attrs=node.attrs, controls=(*node.controls, *ends)))
-        functions.append(updates.after)
         ends = [Control(node.name, "the step ends after the optimizer")]
     nodes = []
     for node in graph.nodes:
@@ -108,7 +111,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     ends = ends or [Control(begin.name, "the step ends after its barrier")]
     done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
     added.append(done)
-    return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *functions)).sorted()
+    return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *updates.functions)).sorted()
 
 
 def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradients, limit: float) -> list[Node]:
@@ -137,13 +140,39 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
     return [*squares, Node(norm, OpName.GLOBAL_NORM, parts, (_NORM,)), *clips]
 
 
-def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:
-    taken = [port for _, port in function.input_ports("gradient", "slices", "indices")]
+def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
+    """Return the calls of the stages' terms and of what combines them, and put their results in ``gradients``."""
+    calls: list[Node] = []
+    for stage, function in updates.terms:
+        attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
+        kinds = tuple(port.type for port in function.outputs)
+        calls.append(Node(function.name, OpName.UPDATE_TERMS, _inputs(function, gradients), kinds, attrs))
+        gradients |= _results(function, calls[-1])
+    if updates.combine is not None:
+        function = updates.combine
+        kinds = tuple(port.type for port in function.outputs)
+        attrs = attributes({"function": function.name})
+        calls.append(Node("update/combine", OpName.COMBINE_TERMS, _inputs(function, gradients), kinds, attrs))
+        gradients |= _results(function, calls[-1])
+    return calls
+
+
+def _results(function: Function, call: Node) -> Gradients:
+    return {(port.role, port.name): value for port, value in zip(function.outputs, call.values(), strict=True)}
+
+
+def _inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
+    """Return what a function of the optimizer takes, variables left out."""
+    taken = [port for port in function.inputs if port.role != "variable"]
     for port in taken:
         if (port.role, port.name) not in gradients:
             what = "gradient" if port.role == "gradient" else f"{port.role} (its gradient is dense)"
             raise GraphError(f"{function.name!r} updates {port.name!r}, but no backward gives its {what}")
-    inputs = tuple(gradients[port.role, port.name] for port in taken)
+    return tuple(gradients[port.role, port.name] for port in taken)
+
+
+def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:
+    inputs = _inputs(function, gradients)
     attrs: dict[str, Attr] = {"function": function.name}
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}

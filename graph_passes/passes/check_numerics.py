@@ -14,8 +14,12 @@ _COMPLETE = frozenset({OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES})
 
 @dataclass(frozen=True)
 class CheckNumerics:
-    """Set ``check`` of the loss, each ``reduced_gradients`` and each ``gather_slices``: the update waits for them."""
+    """Set ``check`` of the loss, each ``reduced_gradients`` and each ``gather_slices``: the update waits for them.
 
+    Without ``gradients`` only of the loss: an optimizer that scales the loss skips a step whose gradients overflow.
+    """
+
+    gradients: bool = True
     name: str = "check_numerics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
@@ -24,14 +28,14 @@ class CheckNumerics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return check_numerics(graph)
+        return check_numerics(graph, gradients=self.gradients)
 
 
-def check_numerics(graph: Graph) -> Graph:
-    """Return the graph that checks its loss (its first output) and its complete gradients."""
+def check_numerics(graph: Graph, *, gradients: bool = True) -> Graph:
+    """Return the graph that checks its loss (its first output) and, with ``gradients``, its complete gradients."""
     loss = graph.outputs[0].node
 
     def checked(node: Node) -> Node:
-        return node.with_attrs(check=True) if node.op in _COMPLETE or node.name == loss else node
+        return node.with_attrs(check=True) if (gradients and node.op in _COMPLETE) or node.name == loss else node
 
     return graph.replace(nodes=tuple(map(checked, graph.nodes)))

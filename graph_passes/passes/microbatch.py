@@ -3,6 +3,7 @@
 Micro-batch m of M has the samples [N m / M, N (m+1) / M) of a batch of N. Backward starts from the micro-batch's share
 n / N of the batch, so that the gradients are those of the mean over the whole batch even where the micro-batches are
 uneven (DAPPLE, Fig. 10, with the weights that make it exact). Where the loss is a sum over samples, it starts from 1.
+Where the optimizer scales the loss, it starts from that times the scale.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Microbatch:
 
     The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` (but not where only
     forward runs) and, where backward is split, ``stageN/weights``; ``stageN/once`` where the stage has it, and
-    ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``. ``aux``: how to merge each aux output.
+    ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``; ``optimizer/loss_scale`` where the
+    optimizer scales the loss. ``aux``: how to merge each aux output.
     ``loss``: whether the loss is the mean or the sum of the micro-batches'.
     """
 
@@ -68,7 +70,7 @@ class Microbatch:
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
         produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.MERGE}),
         may_produce=frozenset({OpName.BACKWARD, OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
-        | {OpName.WEIGHTS, OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS},
+        | {OpName.WEIGHTS, OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS, OpName.LOSS_SCALE},
     )
 
     def __call__(self, graph: Graph) -> Graph:
@@ -96,7 +98,7 @@ def call_stages(
             raise GraphError(f"outputs are merged by one of {', '.join(get_args(MergeKind))}, not by {kind!r}")
     size = Node(BATCH_SIZE_NAME, OpName.BATCH_SIZE, (Value(graph.inputs[0]),), (tensor("int64"),))
     calls = StageCalls(graph, micro_batches, loss)
-    nodes: list[Node] = [*graph.nodes, size]
+    nodes: list[Node] = [*graph.nodes, size, *calls.loss_scale()]
     for stage in range(stages):
         nodes += calls.once(stage)
     has_tail = at(stages - 1, what=OpName.TAIL) in graph.function_by_name

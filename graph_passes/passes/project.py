@@ -31,11 +31,13 @@ _ON_EVERY_REPLICA = frozenset(
     {
         OpName.ALLREDUCE,
         OpName.TIED_SUM,
+        OpName.ROUND,
         OpName.REDUCED_GRADIENTS,
         OpName.GATHER_SLICES,
         OpName.DENSIFY,
         OpName.SQUARE_NORM,
         OpName.CLIP,
+        OpName.UPDATE_TERMS,
         OpName.UPDATE,
         OpName.WRITE_STATISTICS,
         OpName.COMMIT,

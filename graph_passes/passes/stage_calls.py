@@ -10,6 +10,9 @@ from graph_passes.ir.names import BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.batch_loss import call_tail
 
+LOSS_SCALE_NAME = "optimizer/loss_scale"
+"""The name of the function, and of the node, that gives the factor by which the optimizer scales the loss."""
+
 _SHARE = tensor("float64")
 _ROWS = tensor("int64", 3)
 
@@ -31,6 +34,15 @@ class StageCalls:
         self.shares: dict[tuple[int, int], Value] = {}  # by stage and micro-batch
         self.seeds: dict[tuple[int, int], Value] = {}  # the share, or 1, in the dtype of the loss
         self.results: dict[str, list[tuple[Value, ...]]] = {}
+
+    def loss_scale(self) -> list[Node]:
+        """Return the call of the function of the loss scale, if there is one."""
+        function = self.graph.function_by_name.get(LOSS_SCALE_NAME)
+        if function is None:
+            return []
+        kinds = tuple(port.type for port in function.outputs)
+        attrs = attributes({"function": function.name})
+        return [Node(LOSS_SCALE_NAME, OpName.LOSS_SCALE, (), kinds, attrs)]
 
     def once(self, stage: int) -> list[Node]:
         """Return the call of a stage's function that runs once a step, on the whole batch, and what it takes."""
@@ -91,6 +103,8 @@ class StageCalls:
                     return Value(port.name)
                 case "rows":
                     return bounds
+                case "seed":
+                    return Value(LOSS_SCALE_NAME)
             return self.values[port.role, port.name, stage, 0]
 
         def pieces(name: str) -> list[Value]:
@@ -138,8 +152,13 @@ class StageCalls:
         return [*nodes, node]
 
     def _seed(self, stage: int, m: int, kind: TensorType) -> Node:
-        """Return the node that backward starts from: the share of the samples in the type of the loss; 1 for a sum."""
-        op, inputs = (OpName.ONE, ()) if self.loss == "sum" else (OpName.CAST, (self.shares[stage, m],))
+        """Return the node that backward starts from: the share of the samples in the type of the loss; 1 for a sum.
+
+        Both are multiplied by the loss scale, where there is one.
+        """
+        op, share = (OpName.ONE, ()) if self.loss == "sum" else (OpName.CAST, (self.shares[stage, m],))
+        scaled = LOSS_SCALE_NAME in self.graph.function_by_name
+        inputs = (*share, *([Value(LOSS_SCALE_NAME)] if scaled else []))
         node = Node(at(stage, 0, m, "seed"), op, inputs, (kind,), _place(stage, m))
         self.seeds[stage, m] = Value(node.name)
         return node

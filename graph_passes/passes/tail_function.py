@@ -14,6 +14,8 @@ from graph_passes.passes.partition import StageGraph
 def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
     """Return the function of the tail: the outputs that it computes and all its gradients; None without a tail.
 
+    It takes the gradient of the loss where ``gradients`` have a seed; else that is 1.
+
     ``joint``: the graph after differentiation. Raises PartitionError if a gradient needs a tensor that the tail does
     not get.
     """
@@ -21,6 +23,7 @@ def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> F
         return None
     name = at(len(stages.stages) - 1, what=OpName.TAIL)
     frontier = {entry.value for entry in stages.frontier}
+    seeds = {placeholder for _, placeholder in gradients.seeds}
     loss, *aux = stages.graph.outputs
     outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
     outputs += [("aux", str(i), value) for i, value in enumerate(aux) if value.node in stages.tail]
@@ -30,13 +33,15 @@ def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> F
     ports += [port for use in gradients.slices for port in use.ports]
     values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
     acting = [n for n in stages.tail if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
-    stop = {value.node for value in frontier} - stages.tail | stages.once
+    stop = {value.node for value in frontier} - stages.tail | stages.once | seeds
     members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         source = joint.node(value.node)
         if value in frontier:
             return "boundary", str(value)
+        if value.node in seeds:
+            return "seed", "loss"
         if value.node in stages.once:
             return "once", str(value)
         match source.op:

@@ -129,7 +129,7 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int =
     outcome = Outcome()
 
     def step(*batch: Any) -> Any:
-        results = [_differentiate(problem.loss_fn, part, trainable) for part in _parts(batch, in_turn)]
+        results = [_differentiate(problem.loss_fn, part, trainable, optimizer) for part in _parts(batch, in_turn)]
         shares = [_size(part) / _size(batch) for part in _parts(batch, in_turn)]
         loss = _mean([loss for loss, _, _ in results], shares)
         gradients = {name: _mean([found[name] for _, _, found in results], shares) for name in results[0][2]}
@@ -153,12 +153,15 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int =
     return outcome
 
 
-def _differentiate(loss_fn: Callable[..., Any], batch: Sequence[Any], trainable: Mapping[str, Any]) -> Any:
-    """(loss, aux, gradients of the variables that have one)."""
+def _differentiate(
+    loss_fn: Callable[..., Any], batch: Sequence[Any], trainable: Mapping[str, Any], optimizer: Any
+) -> Any:
+    """(loss, aux, gradients of the variables that have one, those that the optimizer takes)."""
     with tf.GradientTape() as tape:
         result = loss_fn(*batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
-    found = tape.gradient(loss, [as_tf(v) for v in trainable.values()])
+        scaled = optimizer.scale_loss(loss)
+    found = tape.gradient(scaled, [as_tf(v) for v in trainable.values()])
     return loss, aux, {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
 
 

@@ -1,0 +1,147 @@
+"""What an optimizer's update computes from the gradients of several stages: a test for finiteness, a global norm.
+
+Such a value is cut in two: each stage computes its *partial* terms, from its own gradients, and what *combines* them
+runs once for all stages. So the stages exchange a few numbers, and no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from graph_passes.errors import PartitionError
+from graph_passes.ir.conditions import is_marker
+from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+
+_HOISTED = (Effect.PURE, Effect.READ)
+
+
+@dataclass(frozen=True)
+class UpdateTerms:
+    """The terms of an update.
+
+    ``combining``: the nodes that combine terms of several stages. ``partial``: the values that they take, each with the
+    stage that computes it. ``combined``: the values that other nodes take of them. ``needs``: for each node with an
+    effect, all nodes that it depends on, itself included, as far as none combines stages. ``slots``: for each variable
+    that is not trained, the stages whose updates read it.
+    """
+
+    combining: frozenset[str] = frozenset()
+    partial: tuple[tuple[Value, int], ...] = ()
+    combined: tuple[Value, ...] = ()
+    needs: Mapping[str, Set[str]] = field(default_factory=dict)
+    slots: Mapping[str, Set[int]] = field(default_factory=dict)
+
+
+def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
+    """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the stage of each variable.
+
+    Raises PartitionError if terms depend on what the update writes, or on other combined terms.
+    """
+    slots: Mapping[str, Set[int]] = {}
+    needs: Mapping[str, Set[str]] = {}
+    combining: frozenset[str] = frozenset()
+    for _ in range(3):  # what combines gradients says which stage has a slot, and slots may be combined too
+        stages = {name: next(iter(found)) for name, found in slots.items() if len(found) == 1}
+        kinds = _kinds(graph, {**stages, **owner})
+        previous, combining = combining, frozenset(name for name, kind in kinds.items() if kind is None)
+        needs = _find_needs(graph, combining)
+        slots = _slot_stages(graph, owner, needs)
+        if combining == previous:
+            break
+    partial: dict[Value, int] = {}
+    combined: dict[Value, None] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            kind = kinds[value.node]
+            if node.name in combining and isinstance(kind, int):
+                partial[value] = kind
+            elif node.name not in combining and kind is None:
+                combined[value] = None
+    terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
+    _check(graph, terms)
+    return terms
+
+
+def _kinds(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int | str | None]:
+    """Return for each node the stage that must compute it, "any", or None where it combines several stages' values.
+
+    A node that takes values of one stage and combined ones belongs to the stage.
+    """
+    kinds: dict[str, int | str | None] = {}
+    for node in graph.nodes:
+        if node.op == "arg":
+            kinds[node.name] = stage_of.get(node.string("port"), "any")
+        elif node.op == "variable":
+            kinds[node.name] = stage_of.get(node.name, "any")
+        else:
+            found = {kinds[value.node] for value in node.inputs}
+            stages = [kind for kind in found if isinstance(kind, int)]
+            mixed = len(stages) > 1 or (not stages and None in found)
+            if mixed and node.effect in _HOISTED and not is_marker(node):
+                kinds[node.name] = None
+            else:
+                kinds[node.name] = stages[0] if len(stages) == 1 else "any"
+    return kinds
+
+
+def _find_needs(graph: Graph, combining: Set[str]) -> dict[str, set[str]]:
+    """Return what ``UpdateTerms.needs`` holds. What a predicate needs is found once, however many nodes it guards."""
+    markers = {node.name for node in graph.nodes if is_marker(node)}
+    of_marker = {name: ancestors(graph, [name], stop=combining) for name in markers}
+    needs: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if node.effect in (Effect.WRITE, Effect.SIDE):
+            found = ancestors(graph, [node.name], stop=combining | markers)
+            reached = {source for name in found for source in graph.node(name).predecessors()} & markers
+            needs[node.name] = found.union(*(of_marker[name] for name in reached))
+    return needs
+
+
+def _slot_stages(graph: Graph, owner: Mapping[str, int], needs: Mapping[str, Set[str]]) -> dict[str, set[int]]:
+    """Return, for each variable that is not trained, the stages whose updates read it."""
+    stages: dict[str, set[int]] = {}
+    for name, needed_by in needs.items():
+        node = graph.node(name)
+        updated = {owner[t] for t in node.strings("writes") if t in owner} if node.effect == Effect.WRITE else set()
+        for needed in needed_by:
+            if graph.node(needed).op == "variable" and needed not in owner:
+                stages.setdefault(needed, set()).update(updated)
+    return stages
+
+
+def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
+    """Return the nodes that compute ``values``, without those in ``stop`` and what only these need.
+
+    Control edges do not count: nothing here has an effect, and what a condition guards may run outside of it.
+    """
+    found: set[str] = set()
+    pending = [value.node for value in values]
+    while pending:
+        name = pending.pop()
+        if name not in found and name not in stop:
+            found.add(name)
+            pending += [value.node for value in graph.node(name).inputs]
+    return found
+
+
+def _check(graph: Graph, terms: UpdateTerms) -> None:
+    advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
+    for value, stage in terms.partial:
+        for name in term_nodes(graph, [value], set()):
+            if name in terms.combining:
+                raise PartitionError(
+                    f"the optimizer combines {value} of stage {stage} with other stages', but {value} depends on such "
+                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}"
+                )
+    for name in term_nodes(graph, list(terms.combined), set()):
+        _check_reads(graph, graph.node(name), advice)
+
+
+def _check_reads(graph: Graph, node: Node, advice: str) -> None:
+    for control in node.controls if node.effect == Effect.READ else ():
+        if graph.node(control.source).effect == Effect.WRITE:
+            raise PartitionError(
+                f"the optimizer combines values of several stages that it reads ({node.name!r}) after its own write "
+                f"{control.source!r}: {advice}"
+            )

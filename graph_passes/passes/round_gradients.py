@@ -1,0 +1,107 @@
+"""Round gradients of float32 variables that are computed in float16 to what that type holds, as on one device.
+
+There a layer in mixed precision computes the gradient of its weights in float16, over the whole batch, and casts it to
+float32. Where the sum over the batch is too large for float16 the gradient is infinite, which dynamic loss scaling
+depends on. Micro-batches and replicas are summed in float32, so the sum is rounded to float16 afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.ir.graph import Graph, Node, Value, attributes
+from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.backward import StageGradients
+from graph_passes.passes.base import Contract
+
+_NARROW = frozenset({"float16", "half"})
+_UNCHANGING = frozenset({"Identity", "Reshape"})
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """The gradient that ``stage`` computes of ``variable`` has the type ``dtype`` before it is cast."""
+
+    stage: int
+    variable: str
+    dtype: str
+
+
+def find_narrow(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[Narrow, ...]:
+    """Return the dense gradients that are cast from float16 as their last operation.
+
+    A variable that a stage uses several times in float16 is not among them: its gradients are cast one by one.
+    """
+    return tuple(
+        Narrow(stage, name, kind)
+        for stage, found in enumerate(gradients)
+        for name, value in found.variables
+        if (kind := _cast_from(joint, value)) in _NARROW
+    )
+
+
+def _cast_from(joint: Graph, value: Value) -> str:
+    node = joint.node(value.node)
+    while node.op in _UNCHANGING:
+        node = joint.node(node.inputs[0].node)
+    return joint.type_of(node.inputs[0]).dtype.name if node.op == "Cast" else ""
+
+
+@dataclass(frozen=True)
+class RoundGradients:
+    """Add a ``round`` for each stage that has some of the gradients ``narrow``."""
+
+    narrow: tuple[Narrow, ...]
+    name: str = "round_gradients"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        forbids=frozenset({OpName.ROUND, OpName.BARRIER}),
+        may_produce=frozenset({OpName.ROUND}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return round_gradients(graph, self.narrow)
+
+
+def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
+    """Return the graph in which complete gradients, and those that stages add up, are rounded.
+
+    What the tail computes is not: it computes the whole batch at once.
+    """
+    dtypes = {(entry.stage, entry.variable): entry.dtype for entry in narrow}
+    chosen: dict[Value, str] = {}
+    for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.TIED_SUM):
+        tied = node.op == OpName.TIED_SUM
+        names = [node.string("variable")] * len(node.inputs) if tied else node.strings("variables")
+        for name, value in zip(names, node.inputs, strict=True):
+            source = graph.node(value.node)
+            if source.op not in (OpName.TIED_SUM, OpName.TAIL) and (source.integer("stage"), name) in dtypes:
+                chosen[value] = dtypes[source.integer("stage"), name]
+    added, rounded = _round(graph, chosen)
+    nodes = [
+        dataclasses.replace(node, inputs=tuple(rounded.get(value, value) for value in node.inputs))
+        if node.op in (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
+        else node
+        for node in graph.nodes
+    ]
+    return graph.replace(nodes=(*nodes, *added)).sorted()
+
+
+def _round(graph: Graph, chosen: Mapping[Value, str]) -> tuple[list[Node], dict[Value, Value]]:
+    """Return a node for each stage, and the rounded value of each of the ``chosen`` ones."""
+    stages: dict[int, list[Value]] = {}
+    for value in chosen:
+        stages.setdefault(graph.node(value.node).integer("stage"), []).append(value)
+    added: list[Node] = []
+    rounded: dict[Value, Value] = {}
+    for stage, values in sorted(stages.items()):
+        attrs = attributes({"dtypes": tuple(chosen[value] for value in values), "replica": 0, "stage": stage})
+        kinds = tuple(graph.type_of(value) for value in values)
+        added.append(Node(at(stage, what=OpName.ROUND), OpName.ROUND, tuple(values), kinds, attrs))
+        rounded |= dict(zip(values, added[-1].values(), strict=True))
+    return added, rounded
