@@ -35,7 +35,7 @@ class JobLaunch:
 QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "aux", "a GRU", "dropout, recompute", "embedding, zb-h1"),
-        *("sums written by replicas", "batch norm, deferred, replicated", "batch norm, sync, DP"),
+        *("sums written by replicas", "batch norm, deferred, replicated", "batch norm, sync, DP", "loss scaling"),
     ),
     3: (
         *("1:1:1 float64", "a short last batch", "tied, user replicated", "integers and booleans, split"),

@@ -28,7 +28,8 @@ class Case:
     """A problem, its batches, and the options of ``dapple.pipeline``.
 
     ``tolerance``: of relative errors. ``in_turn``: see ``one_device``. ``not_equal``: words in the names of values that
-    differ from one device's; with ``equals_one_device = False`` all do.
+    differ from one device's; with ``equals_one_device = False`` all do. ``unused``: variables of the optimizer that no
+    step uses.
     """
 
     make_problem: Callable[[], Problem]
@@ -38,6 +39,7 @@ class Case:
     in_turn: int = 1
     not_equal: tuple[str, ...] = ()
     equals_one_device: bool = True
+    unused: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -80,6 +82,14 @@ def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: 
     return make
 
 
+def overflowing() -> Batches:
+    """Six batches; an input of the third is infinite: only the gradient of the first matrix is not finite then."""
+    made = batches([11] * 6)()
+    x = made[2][0].numpy()
+    x[4, 1] = np.inf
+    return [*made[:2], (tf.constant(x), made[2][1]), *made[3:]]
+
+
 # --- optimizers
 
 
@@ -90,6 +100,24 @@ def adam() -> Any:
 def momentum() -> Any:
     schedule = keras.optimizers.schedules.CosineDecay(0.02, 5, warmup_steps=2, warmup_target=0.05)
     return keras.optimizers.SGD(schedule, momentum=0.9)
+
+
+def loss_scaling() -> Any:
+    return keras.optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=2)
+
+
+# A LossScaleOptimizer has a step counter and a learning rate besides those of the optimizer inside.
+OUTER = frozenset({"slot iteration", "slot learning_rate"})
+
+
+def accumulating() -> Any:
+    """Every condition that Keras's optimizers have but that of a scaled loss."""
+    averages = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2}
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.5, gradient_accumulation_steps=2, **averages)
+
+
+def all_conditions() -> Any:
+    return keras.optimizers.LossScaleOptimizer(accumulating(), dynamic_growth_steps=2)
 
 
 # --- chains of dense layers, with tied weights, skip connections and auxiliary outputs
@@ -395,6 +423,19 @@ CASES: dict[str, Case] = {
     "skips": Case(Chain(skips={1: 0, 3: 0}), batches(), layout(1, 1, 1)),
     "skips over two stages": Case(Chain(skips={3: 1, 2: 0}), batches(), layout(1, 2, 1)),
     "skips, tied": Case(Chain(skips={3: 0}, tied={2: 0}), batches(), layout(1, 1, 1, 1, micro_batches=4)),
+    "loss scaling": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 1), unused=OUTER),
+    "loss scaling, 2:1": Case(Chain(tied={3: 0}, make_optimizer=loss_scaling), overflowing, layout(2, 1), unused=OUTER),
+    "loss scaling, 1:2:1": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 2, 1), unused=OUTER),
+    "loss scaling, DP 2": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(2), unused=OUTER),
+    "accumulation and averages": Case(Chain(make_optimizer=accumulating), batches([11] * 6), layout(1, 1)),
+    "accumulation and averages, 1:2": Case(Chain(make_optimizer=accumulating), batches([11] * 6), layout(1, 2)),
+    "every condition": Case(Chain(make_optimizer=all_conditions), overflowing, layout(1, 1, 1), unused=OUTER),
+    "embedding, loss scaling": Case(
+        embedding(again=True, make_optimizer=loss_scaling),
+        id_batches,
+        layout(1, 1, stages=["dense_1"]),
+        unused=OUTER,
+    ),
     "aux": Case(Chain(aux=True), batches(), layout(1, 1)),
     "aux, replicated": Case(Chain(aux=True), batches(), layout(2, 1)),
     "sums written by replicas": Case(lambda: totals(adam), batches(), layout(2, stages=1)),
