@@ -63,7 +63,8 @@ class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is 
 
 def reads_values(callbacks: Sequence[Any], model: keras.Model) -> bool:
     """Return whether a callback, or the end of ``fit``, may read variables that other ranks hold."""
-    return bool(model.optimizer.use_ema) or any(_reads(callback) for callback in callbacks)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return bool(optimizer.use_ema) or any(_reads(callback) for callback in callbacks)
 
 
 def _reads(callback: Any) -> bool:

@@ -16,8 +16,8 @@ def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, t
     """Return all variables of ``models`` (one loss, traced for several kinds of batch) and of the optimizer, by name.
 
     A variable of a Keras model has its Keras path as name, any other one the name it was created with. Names of the
-    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers. Where
-    several have the same name, the second is ``name_1``, and so on: first the model's variables, in the order in which
+    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers, or that of
+    the optimizer inside of it. Where several have the same name, the second is ``name_1``, and so on: first the model's variables, in the order in which
     the loss uses them, then the optimizer's, in the order in which it created them.
     """
     traced = list(models)
@@ -34,9 +34,16 @@ def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, t
         variable = item.value if is_keras else item
         name = item.path if is_keras else internals.variable_name(variable)
         if id(variable) not in of_model:
-            name = f"optimizer/{name.removeprefix(f'{optimizer.name}/')}"
+            name = f"optimizer/{_without_prefix(name, optimizer)}"
         names[unique_name(name, names)] = variable
     return names
+
+
+def _without_prefix(name: str, optimizer: Any) -> str:
+    for found in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if found is not None and name.startswith(f"{found.name}/"):
+            return name.removeprefix(f"{found.name}/")
+    return name
 
 
 def _distinct(variables: Iterable[tf.Variable]) -> list[tf.Variable]:

@@ -38,17 +38,14 @@ def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
 
     Raises PartitionError if terms depend on what the update writes, or on other combined terms.
     """
-    slots: Mapping[str, Set[int]] = {}
-    needs: Mapping[str, Set[str]] = {}
-    combining: frozenset[str] = frozenset()
-    for _ in range(3):  # what combines gradients says which stage has a slot, and slots may be combined too
-        stages = {name: next(iter(found)) for name, found in slots.items() if len(found) == 1}
-        kinds = _kinds(graph, {**stages, **owner})
-        previous, combining = combining, frozenset(name for name, kind in kinds.items() if kind is None)
-        needs = _find_needs(graph, combining)
-        slots = _slot_stages(graph, owner, needs)
-        if combining == previous:
-            break
+    # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
+    meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
+    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting else {}
+    of_slots = {name: next(iter(found)) for name, found in slots.items() if len(found) == 1}
+    kinds = _kinds(graph, {**of_slots, **owner}, follow=True)
+    combining = frozenset(name for name, kind in kinds.items() if kind is None)
+    needs = _find_needs(graph, combining)
+    slots = _slot_stages(graph, owner, needs)
     partial: dict[Value, int] = {}
     combined: dict[Value, None] = {}
     for node in graph.nodes:
@@ -63,10 +60,11 @@ def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
     return terms
 
 
-def _kinds(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int | str | None]:
+def _kinds(graph: Graph, stage_of: Mapping[str, int], *, follow: bool) -> dict[str, int | str | None]:
     """Return for each node the stage that must compute it, "any", or None where it combines several stages' values.
 
-    A node that takes values of one stage and combined ones belongs to the stage.
+    A node that takes values of one stage and combined ones belongs to the stage. ``follow``: a node that takes combined
+    values and none of a stage combines too.
     """
     kinds: dict[str, int | str | None] = {}
     for node in graph.nodes:
@@ -77,7 +75,7 @@ def _kinds(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int | str | N
         else:
             found = {kinds[value.node] for value in node.inputs}
             stages = [kind for kind in found if isinstance(kind, int)]
-            mixed = len(stages) > 1 or (not stages and None in found)
+            mixed = len(stages) > 1 or (follow and not stages and None in found)
             if mixed and node.effect in _HOISTED and not is_marker(node):
                 kinds[node.name] = None
             else:
@@ -128,14 +126,16 @@ def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
 def _check(graph: Graph, terms: UpdateTerms) -> None:
     advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
     for value, stage in terms.partial:
-        for name in term_nodes(graph, [value], set()):
+        for name in sorted(term_nodes(graph, [value], set())):
             if name in terms.combining:
                 raise PartitionError(
                     f"the optimizer combines {value} of stage {stage} with other stages', but {value} depends on such "
                     f"a combination itself ({name!r}), which would take another round over the stages: {advice}"
                 )
-    for name in term_nodes(graph, list(terms.combined), set()):
-        _check_reads(graph, graph.node(name), advice)
+    of_terms = term_nodes(graph, list(terms.combined), set())
+    for node in graph.nodes:
+        if node.name in of_terms:
+            _check_reads(graph, node, advice)
 
 
 def _check_reads(graph: Graph, node: Node, advice: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import PartitionError, PlanError
+from dapple_tf.errors import PlanError
 from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, relative_error, train_on_one_device
 
 WIDTH = 6
@@ -140,21 +140,6 @@ def test_constraints_of_layers_are_applied() -> None:
     assert len(kernels) == 3
     for kernel in kernels:
         assert np.linalg.norm(kernel, axis=0).max() <= 0.3 + 1e-6
-
-
-def test_overwriting_weights_by_their_average_is_refused() -> None:
-    """Keras overwrites all variables in one tf.cond, which cannot be cut into stages."""
-    case = problem(lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2))
-    step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
-    with pytest.raises(PartitionError, match=r"updates variables of stages \[0, 1\] at once"):
-        step(*batches(1)[0])
-
-
-def test_loss_scaling_is_refused() -> None:
-    case = problem(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)))
-    step = dapple.pipeline(case.loss_fn, optimizer=case.make_optimizer(), stages=2, micro_batches=2)
-    with pytest.raises((PartitionError, PlanError), match=r"LossScaleOptimizer|updates variables of stages"):
-        step(*batches(1)[0])
 
 
 def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:

@@ -179,3 +179,10 @@ def test_keras_makes_dense_tensors_of_what_it_clips_by_the_global_norm() -> None
         Seeing(1.0, **options).apply([slices], [variable])
     np.testing.assert_allclose(seen[0].numpy(), [[0], [7 / 5], [0]], rtol=1e-6)
     assert isinstance(seen[1], tf.IndexedSlices)
+
+
+def test_gradients_are_rounded_to_a_narrower_type_and_keep_their_own() -> None:
+    exact, rounded = np.float32([1.0, 65520.0, 1e-9]), np.float32([1.0, np.inf, 0.0])
+    found, same = run(OpName.ROUND, exact, np.float32(1.5), outputs=2, dtypes=("float16", "float16"))
+    assert (found.dtype, same) == (np.float32, 1.5)
+    np.testing.assert_array_equal(found, rounded)

@@ -31,6 +31,13 @@ def fit(x: Any, y: Any, weights: Any = None, **options: Any) -> Callable[[keras.
     return use
 
 
+def with_infinity(x: Any) -> Any:
+    """An input of the second batch is infinite: of all gradients, only the first kernel's is not finite then."""
+    x = x.copy()
+    x[10, 2] = np.inf
+    return x
+
+
 BOTH, BOTH_WEIGHTS = {"value": Y, "kind": CLASSES}, {"value": WEIGHTS, "kind": WEIGHTS[::-1].copy()}
 
 CASES = {
@@ -38,6 +45,13 @@ CASES = {
     "masks": (
         partial(models.tagger, metrics=["accuracy"], weighted_metrics=["accuracy", CROSS_ENTROPY]),
         lambda model: model.fit(IDS, TAGS, batch_size=8, epochs=2, verbose=0).history,
+    ),
+    "LossScaleOptimizer, overflowing": (
+        lambda: models.sequential(
+            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), dynamic_growth_steps=2),
+            metrics=["mae"],
+        ),
+        fit(with_infinity(X), Y, shuffle=False),
     ),
     "losses in a dict, with weights": (
         partial(
@@ -110,6 +124,27 @@ SLOW_CASES = {
         lambda: models.sequential(optimizer=keras.optimizers.SGD(0.01, loss_scale_factor=128.0)),
         fit(X, Y),
     ),
+    "gradient_accumulation_steps, averages": (
+        lambda: models.sequential(
+            optimizer=keras.optimizers.Adam(
+                0.01,
+                gradient_accumulation_steps=2,
+                global_clipnorm=0.1,
+                use_ema=True,
+                ema_momentum=0.9,
+                ema_overwrite_frequency=2,
+            )
+        ),
+        fit(X, Y),
+    ),
+    "LossScaleOptimizer, accumulation, averages": (
+        lambda: models.sequential(
+            optimizer=keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.01, gradient_accumulation_steps=3, use_ema=True, ema_momentum=0.9)
+            )
+        ),
+        fit(with_infinity(X), Y, shuffle=False),
+    ),
     "global_clipnorm, schedule": (
         lambda: models.tagger(
             optimizer=keras.optimizers.AdamW(
@@ -166,3 +201,17 @@ def test_other_pipelines_equal_plain_keras_too() -> None:
     make = partial(models.sequential, metrics=["mae"], weighted_metrics=["mae"])
     for options in ({"stages": 3, "replicas": [2, 1, 2]}, {"schedule": "zb-h1", "micro_batches": 8}, {"stages": 1}):
         assert_equal_to_plain(make, fit(X, Y, WEIGHTS), **options)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=slow)])
+def test_mixed_precision_equals_plain_keras(policy: str) -> None:
+    """Keras scales the loss itself under mixed_float16. With one micro-batch the sums are those of one device."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        make = partial(models.sequential, optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
+        assert_equal_to_plain(lambda: make(optimizer=keras.optimizers.Adam(0.01)), fit(X, Y), micro_batches=1)
+        scaled = isinstance(make().optimizer, keras.optimizers.LossScaleOptimizer)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert scaled == (policy == "mixed_float16")

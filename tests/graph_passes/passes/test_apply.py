@@ -192,3 +192,30 @@ def test_an_update_that_takes_slices_of_a_dense_gradient_is_refused() -> None:
     stages = ((1, function("stage1/update", "slices v float32[_,4], indices v int64[_], variable v")),)
     with refused(GraphError, "'stage1/update' updates 'v', but no backward gives its slices (its gradient is dense)"):
         Apply(Updates(None, stages, None))(calls(GRADIENTS))
+
+
+def test_terms_of_the_stages_are_combined_before_the_barrier_and_taken_by_the_updates() -> None:
+    terms = (
+        (0, function("stage0/update_terms", "gradient w float32[2]", "partial a bool[]")),
+        (1, function("stage1/update_terms", "gradient v", "partial b bool[]")),
+    )
+    combine = function("optimizer/combine", "partial a bool[], partial b bool[]", "combined c bool[]")
+    stages = (
+        (0, function("stage0/update", "gradient w float32[2], gradient u, combined c bool[]")),
+        (1, function("stage1/update", "gradient v, combined c bool[]")),
+    )
+    result = Apply(Updates(None, stages, None, terms, combine))(calls(GRADIENTS))
+    assert [str(value) for value in result.node("update/combine").inputs] == [
+        "%stage0/update_terms:0",
+        "%stage1/update_terms:0",
+    ]
+    assert [str(value) for value in result.node("stage1/update").inputs] == [
+        "%stage1/reduced_gradients:0",
+        "%update/combine:0",
+    ]
+    assert "update/combine" in {control.source for control in result.node("update/barrier").controls}
+    assert result.node("stage1/update_terms").attrs == (
+        ("function", "stage1/update_terms"),
+        ("replica", 0),
+        ("stage", 1),
+    )

@@ -40,3 +40,4 @@ def test_only_the_loss_and_the_complete_gradients_are_checked() -> None:
         "loss",
     ]
     assert [node.inputs for node in checked.nodes] == [node.inputs for node in graph.nodes]
+    assert [node.name for node in CheckNumerics(gradients=False)(graph).nodes if node.has("check")] == ["loss"]

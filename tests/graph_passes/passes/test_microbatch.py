@@ -243,3 +243,14 @@ LOSS_AND_AUX = "loss loss, stash b, aux 0 int32[], aux 1 int32[]"
 def test_unknown_merges_are_refused(options: Any) -> None:
     with refused(GraphError, "merged by one of concat, mean, sum, first, not by"):
         Microbatch(2, 2, **options)(calls(X, *two_stages()))
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_backward_starts_from_the_loss_scale_where_the_optimizer_scales_the_loss(loss: Any) -> None:
+    scale = function("optimizer/loss_scale", "variable scale", "combined s float32[]")
+    result = Microbatch(2, 2, loss=loss)(calls(X, *two_stages(), scale))
+    verify(result)
+    assert (result.node("optimizer/loss_scale").op, result.node("optimizer/loss_scale").inputs) == ("loss_scale", ())
+    share = ["%stage1/replica0/mb1/slice:0"] if loss == "mean" else []
+    seed = result.node("stage1/replica0/mb1/seed")
+    assert [str(value) for value in seed.inputs] == [*share, "%optimizer/loss_scale:0"]

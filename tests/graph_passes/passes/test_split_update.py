@@ -195,3 +195,69 @@ def test_a_sparse_gradient_is_taken_as_slices_and_indices() -> None:
         ("slices", "w"),
         ("indices", "w"),
     ]
+
+
+SKIPPED = """
+    %fw = Finite(%gw:0) -> (bool[])
+    %fv = Finite(%gv:0) -> (bool[])
+    %all = And(%fw:0, %fv:0) -> (bool[])
+    %if = If(%all:0) {open=True}
+    %s = ReadVariableOp(%slot:0) {guard=['if', 'then_branch']} -> (float32[]) !read ^%if 'condition'
+    %dw = Div(%gw:0, %s:0) {guard=['if', 'then_branch']} -> (float32[4])
+    %uw = AssignSubVariableOp(%w:0, %dw:0) {guard=['if', 'then_branch'], writes=['w']} !write ^%if 'condition'
+    %dv = Div(%gv:0, %s:0) {guard=['if', 'then_branch']} -> (float32[4])
+    %uv = AssignSubVariableOp(%v:0, %dv:0) {guard=['if', 'then_branch'], writes=['v']} !write ^%if 'condition'
+    %tick = AssignAddVariableOp(%step:0, %one:0) {guard=['if', 'then_branch'], writes=['step']} !write ^%if 'condition'
+    %half = AssignVariableOp(%slot:0, %one:0) {guard=['if', 'else_branch'], writes=['slot']} !write
+    | ^%if 'condition' ^%s 'effect'
+"""
+
+
+def roles(function: Function | None) -> list[tuple[str, str]]:
+    return [] if function is None else [(port.role, port.name) for port in function.inputs]
+
+
+def test_a_condition_over_all_gradients_is_cut_behind_a_shared_predicate() -> None:
+    updates = cut(SKIPPED)
+    assert updates.before is None
+    terms = [(s, roles(f), ops(f), [p.name for p in f.outputs]) for s, f in updates.terms]
+    assert terms == [
+        (0, [("gradient", "w")], ["fw"], ["%fw:0"]),
+        (1, [("gradient", "v")], ["fv"], ["%fv:0"]),
+    ]
+    assert roles(updates.combine) == [("partial", "%fw:0"), ("partial", "%fv:0")]
+    assert ops(updates.combine) == ["all"]
+    assert [(s, roles(f), ops(f)) for s, f in updates.stages] == [
+        (
+            0,
+            [("gradient", "w"), ("variable", "slot"), ("variable", "w"), ("combined", "%all:0")],
+            ["if", "s", "dw", "uw"],
+        ),
+        (
+            1,
+            [("gradient", "v"), ("variable", "slot"), ("variable", "v"), ("combined", "%all:0")],
+            ["if", "s", "dv", "uv"],
+        ),
+    ]
+    assert [port for port in roles(updates.after) if port[0] != "variable"] == [("combined", "%all:0")]
+    assert set(ops(updates.after)) == {"one", "if", "s", "tick", "half"}
+    names = ["stage0/update_terms", "stage1/update_terms", "optimizer/combine", "stage0/update", "stage1/update"]
+    assert [function.name for function in updates.functions] == [*names, "optimizer/after"]
+
+
+def test_a_condition_of_one_stage_is_no_term() -> None:
+    updates = cut(SKIPPED.replace("And(%fw:0, %fv:0)", "And(%fw:0)"))
+    assert (updates.terms, updates.combine) == ((), None)
+
+
+def test_an_update_that_reads_what_a_shared_write_before_it_overwrites_is_refused() -> None:
+    with refused(PartitionError, "stage 0's part of the optimizer reads 'step' ('t') before the optimizer writes it"):
+        cut(
+            """
+            %t = ReadVariableOp(%step:0) -> (float32[4]) !read
+            %tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%t 'auto'
+            %n = ReadVariableOp(%step:0) -> (float32[4]) !read ^%tick 'auto'
+            %uw = AssignSubVariableOp(%w:0, %t:0) {writes=['w']} !write
+            %uv = AssignSubVariableOp(%v:0, %n:0) {writes=['v']} !write
+            """
+        )

@@ -92,3 +92,12 @@ def test_a_node_of_the_frontier_gives_the_tail_no_other_output() -> None:
 def test_a_model_without_a_tail_has_no_such_function() -> None:
     stages = partition(find_layers(graph(MODEL)), [])
     assert build_tail(stages, graph(MODEL), StageGradients()) is None
+
+
+def test_the_tail_of_a_scaled_loss_takes_the_gradient_of_the_loss() -> None:
+    joint = (MODEL + GRADIENTS).replace("MeanGrad(%scaled:0)", "MeanGrad(%scaled:0, %factor:0)")
+    joint = joint.replace("%dscaled =", "%factor = Placeholder() -> (float32[])\n%dscaled =")
+    of_tail = StageGradients(((value("loss"), "factor"),), OF_TAIL.boundary, OF_TAIL.variables)
+    _, _, tail = split(joint, of_tail)
+    assert ("seed", "loss") in inputs(tail)
+    assert "factor" not in tail.graph.by_name
