@@ -39,7 +39,9 @@ def pipeline(
     Args:
         loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0. Returns the mean loss over
             the batch, or (loss, aux).
-        optimizer: A Keras optimizer.
+        optimizer: A Keras optimizer. One that scales the loss (LossScaleOptimizer, ``loss_scale_factor``) does so
+            here: the gradients are those of ``optimizer.scale_loss(loss)``, and the loss that is returned is not
+            scaled. So ``loss_fn`` must not scale it.
         plan: A plan that a planner made. Given instead of ``stages``, ``replicas`` and ``recompute``.
         stages: The number of stages, the names of the layers that start one, or "auto": the model is profiled, and
             planned for ``cluster`` or the devices at hand.

@@ -16,9 +16,10 @@ def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, t
     """Return all variables of ``models`` (one loss, traced for several kinds of batch) and of the optimizer, by name.
 
     A variable of a Keras model has its Keras path as name, any other one the name it was created with. Names of the
-    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers, or that of
-    the optimizer inside of it. Where several have the same name, the second is ``name_1``, and so on: first the model's variables, in the order in which
-    the loss uses them, then the optimizer's, in the order in which it created them.
+    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers, or
+    that of the optimizer inside of it. Where several have the same name, the second is ``name_1``, and so on: first
+    the model's variables, in the order in which the loss uses them, then the optimizer's, in the order in which it
+    created them.
     """
     traced = list(models)
     model_variables = _distinct(variable for model in traced for variable in model.model_variables.values())

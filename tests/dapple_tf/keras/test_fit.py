@@ -205,13 +205,17 @@ def test_other_pipelines_equal_plain_keras_too() -> None:
 
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=slow)])
 def test_mixed_precision_equals_plain_keras(policy: str) -> None:
-    """Keras scales the loss itself under mixed_float16. With one micro-batch the sums are those of one device."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        make = partial(models.sequential, optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
-        assert_equal_to_plain(lambda: make(optimizer=keras.optimizers.Adam(0.01)), fit(X, Y), micro_batches=1)
-        scaled = isinstance(make().optimizer, keras.optimizers.LossScaleOptimizer)
-    finally:
+    """Keras wraps the optimizer under mixed_float16. With one micro-batch all sums are those of one device."""
+    made: list[keras.Model] = []
+
+    def make() -> keras.Model:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        made.append(models.sequential(metrics=["mae"]))
         keras.config.set_dtype_policy(before)
-    assert scaled == (policy == "mixed_float16")
+        return made[-1]
+
+    assert_equal_to_plain(make, fit(X, Y), micro_batches=1)
+    scaled = [isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) for model in made]
+    assert scaled == [policy == "mixed_float16"] * 2
+    assert made[1].layers[0].compute_dtype == policy.removeprefix("mixed_")
