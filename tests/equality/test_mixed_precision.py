@@ -75,6 +75,7 @@ def test_mixed_precision_equals_one_device(policy: str, make_optimizer: Callable
     assert max(values.values()) <= TOLERANCE[policy], values
 
 
+@slow
 def test_a_loss_in_float16_is_scaled_by_what_float16_holds() -> None:
     """It doubles every step; from 2^16 on it is infinite in float16, and one device skips the step."""
     comparison = compare(problem("mixed_float16", sgd, "float16"), batches(), **LAYOUTS["S = 2, M = 4"])

@@ -79,6 +79,24 @@ def _use_masks_and_weights(model: keras.Model, folder: Path) -> Any:
     return history.history, model.predict(IDS, batch_size=5, verbose=2)
 
 
+def _overflow_and_average(model: keras.Model, folder: Path) -> Any:
+    """An input of the second batch is infinite; the weights end as their averages."""
+    x = X.copy()
+    x[10, 2] = np.inf
+    options = {"batch_size": 8, "verbose": 2, "shuffle": False}
+    history = model.fit(x, Y, epochs=3, validation_data=(X, Y), **options).history
+    model.save_weights(folder / "scaled.weights.h5")
+    model.fit(X, Y, **options)
+    model.load_weights(folder / "scaled.weights.h5")
+    return history, model.fit(x, Y, epochs=2, **options).history, float(model.optimizer.dynamic_scale.numpy())
+
+
+def _scaled() -> keras.Model:
+    averages = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3}
+    inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.1, **averages)
+    return models.sequential(optimizer=keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2))
+
+
 def _use_batches(model: keras.Model, folder: Path) -> Any:
     targets = [Y, CLASSES]
     found: list[Any] = [model.test_on_batch(X, targets), model.predict_on_batch(X)]
@@ -104,6 +122,7 @@ SCRIPTS: Mapping[str, tuple[Callable[[], keras.Model], Use]] = {
     "masks": (lambda: models.tagger(metrics=["accuracy"], weighted_metrics=["accuracy"]), _use_masks_and_weights),
     "batches": (lambda: models.two_outputs(loss=["mse", CROSS_ENTROPY], metrics=["mae", "accuracy"]), _use_batches),
     "dropout": (models.sequential, _forget_dropout),
+    "scaled": (_scaled, _overflow_and_average),
 }
 
 
