@@ -229,3 +229,11 @@ def test_a_trace_that_cannot_be_saved_ends_all_ranks_before_training(tmp_path: P
     errors = [rank.stderr for rank in caught.value.ranks]
     assert "t.gif: a timeline is saved as .png, .html or .json" in errors[0]
     assert not any("Traceback" in text or "step 1" in text for text in errors), errors
+
+
+@pytest.mark.slow
+def test_a_scaled_loss_accumulation_and_averages_go_on_under_another_cut(launches: Launches) -> None:
+    for found in launches.results("two ranks that save a scaled loss", "scaled_checkpoint"):
+        assert found["steps"] == 3
+        assert found["loss"] < 1e-12
+        assert max(found["errors"].values()) < 1e-12

@@ -310,6 +310,22 @@ def normalized() -> Problem:
     return _squares(keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *made]))
 
 
+def mixed() -> Problem:
+    """Layers in float16, whose scale doubles every step until gradients overflow, and around that from then on."""
+    keras.utils.set_random_seed(5)
+    made = [keras.layers.Dense(WIDTH, "tanh", dtype="mixed_float16", name=f"dense_{i}") for i in range(3)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *made])
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_sum(tf.square(tf.cast(model(x), tf.float32) - y), 1))
+
+    def make_optimizer() -> Any:
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**13, dynamic_growth_steps=1)
+
+    return Problem.of_model(model, loss_fn, make_optimizer)
+
+
 def dropped() -> Problem:
     """Dropout in both halves; its seeds are state variables."""
     keras.utils.set_random_seed(5)
@@ -427,6 +443,9 @@ CASES: dict[str, Case] = {
     "loss scaling, 2:1": Case(Chain(tied={3: 0}, make_optimizer=loss_scaling), overflowing, layout(2, 1), unused=OUTER),
     "loss scaling, 1:2:1": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 2, 1), unused=OUTER),
     "loss scaling, DP 2": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(2), unused=OUTER),
+    "mixed_float16, 2:1": Case(
+        mixed, batches([12] * 9, "float32"), layout(2, 1, stages=["dense_1"]), tolerance=2e-2, unused=OUTER
+    ),
     "accumulation and averages": Case(Chain(make_optimizer=accumulating), batches([11] * 6), layout(1, 1)),
     "accumulation and averages, 1:2": Case(Chain(make_optimizer=accumulating), batches([11] * 6), layout(1, 2)),
     "every condition": Case(Chain(make_optimizer=all_conditions), overflowing, layout(1, 1, 1), unused=OUTER),
