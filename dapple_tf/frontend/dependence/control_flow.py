@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tensorflow.core.framework import attr_value_pb2
 
+from dapple_tf.frontend.dependence.elementwise import whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, shared
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import FunctionRef, Node, Opaque
@@ -49,6 +50,10 @@ def join(first: Kind, second: Kind, node: str) -> Kind:
 def condition(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Kind]:
     """Return the kinds of a condition's outputs; the condition must be the same for all micro-batches."""
     decides, operands = kinds[0], kinds[1:]
+    if decides.form is Form.SIZE:
+        decides = whole_size(scope, node, 0)
+    if decides.coupled:
+        return [decides]
     if not decides.shared:
         return [scope.couple(node, "decides by samples of the batch, so micro-batches may decide differently")]
     found: list[Kind] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
-from graph_passes.ir.graph import Node, Value
+from graph_passes.ir.graph import Node, TensorType, Value
 
 UNARY = op_names(
     "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0e BesselI1e BesselI0 BesselI1 Bitcast Cast Ceil "
@@ -123,22 +123,26 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     if found is not None and affine(found, scope.batch) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
-    if not kind.trained and scope.graph.type_of(value).dtype.differentiable:  # a float: no op uses it as a shape
+    if not kind.trained and not _is_integer(scope.graph.type_of(value)):  # no op uses it as a shape
         scope.once_sizes.add(value)
         return shared(once=True)
     return scope.couple(node, "uses the size of the micro-batch as a number")
 
 
+def _is_integer(type_: TensorType) -> bool:
+    return not type_.dtype.differentiable and type_.dtype.name != "bool"
+
+
 def _becomes_integer(scope: Scope, value: Value) -> bool:
-    """Return whether a float is rounded to an integer again, which may be a shape: that stays the micro-batch's."""
-    pending = [value] if scope.graph.type_of(value).dtype.differentiable else []
+    """Return whether an integer is made of a float or a boolean, which may be a shape: that stays the micro-batch's."""
+    pending = [] if _is_integer(scope.graph.type_of(value)) else [value]
     sizes = set(pending)
     while pending:
         source = pending.pop()
         for user in (node for node in scope.graph.nodes if source in node.inputs):
             if any(scope.kinds.get(operand, SIZE).form not in (Form.SIZE, Form.SHARED) for operand in user.inputs):
                 continue
-            if user.op == "Cast" and not user.outputs[0].dtype.differentiable:
+            if any(_is_integer(output) for output in user.outputs):
                 return True
             new = [output for output in user.values() if output not in sizes]
             sizes.update(new)

@@ -34,6 +34,11 @@ def by_steps(b: Batch, body: Any) -> Any:
 
 TRUE: dict[str, tuple[Compute, Form]] = {
     "rows by a statistic": (lambda b: tf.cond(positive(b), lambda: b.z, lambda: 2 * b.z), Form.ROWS),
+    "a condition on the batch's size": (
+        lambda b: tf.cond(b.n > 4, lambda: tf.reduce_sum(b.z), lambda: -tf.reduce_sum(b.z)),
+        Form.SUM,
+    ),
+    "a choice by the batch's size": (lambda b: tf.where(b.n > 4, b.z, -b.z), Form.ROWS),
     "rows or zeros": (lambda b: tf.cond(positive(b), lambda: b.z, lambda: tf.zeros_like(b.z)), Form.ROWS),
     "means by a statistic": (
         lambda b: tf.cond(positive(b), lambda: tf.reduce_mean(b.z), lambda: -tf.reduce_mean(b.z)),
@@ -71,11 +76,17 @@ def test_the_kind_is_as_expected_and_micro_batches_agree_with_it(case: str) -> N
     assert assert_kind_is_true(compute).form is form
 
 
+def decides_and_indexes(b: Batch) -> tf.Tensor:
+    large = b.n > 4
+    return tf.cond(large, lambda: b.z, lambda: -b.z) * b.u[tf.cast(large, tf.int32)]
+
+
 COUPLED: dict[str, tuple[Compute, str]] = {
     "a condition on rows": (
         lambda b: tf.cond(tf.reduce_max(b.z) > 0, lambda: b.z, lambda: -b.z),
         "decides by samples|takes the max over the batch",
     ),
+    "a condition on a size that is an index too": (decides_and_indexes, "used as a shape or an index too"),
     "a condition on a trained mean": (
         lambda b: tf.cond(tf.reduce_mean(b.z) > 0, lambda: b.z, lambda: -b.z),
         "decides by samples|not linear",
