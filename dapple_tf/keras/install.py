@@ -21,6 +21,8 @@ from dapple_tf.runtime.step import PipelinedStep
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _KINDS = ("train", "test", "predict")
+_STEP = "_pipelined_step"
+"""The attribute of a model that holds the step of its pipeline."""
 
 
 def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, **options: Any) -> PipelinedStep:
@@ -51,6 +53,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
     predict = step.forward_of(prediction_function(model, names))
     job = membership.current()
     check = None if job is None else BatchCheck(job)
+    setattr(model, _STEP, step)
     loops = Loops(model, names, step, test, predict, check)
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
@@ -66,14 +69,17 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
 def restore(model: keras.Model) -> None:
     """Take the pipeline off the model: it then trains, evaluates and predicts as Keras does, with the same variables.
 
-    In a job every rank must call it, and has all trained values afterwards. Raises UsageError for a model without a
-    pipeline.
+    Variables are back on the devices on which they were before the pipeline. In a job every rank must call it, and has
+    all trained values afterwards. Raises UsageError for a model without a pipeline.
     """
     if not _is_installed(model):
         raise UsageError(f"{model.name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
-    if "get_weights" in vars(model):
-        model.get_weights()  # gathers them
-        for name in METHODS:
+    step: PipelinedStep = getattr(model, _STEP)
+    if step.built:
+        step.release()
+    delattr(model, _STEP)
+    for name in METHODS:
+        if name in vars(model):
             delattr(model, name)
     for kind in _KINDS:
         delattr(model, f"make_{kind}_function")

@@ -21,6 +21,7 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
+from dapple_tf.runtime.variable_homes import VariableHomes
 from graph_passes.analysis.layers import find_layers
 from profiler.units import format_samples
 
@@ -62,17 +63,24 @@ class CompiledSteps:
     """Everything compiled for one loss: ``models`` by nesting and specs of a batch, ``programs`` by what they run.
 
     The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
-    ``times``: of all builds. ``started``: the programs that have run, by their identity.
+    ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
+    were before the programs moved them.
     """
 
     models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
     programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
+    homes: VariableHomes = field(default_factory=VariableHomes)
 
     @contextlib.contextmanager
-    def running(self, program: Program) -> Iterator[None]:
-        """Mark a run of ``program``: its first one is a phase of the build."""
+    def running(self, compiled: CompiledStep) -> Iterator[None]:
+        """Prepare and mark a run of a program: its variables are at its stages; its first run is a phase of the build.
+
+        The caller has the variables for itself.
+        """
+        program = compiled.program
+        self.homes.return_to_stages(compiled.planned.model.variables.values())
         first = id(program) not in self.started
         with self.times.phase("first run") if first else contextlib.nullcontext():
             yield
@@ -159,6 +167,8 @@ def find_program(
         extra = f" ({words})" if words else ""
         target.announce(f"build another program{extra}", planned.batch_size, model.signature)
         with exclusive(model.variables.values()):  # they move to the devices of their stages
+            compiled.homes.return_to_stages(model.variables.values())
+            compiled.homes.remember(model.variables.values())
             compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local)
     return compiled.programs[key]
 

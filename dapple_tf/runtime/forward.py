@@ -20,6 +20,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
+from dapple_tf.runtime.variable_homes import VariableHomes
 from graph_passes.analysis.layers import find_layers
 
 _Key = tuple[str, tuple[tf.TensorSpec, ...]]
@@ -32,14 +33,19 @@ class Forward:
     ``function``: as for ``dapple.pipeline``, but it needs no variable to train. What it writes (seeds of draws, batch
     norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
 
-    Traces are made anew once training has a plan, so that variables need not move.
+    Traces are made anew once training has a plan, so that variables need not move. ``homes``: where variables were
+    before any program of the training step, or of this, moved them.
     """
 
     function: Callable[..., Any]
     autoplan: Autoplan
-    _compiled: CompiledSteps = field(default_factory=CompiledSteps)
+    homes: VariableHomes
+    _compiled: CompiledSteps = field(init=False)
     _plans: dict[_Key, Plan] = field(default_factory=dict)
     _planned: bool = False
+
+    def __post_init__(self) -> None:
+        self._compiled = CompiledSteps(homes=self.homes)
 
     @property
     def models(self) -> list[StagedModel]:
@@ -52,7 +58,7 @@ class Forward:
         with COMPILING:
             compiled = self.compile(batch, target)
         variables = compiled.planned.model.variables.values()
-        with exclusive(variables), self._compiled.running(compiled.program):
+        with exclusive(variables), self._compiled.running(compiled):
             outputs = compiled.program.run(tf.nest.flatten(tuple(batch)))
         return compiled.planned.model.pack(outputs)
 
@@ -61,7 +67,7 @@ class Forward:
         if not tf.executing_eagerly():
             raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
-            self._compiled, self._plans, self._planned = CompiledSteps(), {}, True
+            self._compiled, self._plans, self._planned = CompiledSteps(homes=self.homes), {}, True
         key, size = batch_key(batch), batch_size(batch)
         if key not in self._compiled.models:
             target.announce("trace the model to run forward", size, key[1])

@@ -35,6 +35,7 @@ from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse
+from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.runtime.variable_names import name_variables
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
@@ -81,8 +82,9 @@ class PipelinedStep:
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         rank = 0 if self._job is None else self._job.rank
-        self._compiled = CompiledSteps(times=BuildTimes(silent=rank != 0))
-        self._forwards = [Forward(loss_fn, self._autoplan)]
+        self._homes = VariableHomes()
+        self._compiled = CompiledSteps(times=BuildTimes(silent=rank != 0), homes=self._homes)
+        self._forwards = [Forward(loss_fn, self._autoplan, self._homes)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -202,7 +204,7 @@ class PipelinedStep:
 
         ``function`` returns a scalar, or (scalar, aux), as a loss function does. It takes tensors batched on axis 0.
         """
-        pipeline = Forward(function, self._autoplan)
+        pipeline = Forward(function, self._autoplan, self._homes)
         self._forwards.append(pipeline)
 
         def run(*batch: Any) -> Any:
@@ -245,6 +247,20 @@ class PipelinedStep:
             with self._lock:
                 gather_variables(self._job, self._models)
 
+    def release(self) -> None:
+        """Bring every variable back to the device on which it was before it moved to its stage; in a job, gather them.
+
+        Functions that run on one device then work, such as those compiled by XLA, which read no variable of another
+        device. The next step, and all else that runs over the pipeline, moves the variables to their stages again.
+
+        In a job a rank has one device: this does what ``gather`` does, and every rank must call it.
+        """
+        if self._job is not None:
+            self.gather()
+        else:
+            with self._lock:
+                self._homes.release()
+
     @property
     def built(self) -> bool:
         """Whether a batch has been compiled, for training or to run forward: variables may have moved since."""
@@ -268,7 +284,7 @@ class PipelinedStep:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
                 exclusive(compiled.planned.model.variables.values()),
-                self._compiled.running(compiled.program),
+                self._compiled.running(compiled),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
             ):
                 *outputs, times = compiled.program.run(tensors)
@@ -328,14 +344,14 @@ class PipelinedStep:
             compiled, tensors = self._prepare(batch, variant, local)
             with (
                 exclusive(compiled.planned.model.variables.values()),
-                self._compiled.running(compiled.program),
+                self._compiled.running(compiled),
             ):
                 return compiled, compiled.program.run(tensors)
 
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
         model = compiled.planned.model
-        runs = self._compiled.running(compiled.program) if can_rehearse(model) else contextlib.nullcontext()
+        runs = self._compiled.running(compiled) if can_rehearse(model) else contextlib.nullcontext()
         with exclusive(model.variables.values()), runs:
             self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
         return compiled, tensors

@@ -72,7 +72,10 @@ def verify(
     one = OneDevice(loss_fn, optimizer, trained, variables, list_devices(devices)[0])
     report = functools.partial(_compare, one, planned, batch, found)
     job = membership.current()
-    return report() if job is None else job.run_on_rank_0(report)
+    result: Report = report() if job is None else job.run_on_rank_0(report)
+    if job is None:
+        step.release()
+    return result
 
 
 def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found: Outcome) -> Report:

@@ -95,6 +95,7 @@ def test_a_restored_model_trains_on_as_keras_does() -> None:
         if pipelined:
             dapple.keras.restore(model)
             assert "make_train_function" not in vars(model)
+            assert {variable.value.device.rpartition(":")[2] for variable in model.variables} == {"0"}
         results.append([first, model.train_on_batch(X, Y), model.test_on_batch(X, Y)])
     np.testing.assert_allclose(results[1], results[0], rtol=1e-9)
     with pytest.raises(UsageError, match="net has no pipeline"):
