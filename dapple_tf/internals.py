@@ -20,7 +20,7 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
@@ -53,6 +53,42 @@ def is_tf_function(function: Any) -> bool:
 def input_signature(function: Any) -> Any:
     """Return the ``input_signature`` that a tf.function was declared with, or None."""
     return function.input_signature
+
+
+def is_compiled_by_xla(function: Any) -> bool:
+    """Return whether ``function`` is a tf.function with ``jit_compile=True`` (``Function._jit_compile``)."""
+    return bool(is_tf_function(function) and function._jit_compile)
+
+
+def find_xla_problem(function: Any, device: str) -> str | None:
+    """Return why XLA cannot compile a ConcreteFunction for ``device``, or None where it can; nothing runs.
+
+    All arguments must have known shapes; variables are captured, and on that device. The function is converted to XLA's
+    own language (``Context.get_compiler_ir``, which ``tf.function.experimental_get_compiler_ir`` calls too).
+    """
+    arguments = function.inputs[: len(function.inputs) - len(function.captured_inputs)]
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments]
+    try:
+        context.context().get_compiler_ir(
+            device_name=device,
+            platform_name=None,
+            function_name=function.name,
+            flat_args=specs,
+            captured_inputs=function.captured_inputs,
+            stage="hlo_serialized",
+        )
+    except (ValueError, tf.errors.OpError) as error:
+        return str(error)
+    return None
+
+
+def constant_value(tensor: Any) -> Any:
+    """Return the value (NumPy) that a tensor of a graph always has, or None where TensorFlow cannot tell it.
+
+    Relies on ``tensor_util.try_evaluate_constant``, which knows shapes; ``tf.get_static_value`` does less.
+    """
+    value = tf.get_static_value(tensor)
+    return tensor_util.try_evaluate_constant(tensor) if value is None else value
 
 
 @contextlib.contextmanager

@@ -117,6 +117,11 @@ class Autoplan:
         return self._request.batch_norm
 
     @property
+    def jit_compile(self) -> bool | None:
+        """Whether XLA compiles stage functions; None where the function that runs says it."""
+        return self._request.jit_compile
+
+    @property
     def keeps_slices(self) -> bool:
         """Whether the gradients of embeddings stay sparse."""
         return self._request.keeps_slices

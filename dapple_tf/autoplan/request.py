@@ -24,8 +24,9 @@ class Request:
     ``stages``: a number, the names of the layers that start a stage, or "auto". With ``replicas`` (devices of each
     stage), "auto" means one stage per entry; without, a planner chooses both. ``micro_batches``: M, or "auto".
     ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or
-    "dense". ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. Raises PlanError for a value of the
-    wrong type, ScheduleError for an unknown schedule, and UsageError for what does not exist yet.
+    "dense". ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles
+    stage functions; None follows the loss function. Raises PlanError for a value of the wrong type, ScheduleError for an
+    unknown schedule, and UsageError for what does not exist yet.
     """
 
     stages: int | Sequence[str] | str = "auto"
@@ -37,6 +38,7 @@ class Request:
     inexact: Inexact = "error"
     batch_loss: BatchLoss = False
     batch_norm: BatchNorm = "micro-batch"
+    jit_compile: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) and self.micro_batches != "auto":
@@ -53,6 +55,8 @@ class Request:
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
         check_batch_norm(self.batch_norm)
+        if self.jit_compile not in (None, True, False):
+            raise PlanError(f"jit_compile={self.jit_compile!r}: give True, False, or None to follow the loss function")
         if self.sparse_gradients not in _SPARSE_GRADIENTS:
             raise PlanError(
                 f"sparse_gradients={self.sparse_gradients!r}: give 'exact' (the optimizer gets an embedding's gradient "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from dapple_tf import internals
-from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.graph import Function, Graph, Node
 
 Outcome = tuple[list[Any], list[Any]]
 """A node's output tensors, and the TensorFlow ops at whose end the node is done (none: the ops of the outputs)."""
@@ -58,6 +58,17 @@ class RankCommunication(Protocol):
 
     def guard_step(self, token: Any) -> Any:
         """Enable hang detection for the step until ``token``, computed after its last exchange; return ``token``."""
+
+
+Compiled = Mapping[str, Collection[str]]
+"""The stage functions that XLA compiles, by name, each with its variables that live on another device."""
+
+ChooseCompiled = Callable[[Graph, Bindings, Sequence[Function]], Compiled]
+"""Returns which functions of a pipelined graph XLA compiles.
+
+It takes the graph with its devices, the variables behind it, and the functions of all stages, of which a rank's graph
+has only some.
+"""
 
 
 @dataclass(frozen=True)

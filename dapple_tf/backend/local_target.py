@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
+from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StagedModel, StepVariant, local_graph
 from dapple_tf.plan import Plan
@@ -38,13 +39,20 @@ class LocalTarget:
         """Accept any plan that was ``fitted`` to a smaller batch."""
 
     def build(
-        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+        self,
+        model: StagedModel,
+        plan: Plan,
+        variant: StepVariant,
+        times: BuildTimes,
+        *,
+        local: bool = False,
+        choose: ChooseCompiled | None = None,
     ) -> Program:
         """Return the program that runs ``model`` under ``plan``; see ``compiler.local_graph`` for what it raises.
 
-        One process takes all rows of a batch, ``local`` or not.
+        One process takes all rows of a batch, ``local`` or not. ``choose`` returns the functions that XLA compiles.
         """
         with times.phase("passes"):
             graph = local_graph(model, plan, self._devices, self._home, variant=variant)
         with times.phase("emit"):
-            return build_program(graph, model, self._buffers)
+            return build_program(graph, model, self._buffers, choose=choose)

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from dapple_tf.backend import batch_handlers, gradient_handlers, variable_handlers
 from dapple_tf.backend.branches import build_branches
-from dapple_tf.backend.handler import Bindings, Context, Handler, Outcome, RankCommunication, call
-from dapple_tf.backend.stage_function import build_function
+from dapple_tf.backend.handler import Bindings, Compiled, Context, Handler, Outcome, RankCommunication, call
+from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
@@ -26,7 +26,7 @@ class Operations:
 
     ``inline``: whether TensorFlow may inline stage functions that are called once (see ``build_function``); it may
     always inline those whose calls have the attribute ``inline``. ``ranks``: communication with the other processes,
-    for the graph of one rank.
+    for the graph of one rank. ``compiled``: the functions that XLA compiles.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Operations:
         library: Mapping[str, bytes],
         inline: bool = True,
         ranks: RankCommunication | None = None,
+        compiled: Compiled = MappingProxyType({}),
     ) -> None:
         self.bindings = bindings
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
@@ -44,9 +45,13 @@ class Operations:
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
         functions = {}
         for built in self._branches:
-            name = built.function.name
-            whole = name not in inlined and (not inline or calls[name] > 1)
-            functions[name] = build_function(built.function, constants, {**library, **built.library}, whole=whole)
+            function, every = built.function, {**library, **built.library}
+            name = function.name
+            if name in compiled:
+                functions[name] = build_compiled_function(function, constants, every, compiled[name])
+            else:
+                whole = name not in inlined and (not inline or calls[name] > 1)
+                functions[name] = build_function(function, constants, every, whole=whole)
         self._context = Context(graph, bindings, functions, ranks)
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers, StepVariables
 from dapple_tf.backend.emit import emit
 from dapple_tf.backend.failure_cause import find_cause
-from dapple_tf.backend.handler import RankCommunication
+from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled, RankCommunication
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.replay import find_failure
 from dapple_tf.backend.saved_variables import unchanged_variables
@@ -72,14 +72,18 @@ class Program:
         return "All variables are as they were before the step."
 
 
-def build_program(graph: Graph, model: StagedModel, buffers: Buffers, *, inline: bool = True) -> Program:
+def build_program(
+    graph: Graph, model: StagedModel, buffers: Buffers, *, inline: bool = True, choose: ChooseCompiled | None = None
+) -> Program:
     """Move the variables to their stages, create copies and buffers, and emit the TensorFlow function.
 
-    ``inline``: TensorFlow may inline stage functions that are called once, as in a step of one micro-batch.
+    ``inline``: TensorFlow may inline stage functions that are called once, as in a step of one micro-batch. ``choose``
+    returns the functions that XLA compiles; without it, none.
     """
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)
-    operations = Operations(graph, bindings, model.constants, model.library, inline)
+    compiled = {} if choose is None else choose(graph, bindings, graph.functions)
+    operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)
     return Program(graph, emit(graph, model.signature, operations), operations, (whole_batch(len(model.signature)),))
 
 
@@ -90,14 +94,18 @@ def build_rank_program(
     ranks: RankCommunication,
     device: str,
     inputs: tuple[RankInputs, ...],
+    compiled: Callable[[Bindings], Compiled],
 ) -> Program:
     """Return the program of one rank's graph, on the rank's ``device``; ``inputs``: what each rank uses of the batch.
 
     Stage functions are inlined only where their calls have the attribute ``inline``: TensorFlow could fold parts of an
-    inlined function into constants, and an exchange of a constant would run while the graph is optimised.
+    inlined function into constants, and an exchange of a constant would run while the graph is optimised. ``compiled``
+    returns the functions that XLA compiles.
     """
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)
-    operations = Operations(graph, bindings, model.constants, model.library, inline=False, ranks=ranks)
+    operations = Operations(
+        graph, bindings, model.constants, model.library, inline=False, ranks=ranks, compiled=compiled(bindings)
+    )
     signature = (*model.signature, *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []))
     return Program(graph, emit(graph, signature, operations), operations, inputs, replayable=False)

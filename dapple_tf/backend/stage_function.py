@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.backend.foreign_reads import pass_values
 from dapple_tf.frontend.write_graph import import_graph, needed_library
 from graph_passes.ir.graph import Function, Port
 
+Constants = Mapping[str, Any]
+Library = Mapping[str, bytes]
 
-def build_function(
-    function: Function, constants: Mapping[str, tf.Tensor], library: Mapping[str, bytes], *, whole: bool
-) -> Any:
+
+def build_function(function: Function, constants: Constants, library: Library, *, whole: bool) -> Any:
     """Return the ConcreteFunction of ``function``, which takes a tensor for each port (a resource for a variable).
 
     ``constants``: values of ``capture`` nodes by name. ``library``: serialised functions that ops call, by name.
@@ -22,17 +24,52 @@ def build_function(
     model's size times the micro-batches. A function with one call is better inlined: its ops are then optimised
     together with their neighbours. TensorFlow's automatic control dependencies order side effects inside.
     """
-    graph = function.graph.replace(library=needed_library(function.graph, library))
-    captured = {node.name: constants[node.name] for node in function.graph.nodes if node.op == "capture"}
+    return _build(function, constants, library, whole=whole, jit_compile=None)
 
+
+def build_compiled_function(
+    function: Function, constants: Constants, library: Library, foreign: Collection[str]
+) -> Any:
+    """Return the ConcreteFunction of ``function`` that XLA compiles, with the same arguments.
+
+    ``foreign``: the variables that live on another device, which XLA cannot read: they are read before.
+    """
+    if not foreign:
+        return _build(function, constants, library, whole=True, jit_compile=True)
+    compiled = _build(pass_values(function, foreign), constants, library, whole=True, jit_compile=True)
+
+    def read_and_call(*arguments: Any) -> Any:
+        passed = list(arguments)
+        for i, port in function.input_ports("variable"):
+            if port.name in foreign:
+                passed[i] = tf.raw_ops.ReadVariableOp(resource=arguments[i], dtype=compiled.inputs[i].dtype)
+        return compiled(*passed)
+
+    traced = tf.function(
+        read_and_call,
+        autograph=False,
+        input_signature=[_port_spec(port) for port in function.inputs],
+        experimental_attributes={internals.NO_INLINE: True},
+    )
+    return traced.get_concrete_function()
+
+
+def import_body(function: Function, constants: Constants, library: Library, arguments: Sequence[Any]) -> list[Any]:
+    """Import the ops of ``function`` into the graph under construction, and return the tensors of its outputs."""
+    graph = function.graph.replace(library=needed_library(function.graph, library))
+    inputs = dict(zip(graph.inputs, arguments, strict=True))
+    inputs |= {node.name: tf.identity(constants[node.name]) for node in graph.nodes if node.op == "capture"}
+    return import_graph(graph, inputs, "body")
+
+
+def _build(function: Function, constants: Constants, library: Library, *, whole: bool, jit_compile: bool | None) -> Any:
     def body(*arguments: Any) -> list[Any]:
-        inputs = dict(zip(graph.inputs, arguments, strict=True))
-        inputs |= {name: tf.identity(value) for name, value in captured.items()}
-        return import_graph(graph, inputs, "body")
+        return import_body(function, constants, library, arguments)
 
     traced = tf.function(
         body,
         autograph=False,
+        jit_compile=jit_compile,
         input_signature=[_port_spec(port) for port in function.inputs],
         experimental_attributes={internals.NO_INLINE: whole},
     )

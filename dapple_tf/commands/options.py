@@ -46,6 +46,11 @@ PLAN_OPTIONS = [
         help="Statistics of batch norm: of each replica's samples of a micro-batch; the same, and moving statistics of "
         "the whole batch; or of a micro-batch's samples on all replicas.",
     ),
+    click.option(
+        "--jit-compile/--no-jit-compile",
+        default=None,
+        help="Compile stage functions by XLA, or not (default: where the loss is a tf.function with jit_compile=True).",
+    ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
@@ -70,6 +75,7 @@ def parse_request(
     schedule: str,
     recompute: str,
     batch_norm: BatchNorm,
+    jit_compile: bool | None,
     **_: Any,
 ) -> Request:
     """Return the Request that PLAN_OPTIONS state; UsageError where a number is not one."""
@@ -86,7 +92,9 @@ def parse_request(
         raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
     count = "auto" if micro_batches == "auto" else int(micro_batches)
     recomputed = parse_recompute(recompute)
-    return Request(wanted_stages, wanted_replicas, count, schedule, recomputed, batch_norm=batch_norm)
+    return Request(
+        wanted_stages, wanted_replicas, count, schedule, recomputed, batch_norm=batch_norm, jit_compile=jit_compile
+    )
 
 
 def parse_recompute(text: str) -> Recompute:

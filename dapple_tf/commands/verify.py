@@ -44,6 +44,7 @@ def verify(**options: Any) -> None:
         schedule=request.schedule,
         recompute=request.recompute,
         batch_norm=request.batch_norm,
+        jit_compile=request.jit_compile,
         cluster=cluster,
     )
     ranks.print_result(str(report))

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
+from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
 from dapple_tf.compiler import StagedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
@@ -111,11 +112,20 @@ class RankTarget:
             )
 
     def build(
-        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+        self,
+        model: StagedModel,
+        plan: Plan,
+        variant: StepVariant,
+        times: BuildTimes,
+        *,
+        local: bool = False,
+        choose: ChooseCompiled | None = None,
     ) -> Program:
         """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
 
         ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
+        ``choose`` returns the functions of this rank that XLA compiles.
+
         A step that returns gradients returns on each rank those of its stage. Raises JobError if the ranks differ in
         TensorFlow, code, plan, model or batch, naming the difference.
         """
@@ -147,7 +157,12 @@ class RankTarget:
         progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)
         with times.phase("emit"):
-            program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs)
+            every = {f.name: f for g in graphs for f in g.functions}
+
+            def compiled(bindings: Bindings) -> Compiled:
+                return {} if choose is None else choose(graph, bindings, tuple(every.values()))
+
+            program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs, compiled)
         progress.programs += 1
         return RankProgram(
             program.graph,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 
 from dapple_tf import internals
 from dapple_tf.distributed import membership
-from dapple_tf.errors import CaptureError, DappleWarning, PlanError, UsageError
+from dapple_tf.errors import CaptureError, PlanError, UsageError
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
 from dapple_tf.keras.loops import Loops
@@ -36,7 +35,8 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.
         example_batch: A batch (x, y) or (x, y, sample_weight) like those to come: the plan is made and the step built
             now, not at the first batch.
-        **options: The options of ``dapple.pipeline``: stages, micro_batches, plan and so on.
+        **options: The options of ``dapple.pipeline``: stages, micro_batches, plan and so on. ``jit_compile=None`` follows
+            the option of ``model.compile``.
 
     Raises:
         UsageError: The model is not compiled.
@@ -117,12 +117,6 @@ def _check(model: keras.Model) -> None:
                 "compute_metrics instead, or write the loss as a function of the batch and call "
                 "dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
             )
-    if model.jit_compile:
-        warnings.warn(
-            f"{model.name} is compiled with jit_compile=True: a pipeline runs without XLA",
-            DappleWarning,
-            stacklevel=3,
-        )
     if model.run_eagerly:
         raise PlanError(f"{model.name} is compiled with run_eagerly=True, but a pipeline is a graph: compile without")
     if internals.has_strategy(model):

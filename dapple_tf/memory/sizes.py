@@ -49,15 +49,29 @@ def infer_sizes(graph: Graph, model: StagedModel, samples: Sequence[int]) -> dic
     found: dict[str, FunctionSizes] = {}
 
     def import_all() -> None:
-        inference = _ShapeInference(model, dict(zip(graph.inputs, model.signature, strict=True)), samples)
-        for stage, function in _in_order(graph, len(samples)):
-            found[function.name] = FunctionSizes(function, inference.add(stage, function), samples[stage])
+        for stage, function, _, shapes in connect_functions(graph, model, samples):
+            found[function.name] = FunctionSizes(function, shapes, samples[stage])
 
     try:
         tf.function(import_all, autograph=False).get_concrete_function()
     except ValueError:  # a report must not make a step fail that runs
         return {f.name: FunctionSizes(f, {}, samples[stage]) for stage, f in _in_order(graph, len(samples))}
     return found
+
+
+Imported = tuple[int, Function, Mapping[str, Any], Mapping[str, Sequence[Shape]]]
+"""The stage, a function of it, the tensors of its inputs and the shapes of all its values, both by node."""
+
+
+def connect_functions(graph: Graph, model: StagedModel, samples: Sequence[int]) -> Iterator[Imported]:
+    """Import the functions of forward and backward into the TensorFlow graph under construction, and yield each.
+
+    They are connected as the pipeline connects them. Raises ValueError where TensorFlow refuses the number of samples.
+    """
+    inference = _ShapeInference(model, dict(zip(model.graph.inputs, model.signature, strict=True)), samples)
+    for stage, function in _in_order(graph, len(samples)):
+        inputs, shapes = inference.add(stage, function)
+        yield stage, function, inputs, shapes
 
 
 def _in_order(graph: Graph, stages: int) -> Iterator[tuple[int, Function]]:
@@ -79,8 +93,8 @@ class _ShapeInference:
         self._arguments: dict[tuple[str, int], Any] = {}
         self._outputs: dict[tuple[int, str, str], Any] = {}  # by stage, role and name of the port
 
-    def add(self, stage: int, function: Function) -> dict[str, tuple[Shape, ...]]:
-        """Import ``function`` with the outputs of the functions before it; return the shapes of all its nodes."""
+    def add(self, stage: int, function: Function) -> tuple[dict[str, Any], dict[str, tuple[Shape, ...]]]:
+        """Import ``function`` with the outputs of the functions before it; return its inputs, and all nodes' shapes."""
         body = function.graph
         known = {n: self._input(stage, port) for n, port in zip(body.inputs, function.inputs, strict=True)}
         constants = [node.name for node in body.nodes if node.op == "capture"]
@@ -90,7 +104,7 @@ class _ShapeInference:
         for port, tensor in zip(function.outputs, outputs, strict=True):
             self._outputs[stage, port.role, port.name] = tensor
         shapes = read_shapes(self._graph, prefix + "/")
-        return shapes | {name: (read_shape(tensor),) for name, tensor in known.items()}
+        return known, shapes | {name: (read_shape(tensor),) for name, tensor in known.items()}
 
     def _input(self, stage: int, port: Port) -> Any:
         match port.role:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.build_times import BuildTimes
+from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, LossError, UsageError
@@ -22,6 +23,7 @@ from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.variable_homes import VariableHomes
+from dapple_tf.xla.choice import Xla
 from graph_passes.analysis.layers import find_layers
 from profiler.units import format_samples
 
@@ -41,11 +43,18 @@ class Target(Protocol):
         """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
     def build(
-        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
+        self,
+        model: StagedModel,
+        plan: Plan,
+        variant: StepVariant,
+        times: BuildTimes,
+        *,
+        local: bool = False,
+        choose: ChooseCompiled | None = None,
     ) -> Program:
         """Run the passes and emit the TensorFlow function, both measured by ``times``.
 
-        ``local``: it takes the rows that this process needs.
+        ``local``: it takes the rows that this process needs. ``choose`` returns the functions that XLA compiles.
         """
 
 
@@ -64,7 +73,7 @@ class CompiledSteps:
 
     The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
-    were before the programs moved them.
+    were before the programs moved them. ``xla``: compiles stage functions, or None.
     """
 
     models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
@@ -72,6 +81,7 @@ class CompiledSteps:
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
+    xla: Xla | None = None
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
@@ -169,7 +179,8 @@ def find_program(
         with exclusive(model.variables.values()):  # they move to the devices of their stages
             compiled.homes.return_to_stages(model.variables.values())
             compiled.homes.remember(model.variables.values())
-            compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local)
+            choose = None if compiled.xla is None else compiled.xla.chooser(planned)
+            compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local, choose=choose)
     return compiled.programs[key]
 
 

@@ -21,6 +21,7 @@ from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, 
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
+from dapple_tf.xla.choice import make_xla
 from graph_passes.analysis.layers import find_layers
 
 _Key = tuple[str, tuple[tf.TensorSpec, ...]]
@@ -45,7 +46,7 @@ class Forward:
     _planned: bool = False
 
     def __post_init__(self) -> None:
-        self._compiled = CompiledSteps(homes=self.homes)
+        self._compiled = CompiledSteps(homes=self.homes, xla=make_xla(self.autoplan.jit_compile, self.function))
 
     @property
     def models(self) -> list[StagedModel]:
@@ -67,7 +68,8 @@ class Forward:
         if not tf.executing_eagerly():
             raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
-            self._compiled, self._plans, self._planned = CompiledSteps(homes=self.homes), {}, True
+            fresh = CompiledSteps(homes=self.homes, xla=self._compiled.xla)
+            self._compiled, self._plans, self._planned = fresh, {}, True
         key, size = batch_key(batch), batch_size(batch)
         if key not in self._compiled.models:
             target.announce("trace the model to run forward", size, key[1])

@@ -39,6 +39,7 @@ from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.runtime.variable_names import name_variables
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.xla.choice import make_xla
 from graph_passes.analysis.input_needs import InputNeeds
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
@@ -83,7 +84,9 @@ class PipelinedStep:
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         rank = 0 if self._job is None else self._job.rank
         self._homes = VariableHomes()
-        self._compiled = CompiledSteps(times=BuildTimes(silent=rank != 0), homes=self._homes)
+        self._compiled = CompiledSteps(
+            times=BuildTimes(silent=rank != 0), homes=self._homes, xla=make_xla(request.jit_compile, loss_fn)
+        )
         self._forwards = [Forward(loss_fn, self._autoplan, self._homes)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None

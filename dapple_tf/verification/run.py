@@ -39,6 +39,7 @@ def verify(
     inexact: Inexact = "error",
     batch_loss: BatchLoss = False,
     batch_norm: BatchNorm = "micro-batch",
+    jit_compile: bool | None = None,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
@@ -58,7 +59,16 @@ def verify(
     no step has trained yet have rank 0's values on every rank afterwards.
     """
     request = Request(
-        stages, replicas, micro_batches, schedule, recompute, sparse_gradients, inexact, batch_loss, batch_norm
+        stages,
+        replicas,
+        micro_batches,
+        schedule,
+        recompute,
+        sparse_gradients,
+        inexact,
+        batch_loss,
+        batch_norm,
+        jit_compile,
     )
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     planned = step.build_exposed(*batch)

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import BatchError, CaptureError, DappleWarning, PlanError, UsageError
+from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
 from tests.dapple_tf.keras import models
-from tests.dapple_tf.keras.models import X, Y
+from tests.dapple_tf.keras.models import CLASSES, X, Y
 
 
 class OwnStep(keras.Sequential):
@@ -53,9 +53,25 @@ def test_a_model_of_a_distribution_strategy_is_refused() -> None:
         dapple.keras.pipeline(model)
 
 
-def test_xla_is_not_left_out_without_a_word() -> None:
-    with pytest.warns(DappleWarning, match="net is compiled with jit_compile=True: a pipeline runs without XLA"):
-        dapple.keras.pipeline(models.sequential(jit_compile=True))
+@pytest.mark.parametrize(("options", "compiled"), [({}, True), ({"jit_compile": False}, False)])
+def test_a_model_compiled_with_xla_runs_by_xla_over_a_pipeline(options: Any, compiled: bool) -> None:
+    results = []
+    for pipelined in (False, True):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = models.classifier(metrics=["accuracy"], jit_compile=True)
+        if pipelined:
+            step = dapple.keras.pipeline(model, stages=2, micro_batches=3, **options)
+        history = model.fit(X, CLASSES, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        results.append([history["loss"], history["accuracy"], model.evaluate(X, CLASSES, verbose=0), model.predict(X)])
+        if pipelined:
+            must = [f.attr["_XlaMustCompile"].b for f in step.graph_def.library.function]
+            assert any(must) == compiled
+            dapple.keras.restore(model)
+            results.append([*results[-1][:3], model.predict(X)])
+    for found in results[1:]:
+        for one, other in zip(found, results[0], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
 def test_options_are_those_of_dapple_pipeline() -> None:

@@ -1,0 +1,1 @@
+"""Which stage functions XLA compiles, and why it cannot compile the others."""

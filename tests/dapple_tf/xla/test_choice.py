@@ -1,0 +1,250 @@
+"""Stage functions that XLA compiles train as plain Keras does; those that it cannot compile are named, with reasons."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.runtime.step import PipelinedStep
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(11, 6))
+IDS = RANDOM.integers(0, 9, size=(11, 6))
+Y = RANDOM.normal(size=(11, 1))
+SIZES = (11, 5, 11)
+
+Loss = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+def dense(*between: keras.Layer) -> keras.Model:
+    first = [keras.layers.Dense(5, "tanh", name=f"dense_{i}") for i in range(2)]
+    last = [keras.layers.Dense(5, "tanh", name="dense_2"), keras.layers.Dense(1, name="last")]
+    return keras.Sequential([keras.Input([6]), *first, *between, *last], name="model")
+
+
+def recurrent() -> keras.Model:
+    layers = [
+        keras.layers.Embedding(9, 4, mask_zero=True, name="embedding"),
+        keras.layers.LSTM(5, return_sequences=True, name="lstm"),
+        keras.layers.GRU(3, name="gru"),
+        keras.layers.Dense(1, name="last"),
+    ]
+    return keras.Sequential([keras.Input([6], dtype="int64"), *layers], name="model")
+
+
+def convolutional() -> keras.Model:
+    layers = [
+        keras.layers.Reshape([6, 1]),
+        keras.layers.Conv1D(4, 3, padding="same", activation="relu", name="conv"),
+        keras.layers.LayerNormalization(name="norm"),
+        keras.layers.MaxPooling1D(2, name="pool"),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1, name="last"),
+    ]
+    return keras.Sequential([keras.Input([6]), *layers], name="model")
+
+
+def mean_square(model: keras.Model) -> Loss:
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(model(x, training=True) - y))
+
+    return loss_fn
+
+
+def train(
+    make: Callable[[], keras.Model], x: Any, step_of: Callable[..., Any], loss_of: Any = mean_square
+) -> list[Any]:
+    """Return the losses of batches of several sizes, and the variables after them."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    model, optimizer = make(), keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+    step = step_of(model, optimizer, loss_of(model))
+    losses = [step(x[:size], Y[:size]) for size in SIZES]
+    return [np.asarray(value) for value in (*losses, *model.variables, *optimizer.variables)]
+
+
+def plain(model: keras.Model, optimizer: Any, loss_fn: Loss) -> Loss:
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_fn(x, y)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return step
+
+
+class Pipelined:
+    """Makes a step; ``step`` is the one made last."""
+
+    step: PipelinedStep
+
+    def __init__(self, **options: Any) -> None:
+        self._options: dict[str, Any] = {"stages": 2, "micro_batches": 3, **options}
+
+    def __call__(self, model: keras.Model, optimizer: Any, loss_fn: Loss) -> PipelinedStep:
+        self.step = dapple.pipeline(loss_fn, optimizer=optimizer, **self._options)
+        return self.step
+
+
+def compiled_functions(step: PipelinedStep) -> set[str]:
+    """Return the names of the stage functions that run by XLA in the step's graph."""
+    bodies = {f.signature.name: f for f in step.graph_def.library.function}
+
+    def is_compiled(name: str) -> bool:
+        inner = [node.attr["f"].func.name for node in bodies[name].node_def if node.op.endswith("PartitionedCall")]
+        return bool(bodies[name].attr["_XlaMustCompile"].b) or any(map(is_compiled, inner))
+
+    calls = [node for node in step.graph_def.node if node.op.endswith("PartitionedCall")]
+    paths = [node.name.rpartition("/")[0] for node in calls if is_compiled(node.attr["f"].func.name)]
+    return {re.sub(r"replica\d+/(mb\d+/)?", "", path) for path in paths}
+
+
+def check_equal(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+
+
+ALL = {f"stage{stage}/{call}" for stage in range(2) for call in ("forward", "backward", "update")}
+SPLIT = {f"stage{stage}/weights" for stage in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "functions"),
+    [
+        ({}, ALL),
+        ({"replicas": [2, 1], "micro_batches": 2, "schedule": "gpipe"}, ALL),
+        pytest.param({"schedule": "zb-h1", "recompute": True}, ALL | SPLIT, marks=pytest.mark.slow),
+        pytest.param(
+            {"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, ALL | SPLIT, marks=pytest.mark.slow
+        ),
+        pytest.param({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/tail"}, marks=pytest.mark.slow),
+    ],
+)
+def test_all_stage_functions_are_compiled_and_train_as_one_device(options: Any, functions: set[str]) -> None:
+    loss_of = root_mean_square if "batch_loss" in options else mean_square
+    pipelined = Pipelined(jit_compile=True, **options)
+    found = train(dense, X, pipelined, loss_of)
+    assert compiled_functions(pipelined.step) == functions
+    check_equal(found, train(dense, X, plain, loss_of))
+
+
+def root_mean_square(model: keras.Model) -> Loss:
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.sqrt(tf.reduce_mean(tf.square(model(x, training=True) - y)))
+
+    return loss_fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "x"), [(recurrent, IDS), (convolutional, X)])
+def test_models_of_many_ops_train_as_on_one_device(make: Any, x: Any) -> None:
+    pipelined = Pipelined(jit_compile=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", DappleWarning)
+        found = train(make, x, pipelined)
+    print([str(w.message) for w in told], compiled_functions(pipelined.step))
+    check_equal(found, train(make, x, plain))
+
+
+def test_a_stage_that_draws_runs_without_xla_and_the_warning_says_so() -> None:
+    def make() -> keras.Model:
+        return dense(keras.layers.Dropout(0.4, name="dropout"))
+
+    pipelined = Pipelined(jit_compile=True)
+    with pytest.warns(DappleWarning) as told:
+        found = train(make, X, pipelined)
+    print([str(w.message) for w in told], compiled_functions(pipelined.step))
+    check_equal(found, train(make, X, plain))
+
+
+@tf.custom_gradient
+def through_python(x: Any) -> Any:
+    """Return x, by an op that XLA does not have."""
+    result = tf.numpy_function(lambda value: value, [x], x.dtype)
+    result.set_shape(x.shape)
+    return result, lambda gradient: gradient
+
+
+def with_python(model: keras.Model) -> Loss:
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(model(through_python(x), training=True) - y))
+
+    return loss_fn
+
+
+def selecting(model: keras.Model) -> Loss:
+    def loss_fn(x: Any, y: Any) -> Any:
+        rows = tf.unique(tf.range(tf.shape(x)[1]))[0]
+        return tf.reduce_mean(tf.square(model(tf.gather(x, rows, axis=1), training=True) - y))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "reason"), [(with_python, "XLA has no op PyFunc"), (selecting, "has the op Unique")]
+)
+def test_an_op_that_xla_cannot_compile_is_named(loss_of: Any, reason: str) -> None:
+    pipelined = Pipelined(jit_compile=True, inexact="allow")  # nothing is known of Python code
+    with pytest.warns(DappleWarning) as told:
+        found = train(dense, X, pipelined, loss_of)
+    print([str(w.message) for w in told], compiled_functions(pipelined.step))
+    check_equal(found, train(dense, X, plain, loss_of))
+
+
+@pytest.mark.parametrize(("jit_compile", "functions"), [(None, ALL), (False, set())])
+def test_the_option_follows_the_loss_unless_it_says_otherwise(jit_compile: bool | None, functions: set[str]) -> None:
+    def compiled_loss(model: keras.Model) -> Any:
+        return tf.function(mean_square(model), jit_compile=True)
+
+    pipelined = Pipelined(jit_compile=jit_compile)
+    found = train(dense, X, pipelined, compiled_loss)
+    assert compiled_functions(pipelined.step) == functions
+    check_equal(found, train(dense, X, plain))
+
+
+def test_a_call_of_a_compiled_function_is_compiled_in_any_stage() -> None:
+    def loss_of(model: keras.Model) -> Any:
+        end = tf.function(lambda hidden, y: tf.reduce_mean(tf.square(model.layers[-1](hidden) - y)), jit_compile=True)
+
+        def loss_fn(x: Any, y: Any) -> Any:
+            for layer in model.layers[:-1]:
+                x = layer(x)
+            return end(x, y)
+
+        return loss_fn
+
+    for options in ({}, {"jit_compile": True}):
+        check_equal(train(dense, X, Pipelined(**options), loss_of), train(dense, X, plain))
+
+
+def test_forward_is_compiled_too() -> None:
+    model = dense()
+    step = dapple.pipeline(
+        mean_square(model), optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=2, jit_compile=True
+    )
+    np.testing.assert_allclose(step.forward(X, Y), mean_square(model)(X, Y), rtol=1e-12)
+
+
+def test_a_value_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"jit_compile='auto': give True, False, or None"):
+        dapple.pipeline(mean_square(dense()), optimizer=keras.optimizers.SGD(0.1), jit_compile="auto")
