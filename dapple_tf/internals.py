@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.distribute import distribute_lib
@@ -85,8 +86,11 @@ def find_xla_problem(function: Any, device: str) -> str | None:
 def constant_value(tensor: Any) -> Any:
     """Return the value (NumPy) that a tensor of a graph always has, or None where TensorFlow cannot tell it.
 
-    Relies on ``tensor_util.try_evaluate_constant``, which knows shapes; ``tf.get_static_value`` does less.
+    Relies on ``tensor_util.try_evaluate_constant``, which knows more than ``tf.get_static_value``, but not ``ShapeN``.
     """
+    if tensor.op.type == "ShapeN":
+        shape = tensor.op.inputs[tensor.value_index].shape
+        return np.array(shape.as_list(), tensor.dtype.as_numpy_dtype) if shape.is_fully_defined() else None
     value = tf.get_static_value(tensor)
     return tensor_util.try_evaluate_constant(tensor) if value is None else value
 

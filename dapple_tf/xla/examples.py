@@ -12,7 +12,7 @@ from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.read_graph import read_shape
 from dapple_tf.memory.sizes import connect_functions
-from graph_passes.ir.graph import OTHER, Function, Graph, Port, Role, Shape
+from graph_passes.ir.graph import OTHER, Graph, Port, Role, Shape
 from graph_passes.ir.ops import OpName
 
 # Roles of inputs that other stage functions compute: some are shapes, which XLA must know when it compiles.
@@ -41,12 +41,15 @@ def find_examples(
     ``samples``: of a micro-batch, on one replica of each stage. Functions of the whole batch take ``batch_size``.
     Nothing runs: TensorFlow infers the shapes.
     """
-    found = {f.name: tuple(_by_type(f, port, batch_size) for port in f.inputs) for f in graph.functions}
+    found: dict[str, tuple[Example, ...]] = {}
+    for f in graph.functions:
+        rows = OTHER if f.name.endswith(OpName.UPDATE) else batch_size  # an update takes no samples
+        found[f.name] = tuple(_by_type(port, rows) for port in f.inputs)
 
     def import_all() -> None:
-        for _, function, inputs, _ in connect_functions(graph, model, samples):
+        for stage, function, inputs, _ in connect_functions(graph, model, samples):
             found[function.name] = tuple(
-                _by_inference(port, inputs[name])
+                _by_inference(port, inputs[name], samples[stage])
                 for port, name in zip(function.inputs, function.graph.inputs, strict=True)
             )
 
@@ -57,21 +60,20 @@ def find_examples(
     return found
 
 
-def _by_type(function: Function, port: Port, batch_size: int) -> Example:
-    """Return an example of the port's type; only functions of samples have the batch on an axis of unknown length."""
+def _by_type(port: Port, rows: int) -> Example:
+    """Return an example of the port's type with ``rows`` on the batch's axis."""
     dims = port.type.shape.dims
-    if dims is None:
-        return Example(Shape(None))
-    rows = OTHER if function.name.endswith(OpName.UPDATE) else batch_size
-    return Example(Shape(tuple(rows if dim is None else dim for dim in dims)))
+    return Example(Shape(None if dims is None else tuple(rows if dim is None else dim for dim in dims)))
 
 
-def _by_inference(port: Port, tensor: Any) -> Example:
+def _by_inference(port: Port, tensor: Any, rows: int) -> Example:
+    """Return an example like ``tensor``, which TensorFlow has inferred; where it does not know the shape, by the type."""
     if port.role in _COMPUTED and tensor.dtype.is_integer:
         value = internals.constant_value(tensor)
         if value is not None and value.size <= _LONGEST_VALUE:
             return Example(Shape(value.shape), value)
-    return Example(read_shape(tensor))
+    inferred = Example(read_shape(tensor))
+    return inferred if inferred.known else _by_type(port, rows)
 
 
 def describe(port: Port, example: Example) -> str:
