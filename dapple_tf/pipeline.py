@@ -59,11 +59,11 @@ def pipeline(
             model after the last tensors that hold a row for each sample; what follows runs once a step on the rows of
             all micro-batches, and backward starts when it has. That needs the schedule "gpipe", and memory for the
             activations of all micro-batches. "auto": only where the loss does not add up, and the schedule allows it.
-            batch_norm: Of which samples batch norm takes statistics in training mode. "micro-batch": each replica of a
+        batch_norm: Of which samples batch norm takes statistics in training mode. "micro-batch": each replica of a
             stage normalises its samples of a micro-batch by themselves; each micro-batch moves the moving statistics
             in turn, and replicas are averaged. "deferred": the same, but moving statistics move once a step, by mean
             and variance over the whole batch. "sync": replicas normalise all samples of a micro-batch together.
-            jit_compile: Whether XLA compiles each stage function that it can compile: True, False, or None, which follows
+        jit_compile: Whether XLA compiles each stage function that it can compile: True, False, or None, which follows
             the loss, a tf.function with ``jit_compile=True``. A warning names the functions that run without it.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.

@@ -46,8 +46,8 @@ def write_graph(graph: Graph) -> graph_pb2.GraphDef:
 def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any]:
     """Import ``graph`` into the TensorFlow graph under construction, and return the tensors of its outputs.
 
-    ``inputs``: the tensors that replace input nodes, by node name; these nodes are not imported: XLA knows no placeholder.
-    ``name`` is the scope of the imported ops.
+    ``inputs``: the tensors that replace input nodes, by node name; these nodes are not imported: XLA has no
+    placeholders. ``name`` is the scope of the imported ops.
     """
     definition = write_graph(graph.replace(nodes=tuple(node for node in graph.nodes if node.name not in inputs)))
     computed = [value for value in graph.outputs if value.node not in inputs]

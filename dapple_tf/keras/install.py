@@ -35,8 +35,8 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.
         example_batch: A batch (x, y) or (x, y, sample_weight) like those to come: the plan is made and the step built
             now, not at the first batch.
-        **options: The options of ``dapple.pipeline``: stages, micro_batches, plan and so on. ``jit_compile=None`` follows
-            the option of ``model.compile``.
+        **options: The options of ``dapple.pipeline``: stages, micro_batches, plan and so on. ``jit_compile=None``
+            follows the option of ``model.compile``.
 
     Raises:
         UsageError: The model is not compiled.

@@ -67,7 +67,7 @@ def _by_type(port: Port, rows: int) -> Example:
 
 
 def _by_inference(port: Port, tensor: Any, rows: int) -> Example:
-    """Return an example like ``tensor``, which TensorFlow has inferred; where it does not know the shape, by the type."""
+    """Return an example like ``tensor``, whose shape is inferred; where TensorFlow cannot tell it, by the type."""
     if port.role in _COMPUTED and tensor.dtype.is_integer:
         value = internals.constant_value(tensor)
         if value is not None and value.size <= _LONGEST_VALUE:
