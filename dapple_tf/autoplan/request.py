@@ -25,8 +25,8 @@ class Request:
     stage), "auto" means one stage per entry; without, a planner chooses both. ``micro_batches``: M, or "auto".
     ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or
     "dense". ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles
-    stage functions; None follows the loss function. Raises PlanError for a value of the wrong type, ScheduleError for an
-    unknown schedule, and UsageError for what does not exist yet.
+    stage functions; None follows the loss function. Raises PlanError for a value of the wrong type, ScheduleError for
+    an unknown schedule, and UsageError for what does not exist yet.
     """
 
     stages: int | Sequence[str] | str = "auto"

@@ -28,6 +28,7 @@ from tests.dapple_tf.builders import make_plan
         ({"recompute": 1}, "recompute=1: give True or False"),
         ({"recompute": [1, 0]}, r"recompute=\[1, 0\]: give True or False"),
         ({"sparse_gradients": "sparse"}, r"sparse_gradients='sparse': give 'exact' \(.*\) or 'dense' \("),
+        ({"jit_compile": "auto"}, "jit_compile='auto': give True, False, or None to follow the loss function"),
         ({"sparse_gradients": True}, "sparse_gradients=True: give 'exact'"),
         ({"recompute": [True, "a"]}, r"recompute=\[True, 'a'\]: .* or layer names, such as \['block_2'\]"),
     ],

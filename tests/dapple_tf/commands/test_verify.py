@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dapple_tf.errors import DappleWarning
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
 
 VERIFY = ("verify", TINY_MODEL, "--stages", 2, "--json")
@@ -45,3 +46,9 @@ def test_the_option_of_batch_norm_reaches_the_pipeline(run_here: Run) -> None:
         run = run_here(*VERIFY, "--micro-batches", 2, "--batch-norm", choice)
         assert run.json["ok"] is True
     assert run_here(*VERIFY, "--batch-norm", "whole").code == 2
+
+
+def test_the_option_of_xla_reaches_the_pipeline(run_here: Run) -> None:
+    with pytest.warns(DappleWarning, match="stage0/forward: it draws random numbers"):
+        run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")
+    assert run_here(*VERIFY, "--micro-batches", 2, "--jit-compile").json["ok"] is True

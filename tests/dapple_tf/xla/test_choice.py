@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.errors import DappleWarning
 from dapple_tf.runtime.step import PipelinedStep
 
 RANDOM = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def through_python(x: Any) -> Any:
 
 def with_python(model: keras.Model) -> Loss:
     def loss_fn(x: Any, y: Any) -> Any:
-        return tf.reduce_mean(tf.square(model(through_python(x), training=True) - y))
+        return tf.reduce_mean(tf.square(model(x, training=True) - through_python(y)))
 
     return loss_fn
 
@@ -218,12 +218,12 @@ def selecting(model: keras.Model) -> Loss:
 @pytest.mark.parametrize(
     ("loss_of", "reasons"),
     [
-        (with_python, ["stage0/forward: XLA has no op PyFunc"]),
+        (with_python, ["stage1/forward: XLA has no op PyFunc"]),
         (
             selecting,
             [
                 "stage0/forward: it has the op Unique, whose result has a length that depends on data",
-                "stage0/backward: its input stash %GatherV2:0, of shape [?, ?], has lengths that are not known",
+                "stage0/backward: its input stash %GatherV2:0, of shape [4, ?], has lengths that are not known",
             ],
         ),
     ],
@@ -234,7 +234,9 @@ def test_what_xla_cannot_compile_is_named(loss_of: Any, reasons: list[str]) -> N
         found = train(dense, X, pipelined, loss_of)
     for reason in reasons:
         assert reason in told_by(told)
-    assert compiled_functions(pipelined.step) == ALL - {reason.partition(":")[0] for reason in reasons}
+        assert reason.partition(":")[0] not in compiled_functions(pipelined.step)
+    other = "stage0" if reasons[0].startswith("stage1") else "stage1"
+    assert {name for name in ALL if name.startswith(other)} <= compiled_functions(pipelined.step)
     check_equal(found, train(dense, X, plain, loss_of))
 
 
@@ -270,8 +272,3 @@ def test_forward_is_compiled_too() -> None:
         mean_square(model), optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=2, jit_compile=True
     )
     np.testing.assert_allclose(step.forward(X, Y), mean_square(model)(X, Y), rtol=1e-12)
-
-
-def test_a_value_that_is_no_choice_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"jit_compile='auto': give True, False, or None"):
-        dapple.pipeline(mean_square(dense()), optimizer=keras.optimizers.SGD(0.1), jit_compile="auto")
