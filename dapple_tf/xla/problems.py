@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from dapple_tf import internals
+from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.foreign_reads import only_read, pass_values
 from dapple_tf.backend.stage_function import Constants, Library, import_body
 from dapple_tf.frontend.write_graph import needed_library
@@ -39,6 +40,8 @@ def find_problem(
 
     ``examples``: of its inputs. ``variable`` returns the variable of a port; ``foreign``: those on other devices.
     """
+    built = build_branches(function, constants, library)
+    function, library = built.function, {**library, **built.library}
     for op in sorted(_op_types(function, library)):
         if any(word in op for word in _DRAWS):
             return f"it draws random numbers ({op}), which XLA may draw otherwise"
@@ -46,7 +49,7 @@ def find_problem(
             return f"it has the op {op}, whose result has a length that depends on data"
     for name in sorted(foreign):
         if not only_read(function, name):
-            return f"it writes the variable {name}, which lives on {variable(name).device}"
+            return f"it uses the variable {name}, which lives on {variable(name).device}, other than by reading it"
     for port in (*function.inputs, *function.outputs):
         if port.type.dtype.name == "variant":
             return f"its {port.role} {port.name} is a list of tensors (the values that a loop keeps for its gradient)"

@@ -800,3 +800,38 @@ def test_a_backup_is_loaded_and_saved_by_methods_of_the_callback(tmp_path: Path)
     internals.set_initial_epoch(model, 3)
     history = model.fit(np.ones([2, 2]), [np.ones([2, 1])] * 2, verbose=0, epochs=4)
     assert history.epoch == [3]
+
+
+@pytest.mark.parametrize("jit_compile", [None, False, True])
+def test_is_compiled_by_xla(jit_compile: bool | None) -> None:
+    assert internals.is_compiled_by_xla(tf.function(lambda x: x, jit_compile=jit_compile)) is bool(jit_compile)
+    assert internals.is_compiled_by_xla(len) is False
+
+
+def test_find_xla_problem() -> None:
+    with tf.device("CPU:1"):
+        variable = tf.Variable([1.0, 2.0])
+
+    def problem(function: Any, device: str = variable.device) -> Any:
+        spec = tf.TensorSpec([2], tf.float32)
+        return internals.find_xla_problem(tf.function(function).get_concrete_function(spec), device)
+
+    assert problem(lambda x: x * variable) is None
+    assert problem(lambda x: variable.assign_sub(x)) is None
+    assert variable.numpy().tolist() == [1, 2]  # nothing ran
+    assert "No registered 'AsString' OpKernel" in problem(lambda x: tf.strings.as_string(x))
+    assert "must be a compile-time constant" in problem(lambda x: tf.zeros(tf.cast(x, tf.int32)))
+    assert "located in device" in problem(lambda x: x * variable, tf.constant(0.0).device)
+
+
+def test_constant_value() -> None:
+    values: list[Any] = []
+
+    @tf.function
+    def function(x: Any, y: Any) -> None:
+        shapes = tf.raw_ops.ShapeN(input=[x, y], out_type=tf.int64)
+        values.extend(map(internals.constant_value, (tf.shape(x)[0] * 2, shapes[1], x[0], tf.constant([3]))))
+
+    function.get_concrete_function(tf.TensorSpec([6, 2]), tf.TensorSpec([4, 5]))
+    assert [None if value is None else value.tolist() for value in values] == [12, [4, 5], None, [3]]
+    assert values[1].dtype == np.int64
