@@ -49,13 +49,15 @@ def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any
     ``inputs``: the tensors that replace input nodes, by node name; these nodes are not imported: XLA has no
     placeholders. ``name`` is the scope of the imported ops.
     """
-    definition = write_graph(graph.replace(nodes=tuple(node for node in graph.nodes if node.name not in inputs)))
+    nodes = tuple(node for node in graph.nodes if node.name not in inputs)
+    used = {value.node for node in nodes for value in node.inputs}  # TensorFlow refuses to map what no op takes
+    definition = write_graph(graph.replace(nodes=nodes))
     computed = [value for value in graph.outputs if value.node not in inputs]
     tensors = []
     if definition.node:
         tensors = tf.graph_util.import_graph_def(
             definition,
-            input_map={node: tensor for node, tensor in inputs.items() if node in graph.by_name},
+            input_map={node: tensor for node, tensor in inputs.items() if node in used},
             return_elements=[tensor_name(value) for value in computed],
             name=name,
         )

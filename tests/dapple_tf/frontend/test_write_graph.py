@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2
 
 from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.write_graph import needed_library, write_graph
+from dapple_tf.frontend.write_graph import import_graph, needed_library, write_graph
 from graph_passes.ir.graph import DType, Effect, FunctionRef, Graph, Node, Opaque, attributes, tensor
 
 X = np.ones((4, 2), np.float32)
@@ -77,6 +79,20 @@ def test_inputs_become_placeholders_and_control_edges_are_written() -> None:
     placeholder, _, same = write_graph(graph).node
     assert (placeholder.op, placeholder.attr["dtype"].type) == ("Placeholder", tf.int32.as_datatype_enum)
     assert list(same.input) == ["input/0", "^say"]
+
+
+def test_inputs_that_an_op_takes_are_replaced_and_others_may_be_outputs_or_unused() -> None:
+    names = ("input/0", "input/1", "input/2")
+    taken, returned, unused = (Node(name, "arg", outputs=(tensor("int32"),)) for name in names)
+    same = Node("same", "Identity", taken.values(), outputs=(tensor("int32"),))
+    same = dataclasses.replace(same, attrs=attributes(T=DType("int32")))
+    graph = Graph("g", (taken, returned, unused, same), outputs=(*same.values(), *returned.values()))
+    with tf.Graph().as_default() as built:
+        inputs = {name: tf.constant(i + 3) for i, name in enumerate(names)}
+        found = import_graph(graph, inputs, "body")
+        with tf.compat.v1.Session(graph=built) as session:
+            assert session.run(found) == [3, 4]
+    assert "Placeholder" not in {op.type for op in built.get_operations()}
 
 
 # --- the library
