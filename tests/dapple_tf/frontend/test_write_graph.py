@@ -85,7 +85,7 @@ def test_inputs_that_an_op_takes_are_replaced_and_others_may_be_outputs_or_unuse
     names = ("input/0", "input/1", "input/2")
     taken, returned, unused = (Node(name, "arg", outputs=(tensor("int32"),)) for name in names)
     same = Node("same", "Identity", taken.values(), outputs=(tensor("int32"),))
-    same = dataclasses.replace(same, attrs=attributes(T=DType("int32")))
+    same = dataclasses.replace(same, attrs=attributes({"T": DType("int32")}))
     graph = Graph("g", (taken, returned, unused, same), outputs=(*same.values(), *returned.values()))
     with tf.Graph().as_default() as built:
         inputs = {name: tf.constant(i + 3) for i, name in enumerate(names)}
