@@ -34,11 +34,9 @@ class RecordingTarget(LocalTarget):
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         self.announced.append(what)
 
-    def build(
-        self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, *, local: bool = False
-    ) -> Program:
+    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, **options: Any) -> Program:
         self.built.append((plan.micro_batches, plan.replicas, variant))
-        return super().build(model, plan, variant, times, local=local)
+        return super().build(model, plan, variant, times, **options)
 
 
 class Compiler:
