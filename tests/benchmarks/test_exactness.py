@@ -75,6 +75,7 @@ def test_double_precision_is_left_behind() -> None:
     assert (keras.config.floatx(), keras.config.dtype_policy()) == before
 
 
+@pytest.mark.slow
 def test_plain_training_is_deterministic_and_trains() -> None:
     with double_precision():
         first, second = (train_plainly(build(CASES["dropout_0.1"], 7), SIZES) for _ in range(2))
@@ -157,6 +158,7 @@ def test_a_case_has_one_outcome_that_is_expected(expected: Expected, outcome: Ou
     assert is_expected(case, found(outcome, WHOLE)) is (ok or outcome is Outcome.EQUAL)
 
 
+@pytest.mark.slow
 def test_a_model_that_adds_up_is_equal() -> None:
     assert Checker(CASES["MeanSquaredError"]).check(QUICK[0]).outcome is Outcome.EQUAL
 

@@ -90,6 +90,7 @@ def test_whole_slices_give_every_replica_the_profile_batch() -> None:
     assert [found.micro_batch_size for found in free.evaluate_all_sizes(stages, "test")] == [4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["best", pytest.param("dapple", marks=pytest.mark.slow)])
 def test_planners_give_replicas_whole_slices(planner: str) -> None:
     chosen = run_planner(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen

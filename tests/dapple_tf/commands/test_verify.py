@@ -48,6 +48,7 @@ def test_the_option_of_batch_norm_reaches_the_pipeline(run_here: Run) -> None:
     assert run_here(*VERIFY, "--batch-norm", "whole").code == 2
 
 
+@pytest.mark.slow
 def test_the_option_of_xla_reaches_the_pipeline(run_here: Run) -> None:
     with pytest.warns(DappleWarning, match="stage0/forward: it draws random numbers"):
         run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")

@@ -12,6 +12,7 @@ from tests.processes import RanksError, needs_horovod, run_ranks
 pytestmark = needs_horovod
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "stages"),
     [

@@ -136,6 +136,7 @@ def test_batch_norm_state_is_the_mean_of_the_replicas(launches: Launches) -> Non
     np.testing.assert_allclose(moving, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch(launches: Launches) -> None:
     name = "batch norm, deferred, replicated"
     results = launches.case_results(name)

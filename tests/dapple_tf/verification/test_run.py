@@ -180,6 +180,7 @@ def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas:
     assert not report.plain.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [pytest.param([1, 1], marks=pytest.mark.slow), [1, 2]])
 def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(replicas: list[int]) -> None:
     _, loss_fn = normalised()
@@ -191,6 +192,7 @@ def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(repl
     assert report.max_variable_error < 1e-12
 
 
+@pytest.mark.slow
 def test_batch_norm_over_replicas_is_compared_with_the_micro_batches_in_turn() -> None:
     _, loss_fn = normalised()
     options = {"replicas": [1, 2], "stages": ["net/norm"], "batch_norm": "sync"}
@@ -210,6 +212,7 @@ def test_batch_norm_over_replicas_and_dropout_of_the_whole_batch() -> None:
     assert "equal to plain training whose batch norm alone takes" in str(report)
 
 
+@pytest.mark.slow
 def test_draws_that_no_variable_repeats_differ_from_everything() -> None:
     """No two runs draw the same numbers, not even those of one device."""
     _, loss_fn = dense_layers()

@@ -215,6 +215,7 @@ def selecting(model: keras.Model) -> Loss:
     return loss_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_of", "reasons"),
     [
@@ -240,6 +241,7 @@ def test_what_xla_cannot_compile_is_named(loss_of: Any, reasons: list[str]) -> N
     check_equal(found, train(dense, X, plain, loss_of))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("jit_compile", "functions"), [(None, ALL), (False, set())])
 def test_the_option_follows_the_loss_unless_it_says_otherwise(jit_compile: bool | None, functions: set[str]) -> None:
     def compiled_loss(model: keras.Model) -> Any:
@@ -251,6 +253,7 @@ def test_the_option_follows_the_loss_unless_it_says_otherwise(jit_compile: bool 
     check_equal(found, train(dense, X, plain))
 
 
+@pytest.mark.slow
 def test_a_call_of_a_compiled_function_is_compiled_in_any_stage() -> None:
     def loss_of(model: keras.Model) -> Any:
         end = tf.function(lambda hidden, y: tf.reduce_mean(tf.square(model.layers[-1](hidden) - y)), jit_compile=True)
