@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, topological
+from graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
 from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
@@ -79,12 +79,21 @@ def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = f
             continue
         for replica in range(replicas[stage]):
             inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
-            copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs)
+            controls = tuple(_own_control(graph, stage, control, replica) for control in node.controls)
+            copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs, controls=controls)
             copy = copy.with_attrs(replica=replica)
             if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
                 copy = copy.with_attrs(replicas=replicas[stage])
             nodes.append(copy)
     return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
+
+
+def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Control:
+    """Return the control edge of a node on ``replica`` of ``stage``: from its own replica, where it is of the stage."""
+    source = graph.node(control.source)
+    if not source.has("stage") or source.integer("stage") != stage:
+        return control
+    return dataclasses.replace(control, source=_of_replica(control.source, replica))
 
 
 def _of_replica(name: str, replica: int) -> str:

@@ -81,6 +81,20 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
     )
 
 
+def test_each_replica_waits_for_what_it_runs_once_itself() -> None:
+    text = """
+        inputs %x
+        %x = input() -> (float32[?,4])
+        %stage0/replica0/run_once = run_once(%x:0) {replica=0, stage=0}
+        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[])
+        | ^%stage0/replica0/run_once "once"
+    """
+    result = SplitConcat((3,))(calls(text))
+    for replica in range(3):
+        (control,) = result.node(f"stage0/replica{replica}/mb0/forward").controls
+        assert control.source == f"stage0/replica{replica}/run_once"
+
+
 def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
     assert_graph(
         SplitConcat((2, 2))(calls(BEFORE)),
