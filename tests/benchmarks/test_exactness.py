@@ -43,6 +43,7 @@ def found(outcome: Outcome, configuration: Configuration = QUICK[0]) -> Found:
 # --- building
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["masked_lm", "dropout_0.5", "byol", "embedding_looked_up_twice"])
 def test_a_case_built_twice_has_the_same_names_and_values(name: str) -> None:
     with double_precision():
@@ -163,6 +164,7 @@ def test_a_model_that_adds_up_is_equal() -> None:
     assert Checker(CASES["MeanSquaredError"]).check(QUICK[0]).outcome is Outcome.EQUAL
 
 
+@pytest.mark.slow
 def test_an_error_of_the_project_refuses_and_any_other_crashes() -> None:
     refused = Checker(replace(CASES["MeanSquaredError"], options={"stages": 50})).check(QUICK[0])
     assert refused.outcome is Outcome.REFUSED

@@ -81,6 +81,7 @@ def test_the_stash_is_not_changed_where_the_published_memory_is_too_small() -> N
     assert calibrate_stash(make_profile(), memory=200.0, slots=1) == make_profile()
 
 
+@pytest.mark.slow
 def test_whole_slices_give_every_replica_the_profile_batch() -> None:
     problem = WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
     stages = stages_of(problem, [3], [3, 1])

@@ -84,6 +84,7 @@ def test_every_optimizer_equals_one_device(name: str) -> None:
     check(problem(make, dtype=dtype), made, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "option"),
     [

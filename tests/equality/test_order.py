@@ -50,6 +50,7 @@ def expected(stage: int, warm: int, micro_batches: int) -> list[str]:
     return forwards[:warm] + [action for pair in rest for action in pair if action]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "micro_batches", "schedule", "warm"), SHAPES)
 def test_the_measured_order_is_that_of_the_schedule(
     stages: int, micro_batches: int, schedule: str, warm: list[int]

@@ -273,6 +273,7 @@ def test_a_checked_step_names_slices_that_are_not_finite() -> None:
     np.testing.assert_array_equal(case.variables["table"].numpy(), before)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_under_another_plan(tmp_path: Path) -> None:
     made = batches(7, 7, 7, 7)
     wanted = train_on_one_device(keras_model(OPTIMIZERS["Adam"]), made)
@@ -305,6 +306,7 @@ class Recording(keras.optimizers.SGD):
             self.noted[1].assign(gradient.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("two columns, one table", 2), ("two stages, one table", 2), ("the same ids in two stages", 2)]
 )

@@ -120,6 +120,7 @@ def test_a_file_that_is_no_trace_is_an_error_of_one_line(run_here: Run, tmp_path
     assert read.stderr.startswith("error: t.gif: a timeline is saved as"), "before anything is read"
 
 
+@pytest.mark.slow
 def test_a_plan_file_is_carried_out_and_its_prediction_compared_with_the_run(run_here: Run, tmp_path: Path) -> None:
     path, trace = tmp_path / "plan.json", tmp_path / "t.json"
     options = ("--stages", "two", "--replicas", "1,2", "--schedule", "gpipe")
@@ -141,6 +142,7 @@ def test_a_plan_file_is_carried_out_and_its_prediction_compared_with_the_run(run
     assert "planner said 3600 s (+" in headline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "layers", "printed"),
     [

@@ -92,6 +92,7 @@ def test_both_ways_train_to_the_same_values_with_tied_weights() -> None:
         assert "alltoall" not in errors[rank]
 
 
+@pytest.mark.slow
 @needs_horovod
 @needs_library
 def test_where_a_rank_lacks_the_library_all_use_horovod_and_rank_0_says_so() -> None:
