@@ -23,30 +23,26 @@ PHASES = {
 class BuildTimes:
     """Seconds that the phases of building steps took, over all builds.
 
-    A build that takes longer than ``quiet_seconds`` prints a line on stderr for its phase of that moment and for each
-    later one, unless ``silent``.
+    A build ends with its first run. One whose phases take longer than ``quiet_seconds`` prints a line on stderr for its
+    phase of that moment and for each later one, unless ``silent``.
     """
 
     def __init__(self, *, quiet_seconds: float = 3.0, silent: bool = False) -> None:
         self._quiet_seconds = quiet_seconds
         self._silent = silent
         self._seconds: dict[str, float] = {}
-        self._build_started = time.perf_counter()
+        self._this_build = 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
         """Wall seconds by phase, in the order of ``PHASES``; phases that have not run are left out."""
         return {phase: self._seconds[phase] for phase in PHASES if phase in self._seconds}
 
-    def start_build(self) -> None:
-        """Count the quiet seconds from now on."""
-        self._build_started = time.perf_counter()
-
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the phase of this name, which lasts as long as this context."""
         begin = time.perf_counter()
-        timer = threading.Timer(self._quiet_seconds - (begin - self._build_started), _print_line, [PHASES[name]])
+        timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), _print_line, [PHASES[name]])
         timer.daemon = True
         if not self._silent:
             timer.start()
@@ -54,7 +50,9 @@ class BuildTimes:
             yield
         finally:
             timer.cancel()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._this_build = 0.0 if name == "first run" else self._this_build + seconds
 
 
 def _print_line(what: str) -> None:

@@ -113,7 +113,6 @@ def compile_step(
     """
     check_eager()
     key, size, times = batch_key(batch), batch_size(batch), compiled.times
-    times.start_build()
 
     def trace() -> StagedModel:
         with times.phase("trace"):

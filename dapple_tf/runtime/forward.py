@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
+from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
@@ -21,7 +22,7 @@ from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, 
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
-from dapple_tf.xla.choice import make_xla
+from dapple_tf.xla.choice import Xla, make_xla
 from graph_passes.analysis.layers import find_layers
 
 _Key = tuple[str, tuple[tf.TensorSpec, ...]]
@@ -35,18 +36,22 @@ class Forward:
     norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
 
     Traces are made anew once training has a plan, so that variables need not move. ``homes``: where variables were
-    before any program of the training step, or of this, moved them.
+    before any program of the training step, or of this, moved them. ``times``: of builds.
     """
 
     function: Callable[..., Any]
     autoplan: Autoplan
     homes: VariableHomes
+    times: BuildTimes
     _compiled: CompiledSteps = field(init=False)
     _plans: dict[_Key, Plan] = field(default_factory=dict)
     _planned: bool = False
 
     def __post_init__(self) -> None:
-        self._compiled = CompiledSteps(homes=self.homes, xla=make_xla(self.autoplan.jit_compile, self.function))
+        self._compiled = self._fresh(make_xla(self.autoplan.jit_compile, self.function))
+
+    def _fresh(self, xla: Xla | None) -> CompiledSteps:
+        return CompiledSteps(times=self.times, homes=self.homes, xla=xla)
 
     @property
     def models(self) -> list[StagedModel]:
@@ -68,8 +73,7 @@ class Forward:
         if not tf.executing_eagerly():
             raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
-            fresh = CompiledSteps(homes=self.homes, xla=self._compiled.xla)
-            self._compiled, self._plans, self._planned = fresh, {}, True
+            self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
         key, size = batch_key(batch), batch_size(batch)
         if key not in self._compiled.models:
             target.announce("trace the model to run forward", size, key[1])
@@ -84,8 +88,11 @@ class Forward:
     def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:
         autoplan = self.autoplan
         options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
-        captured = trace_loss(self.function, batch, size, *options, trains=False)
-        captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
-        layers = find_layers(captured.graph)
-        self._plans[key] = plan = autoplan.plan_forward(layers, shapes)
+        with self.times.phase("trace"):
+            captured = trace_loss(self.function, batch, size, *options, trains=False)
+            captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
+        with self.times.phase("layers"):
+            layers = find_layers(captured.graph)
+        with self.times.phase("profile"):
+            self._plans[key] = plan = autoplan.plan_forward(layers, shapes)
         return stage_forward(captured, layers, plan.starts)

@@ -84,10 +84,9 @@ class PipelinedStep:
         self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
         rank = 0 if self._job is None else self._job.rank
         self._homes = VariableHomes()
-        self._compiled = CompiledSteps(
-            times=BuildTimes(silent=rank != 0), homes=self._homes, xla=make_xla(request.jit_compile, loss_fn)
-        )
-        self._forwards = [Forward(loss_fn, self._autoplan, self._homes)]
+        self._times = BuildTimes(silent=rank != 0)
+        self._compiled = CompiledSteps(times=self._times, homes=self._homes, xla=make_xla(request.jit_compile, loss_fn))
+        self._forwards = [Forward(loss_fn, self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -119,12 +118,12 @@ class PipelinedStep:
 
     @property
     def build_times(self) -> dict[str, float]:
-        """Wall seconds that building took, by phase, over all shapes, batch sizes and variants so far.
+        """Wall seconds that building took, by phase, over all shapes, batch sizes and variants, and forward runs.
 
         The phases, in their order: trace, layers, profile (and plan), differentiate, passes, emit, first run. Those
         that have not run are left out.
         """
-        return self._compiled.times.seconds
+        return self._times.seconds
 
     @property
     def needs(self) -> InputNeeds:
@@ -207,7 +206,7 @@ class PipelinedStep:
 
         ``function`` returns a scalar, or (scalar, aux), as a loss function does. It takes tensors batched on axis 0.
         """
-        pipeline = Forward(function, self._autoplan, self._homes)
+        pipeline = Forward(function, self._autoplan, self._homes, self._times)
         self._forwards.append(pipeline)
 
         def run(*batch: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Which stage functions XLA compiles, and why it cannot compile the others."""
+"""Choose the stage functions that XLA compiles, and name those that it cannot compile, with the reason."""

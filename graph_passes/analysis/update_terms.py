@@ -1,4 +1,4 @@
-"""What an optimizer's update computes from the gradients of several stages: a test for finiteness, a global norm.
+"""Cut values that an update computes from the gradients of several stages: a test for finiteness, a global norm.
 
 Such a value is cut in two: each stage computes its *partial* terms, from its own gradients, and what *combines* them
 runs once for all stages. So the stages exchange a few numbers, and no gradients.

@@ -82,6 +82,27 @@ def test_a_phase_in_which_a_build_has_become_long_is_printed(monkeypatch: pytest
     assert stream.getvalue() == "dapple: finds the layers ...\n"
 
 
+def test_a_build_after_a_long_one_is_quiet_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Lines()
+    monkeypatch.setattr(sys, "stderr", stream)
+    times = BuildTimes(quiet_seconds=1.0)
+    with times.phase("trace"):
+        assert stream.written.wait(20)
+    with times.phase("first run"):
+        pass
+    printed = stream.getvalue()
+    for name in ("passes", "emit", "first run"):
+        with times.phase(name):
+            pass
+    assert stream.getvalue() == printed
+
+
+def test_forward_adds_to_the_times_of_its_step(model: keras.Model) -> None:
+    step = make_step(model)
+    step.forward(*batch(4))
+    assert list(step.build_times) == [phase for phase in PHASES if phase != "differentiate"]
+
+
 def test_a_short_build_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     times = BuildTimes(quiet_seconds=600)
     for name in PHASES:

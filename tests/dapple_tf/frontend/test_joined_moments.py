@@ -43,7 +43,7 @@ def test_sums_are_sums() -> None:
 
 
 def replica_gradients(pieces: Sequence[Any], weights: Any) -> list[Any]:
-    """What the gradient in the trace gives each replica for its samples, of a function of the joined statistics.
+    """Return the gradient of each replica's samples, as the trace computes it, of a function of the joined statistics.
 
     Replicas are the calls of one trace; the marks are replaced by what the handlers make of them.
     """
@@ -81,7 +81,7 @@ def test_the_gradients_of_a_replica_are_those_of_its_samples_in_the_whole() -> N
 
 
 def traced(layer: Any, masked: bool = False) -> Any:
-    """What a layer computes for ``ROWS`` and a mask, with the marks in its trace and without."""
+    """Return a layer's outputs for ``ROWS`` and a mask, with the marks in its trace and without."""
     mask = tf.constant(np.random.default_rng(1).random(ROWS.shape[:2]) < 0.4) if masked else None
     found = []
     for moments in (join_moments, lambda layer, inputs, mask, compute: compute()):

@@ -1,4 +1,4 @@
-"""What an optimizer computes from the gradients of several stages: terms of each stage, and what combines them."""
+"""Values that an optimizer computes from the gradients of several stages, cut into terms and their combination."""
 
 from __future__ import annotations
 
