@@ -1,7 +1,8 @@
 // The connection to one peer: a queue of messages to send, and the message that is being received.
 //
-// The socket never blocks. Tensors are sent from, and received into, their own memory, in pieces of at most
-// kPieceBytes, so that connections take turns.
+// The socket never blocks. Tensors are sent from, and received into, their own memory, in pieces of at most kPieceBytes,
+// so that connections take turns. Where the peer can read this process's memory, it is told where large tensors are, and
+// copies them itself: the sender then computes while they are copied.
 
 #ifndef DAPPLE_TF_NATIVE_CHANNEL_H_
 #define DAPPLE_TF_NATIVE_CHANNEL_H_
@@ -24,21 +25,37 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "incoming.h"
 #include "mailbox.h"
 #include "message.h"
-#include "tensorflow/core/framework/allocator.h"
+#include "peer_memory.h"
 
 namespace dapple {
 
 constexpr size_t kPieceBytes = 1 << 20;
+constexpr int64_t kReferenceBytes = 1 << 16;  // smaller messages are sent by value
 
 class Channel {
  public:
   // Takes over the socket `fd`, which `epoll` will watch for as long as it is open.
   Channel(int peer, int fd, int epoll, Mailbox* mailbox, InFlight* in_flight)
-      : peer_(peer), fd_(fd), epoll_(epoll), mailbox_(mailbox), in_flight_(in_flight) {}
+      : peer_(peer),
+        fd_(fd),
+        epoll_(epoll),
+        process_(FindPeerProcess(fd)),
+        mailbox_(mailbox),
+        in_flight_(in_flight),
+        incoming_(in_flight) {}
 
-  void Start() { Watch(EPOLL_CTL_ADD, EPOLLIN); }
+  void Start() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Watch(EPOLL_CTL_ADD, EPOLLIN);
+    if (process_ == 0) return;
+    std::string header;
+    AppendNumber(&header, probe_.address());
+    AppendNumber(&header, probe_.number());
+    Enqueue({AddPrefix(Kind::kProbe, header), {}});
+  }
 
   // Closes the socket in a forked child.
   void CloseInChild() {
@@ -49,12 +66,14 @@ class Channel {
   absl::Status Send(Message message) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!closed_.ok()) return closed_;
-    in_flight_->Add(message.Bytes());
-    std::string header = EncodeHeader(message);
-    queue_.push_back({std::move(header), std::move(message)});
-    if (queue_.size() == 1) {
-      SendPiece();
-      if (!queue_.empty()) Watch(EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT);
+    const int64_t bytes = message.Bytes();
+    in_flight_->Add(bytes);
+    if (readable_ && bytes >= kReferenceBytes) {
+      Enqueue({EncodeHeader(Kind::kReferences, message), {}});
+      referenced_.push_back(std::move(message));
+    } else {
+      std::string header = EncodeHeader(Kind::kTensors, message);
+      Enqueue({std::move(header), std::move(message)});
     }
     return absl::OkStatus();
   }
@@ -69,20 +88,50 @@ class Channel {
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) ReceivePiece();
   }
 
+  // Whether bytes of the peer's memory are to be copied, of which epoll knows nothing.
+  bool copies() const { return incoming_.copies(); }
+
+  // Receives, or copies, at most kPieceBytes; only the thread of the network may call this.
+  void ReceivePiece() {
+    size_t budget = kPieceBytes;
+    while (budget > 0) {
+      const Incoming::Gap gap = incoming_.Next();
+      const size_t size = std::min(gap.size, budget);
+      const ssize_t received = gap.address != 0 ? ReadMemory(process_, gap.address, gap.target, size)
+                                                : recv(fd_, gap.target, size, MSG_DONTWAIT);
+      if (received < 0 && errno == EINTR) continue;
+      if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+      // ECONNRESET: it was closed with unread bytes.
+      if (received == 0 || (received < 0 && errno == ECONNRESET)) return Close("the other end has closed it");
+      if (received < 0) return Close(std::strerror(errno));
+      budget -= received;
+      Incoming::State state = incoming_.Fill(received);
+      if (state == Incoming::State::kComplete && !TakeMessage()) state = Incoming::State::kDamaged;
+      if (state == Incoming::State::kDamaged) return Close("it has sent a damaged message");
+    }
+  }
+
  private:
   struct Outgoing {
     std::string header;
-    Message message;
+    Message message;  // empty if its tensors are not sent by value
     size_t sent = 0;  // bytes, of header and tensors together
   };
-
-  enum class Expected { kPrefix, kHeader, kTensors };
 
   void Watch(int operation, uint32_t events) {
     epoll_event event{};
     event.events = events;
     event.data.ptr = this;
     epoll_ctl(epoll_, operation, fd_, &event);
+  }
+
+  // Called with the lock held, as are the next two.
+  void Enqueue(Outgoing outgoing) {
+    queue_.push_back(std::move(outgoing));
+    if (queue_.size() == 1) {
+      SendPiece();
+      if (!queue_.empty()) Watch(EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT);
+    }
   }
 
   // Sends at most kPieceBytes of the queue, as far as the system takes them. An error shows when the socket is read.
@@ -127,56 +176,48 @@ class Channel {
     return parts;
   }
 
-  // Receives at most kPieceBytes.
-  void ReceivePiece() {
-    size_t budget = kPieceBytes;
-    while (budget > 0) {
-      const auto [data, size] = Target();
-      const ssize_t received = recv(fd_, data, std::min(size, budget), MSG_DONTWAIT);
-      if (received < 0 && errno == EINTR) continue;
-      if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-      if (received <= 0) return Close(received == 0 ? "the other end has closed it" : std::strerror(errno));
-      filled_ += received;
-      budget -= received;
-      if (static_cast<size_t>(received) == size && !Advance()) return Close("it has sent a damaged message");
+  // Does what the complete message says; returns false if that is not possible.
+  bool TakeMessage() {
+    const Kind kind = incoming_.kind();
+    Message message = incoming_.Take();
+    switch (kind) {
+      case Kind::kReferences:
+        Reply(Kind::kCopied);
+        [[fallthrough]];
+      case Kind::kTensors:
+        mailbox_->Deliver(peer_, std::move(message));
+        return true;
+      case Kind::kCopied:
+        return Release();
+      case Kind::kProbe: {
+        HeaderReader reader(incoming_.header());
+        const auto address = reader.ReadNumber<uint64_t>();
+        const auto number = reader.ReadNumber<uint64_t>();
+        if (reader.at_end() && CanReadMemory(process_, address, number)) Reply(Kind::kReadable);
+        return reader.at_end();
+      }
+      case Kind::kReadable: {
+        std::lock_guard<std::mutex> lock(mutex_);
+        readable_ = process_ != 0;
+        return readable_;
+      }
     }
+    return false;
   }
 
-  // Returns where the next bytes go, and how many are missing there.
-  std::pair<char*, size_t> Target() {
-    switch (expected_) {
-      case Expected::kPrefix:
-        return {prefix_ + filled_, kPrefixBytes - filled_};
-      case Expected::kHeader:
-        return {header_.data() + filled_, header_.size() - filled_};
-      default:
-        const auto data = message_.tensors[tensor_].tensor_data();
-        return {const_cast<char*>(data.data()) + filled_, data.size() - filled_};
-    }
+  void Reply(Kind kind) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Enqueue({AddPrefix(kind, ""), {}});
   }
 
-  // Goes on to what follows the prefix, header or tensor that is complete; returns false if it is damaged.
-  bool Advance() {
-    filled_ = 0;
-    switch (expected_) {
-      case Expected::kPrefix:
-        header_.resize(DecodePrefix(prefix_));
-        expected_ = Expected::kHeader;
-        return !header_.empty();
-      case Expected::kHeader:
-        if (!DecodeHeader(header_, tensorflow::cpu_allocator(), &message_)) return false;
-        in_flight_->Add(message_.Bytes());
-        expected_ = Expected::kTensors;
-        tensor_ = 0;
-        break;
-      case Expected::kTensors:
-        ++tensor_;
-    }
-    while (tensor_ < message_.tensors.size() && message_.tensors[tensor_].TotalBytes() == 0) ++tensor_;
-    if (tensor_ == message_.tensors.size()) {
-      expected_ = Expected::kPrefix;
-      mailbox_->Deliver(peer_, std::exchange(message_, {}));
-    }
+  // Lets go of the oldest tensors that were sent by reference.
+  bool Release() {
+    Message copied;  // freed once the lock is
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (referenced_.empty()) return false;
+    copied = std::move(referenced_.front());
+    referenced_.pop_front();
+    in_flight_->Add(-copied.Bytes());
     return true;
   }
 
@@ -189,8 +230,9 @@ class Channel {
       closed_ = status;
       for (const auto& outgoing : queue_) in_flight_->Add(-outgoing.message.Bytes());
       queue_.clear();
-      if (expected_ == Expected::kTensors) in_flight_->Add(-message_.Bytes());
-      message_ = {};
+      for (const auto& message : referenced_) in_flight_->Add(-message.Bytes());
+      referenced_.clear();
+      incoming_.Drop();
       epoll_ctl(epoll_, EPOLL_CTL_DEL, fd_, nullptr);
       close(fd_.exchange(-1));
     }
@@ -200,20 +242,18 @@ class Channel {
   const int peer_;
   std::atomic<int> fd_;  // -1 once it is closed
   const int epoll_;
+  const pid_t process_;  // of the peer, or 0 if its memory cannot be read
+  const Probe probe_;
   Mailbox* const mailbox_;
   InFlight* const in_flight_;
 
   std::mutex mutex_;  // of what sends, and of closing
   absl::Status closed_;
   std::deque<Outgoing> queue_;
+  bool readable_ = false;           // the peer can read this process's memory
+  std::deque<Message> referenced_;  // messages that the peer copies from it
 
-  // What is being received; only the thread of the network uses it.
-  Expected expected_ = Expected::kPrefix;
-  char prefix_[kPrefixBytes];
-  std::string header_;
-  Message message_;
-  size_t tensor_ = 0;
-  size_t filled_ = 0;
+  Incoming incoming_;  // only the thread of the network uses it
 };
 
 }  // namespace dapple

@@ -7,9 +7,11 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -78,10 +80,19 @@ class Network {
 
   void Run() {
     epoll_event events[64];
+    std::set<Channel*> copying;
     for (;;) {
-      const int count = epoll_wait(epoll_, events, 64, -1);
+      const int count = epoll_wait(epoll_, events, 64, copying.empty() ? -1 : 0);
       if (count < 0 && errno != EINTR) return;
-      for (int i = 0; i < count; ++i) static_cast<Channel*>(events[i].data.ptr)->Handle(events[i].events);
+      for (int i = 0; i < count; ++i) {
+        auto* channel = static_cast<Channel*>(events[i].data.ptr);
+        channel->Handle(events[i].events);
+        if (channel->copies()) copying.insert(channel);
+      }
+      for (auto it = copying.begin(); it != copying.end();) {
+        (*it)->ReceivePiece();
+        it = (*it)->copies() ? std::next(it) : copying.erase(it);
+      }
     }
   }
 

@@ -22,7 +22,15 @@ def test_the_library_is_built_for_this_source_where_there_is_a_compiler(capfd: p
 
 def test_the_source_is_part_of_the_package() -> None:
     names = [path.name for path in source_files()]
-    assert names == ["channel.h", "exchange_ops.cc", "mailbox.h", "message.h", "network.h"]
+    assert names == [
+        "channel.h",
+        "exchange_ops.cc",
+        "incoming.h",
+        "mailbox.h",
+        "message.h",
+        "network.h",
+        "peer_memory.h",
+    ]
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path) -> None:

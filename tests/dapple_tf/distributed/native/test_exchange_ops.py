@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 import subprocess
@@ -151,7 +152,7 @@ def test_a_peer_lost_in_the_middle_of_a_message_ends_the_wait(library: ExchangeL
     """Gloo's TCP transport does not do this."""
     peer, other = far_end
     header = struct.pack("=qII", 1, 1, 1) + b"x" + struct.pack("=iiq", 1, 1, 1000)
-    other.sendall(b"DXM1" + struct.pack("=I", len(header)) + header + b"\0" * 100)
+    other.sendall(b"DXMT" + struct.pack("=I", len(header)) + header + b"\0" * 100)
     threading.Timer(0.2, other.close).start()
     assert f"lost the connection to rank {peer}" in receive_error(library, peer)
 
@@ -160,10 +161,10 @@ def test_a_peer_lost_in_the_middle_of_a_message_ends_the_wait(library: ExchangeL
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        b"DXM1" + struct.pack("=I", 2**31),
-        b"DXM1" + struct.pack("=I", 3) + b"abc",
-        b"DXM1" + struct.pack("=IqII", 41, 1, 1, 1) + b"x" + struct.pack("=iiqq", 1, 2, -1, 5) + b"\0" * 20,
-        b"DXM1" + struct.pack("=IqII", 25, 1, 1, 1) + b"x" + struct.pack("=ii", 1, 10**6) + b"\0" * 20,
+        b"DXMT" + struct.pack("=I", 2**31),
+        b"DXMT" + struct.pack("=I", 3) + b"abc",
+        b"DXMT" + struct.pack("=IqII", 41, 1, 1, 1) + b"x" + struct.pack("=iiqq", 1, 2, -1, 5) + b"\0" * 20,
+        b"DXMT" + struct.pack("=IqII", 25, 1, 1, 1) + b"x" + struct.pack("=ii", 1, 10**6) + b"\0" * 20,
     ],
     ids=["not ours", "too long", "too short", "negative size", "too many dimensions"],
 )
@@ -231,6 +232,91 @@ def test_bytes_in_flight_are_counted_until_an_op_takes_them(pair: Pair) -> None:
         pair.receive([tf.float32])
     assert 3 * 4000 <= pair.library.take_peak_bytes() <= 2 * 3 * 4000
     assert pair.library.take_peak_bytes() == 0
+
+
+# --- tensors that the receiver copies from the sender's memory
+
+
+def read_messages(other: socket.socket, number: int) -> list[tuple[bytes, bytes]]:
+    """Return kind and header of the next messages, none of which has tensors by value."""
+    other.settimeout(20)
+    found = []
+    for _ in range(number):
+        prefix = other.recv(8, socket.MSG_WAITALL)
+        (size,) = struct.unpack("=I", prefix[4:])
+        found.append((prefix[3:4], other.recv(size, socket.MSG_WAITALL) if size else b""))
+    return found
+
+
+def references(address: int, elements: int) -> bytes:
+    """Return a message of one float32 vector, the first of exchange x, that is at an address."""
+    header = struct.pack("=qII", 1, 1, 1) + b"x" + struct.pack("=iiqQ", 1, 1, elements, address)
+    return b"DXMR" + struct.pack("=I", len(header)) + header
+
+
+def test_a_large_tensor_is_kept_until_the_peer_has_copied_it(library: ExchangeLibrary, far_end: FarEnd) -> None:
+    peer, other = far_end
+    ((kind, probe),) = read_messages(other, 1)
+    address, number = struct.unpack("=QQ", probe)
+    assert kind == b"P"
+    assert ctypes.c_uint64.from_address(address).value == number
+    other.sendall(b"DXMY" + struct.pack("=I", 0))
+    library.take_peak_bytes()
+    value = np.arange(100_000, dtype=np.float32)
+    for _ in range(3):  # the first may be on its way before the answer to the probe is read
+        library.ops.dapple_send([tf.constant(value)], peer=peer, exchange="x")
+        kind = other.recv(8, socket.MSG_WAITALL)[3:4]
+        if kind == b"R":
+            break
+        other.recv(33 + value.nbytes, socket.MSG_WAITALL)
+    assert kind == b"R"
+    *_, size, address = struct.unpack("=iiqQ", other.recv(41, socket.MSG_WAITALL)[17:])
+    assert size == len(value)
+    np.testing.assert_array_equal(np.ctypeslib.as_array((ctypes.c_float * size).from_address(address)), value)
+    library.take_peak_bytes()
+    assert library.take_peak_bytes() == value.nbytes
+    other.sendall(b"DXMC" + struct.pack("=I", 0))
+    while library.take_peak_bytes():
+        pass
+
+
+def test_a_tensor_is_copied_from_the_memory_of_the_sender(library: ExchangeLibrary, far_end: FarEnd) -> None:
+    peer, other = far_end
+    value = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float32)
+    other.sendall(references(value.ctypes.data, len(value)))
+    values, bytes_received = library.ops.dapple_receive(T=[tf.float32], shapes=[[None]], peer=peer, exchange="x")
+    np.testing.assert_array_equal(values[0].numpy(), value)
+    assert int(bytes_received) == value.nbytes
+    assert [kind for kind, _ in read_messages(other, 2)] == [b"P", b"C"]
+
+
+@pytest.mark.parametrize(("claimed", "answers"), [(17, [b"P", b"Y", b"C"]), (18, [b"P", b"C"])])
+def test_a_probe_is_answered_if_its_number_is_found(
+    library: ExchangeLibrary, far_end: FarEnd, claimed: int, answers: list[bytes]
+) -> None:
+    """In another container a process number may mean another process."""
+    peer, other = far_end
+    number = ctypes.c_uint64(17)
+    other.sendall(b"DXMP" + struct.pack("=IQQ", 16, ctypes.addressof(number), claimed))
+    other.sendall(references(0, 0))  # its answer comes after that to the probe
+    assert [kind for kind, _ in read_messages(other, len(answers))] == answers
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (references(8, 1000), "Bad address"),
+        (b"DXMC" + struct.pack("=I", 0), "it has sent a damaged message"),
+        (b"DXMP" + struct.pack("=IQ", 8, 1), "it has sent a damaged message"),
+    ],
+    ids=["no such memory", "nothing to copy", "a short probe"],
+)
+def test_wrong_references_end_the_connection(
+    library: ExchangeLibrary, far_end: FarEnd, data: bytes, reason: str
+) -> None:
+    peer, other = far_end
+    other.sendall(data)
+    assert f"lost the connection to rank {peer}: {reason}" in receive_error(library, peer)
 
 
 # --- two processes
