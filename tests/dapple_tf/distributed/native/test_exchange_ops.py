@@ -291,11 +291,9 @@ def test_a_tensor_is_copied_from_the_memory_of_the_sender(library: ExchangeLibra
 
 
 @pytest.mark.parametrize(("claimed", "answers"), [(17, [b"P", b"Y", b"C"]), (18, [b"P", b"C"])])
-def test_a_probe_is_answered_if_its_number_is_found(
-    library: ExchangeLibrary, far_end: FarEnd, claimed: int, answers: list[bytes]
-) -> None:
+def test_a_probe_is_answered_if_its_number_is_found(far_end: FarEnd, claimed: int, answers: list[bytes]) -> None:
     """In another container a process number may mean another process."""
-    peer, other = far_end
+    _, other = far_end
     number = ctypes.c_uint64(17)
     other.sendall(b"DXMP" + struct.pack("=IQQ", 16, ctypes.addressof(number), claimed))
     other.sendall(references(0, 0))  # its answer comes after that to the probe
