@@ -36,13 +36,15 @@ class _Peer:
     """The state of another rank, as far as this one knows.
 
     ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: the collective
-    calls that it had entered when it left. ``raised``: it has reported the error that it raised.
+    calls that it had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has reported the error
+    that it raised.
     """
 
     connected: bool
     last_heard: float
     status: RankStatus = field(default_factory=RankStatus)
     left_after: int | None = None
+    finished: bool = False
     raised: bool = False
 
 
@@ -82,6 +84,10 @@ class FailureDetector:
         """Note that the script of another rank has ended without an error."""
         peer = self._peers[rank]
         peer.status, peer.left_after = status, status.collective_calls
+
+    def note_finished(self, rank: int) -> None:
+        """Note that Horovod has ended on another rank."""
+        self._peers[rank].finished = True
 
     def note_report(self, report: FailureReport, now: float) -> None:
         """Note a received failure report: about another rank, or about this rank, which others declared failed."""
@@ -163,6 +169,11 @@ class FailureDetector:
     def others_left(self) -> bool:
         """Whether the scripts of all other ranks have ended without an error."""
         return all(peer.left_after is not None for peer in self._peers.values())
+
+    @property
+    def others_finished(self) -> bool:
+        """Whether Horovod has ended on all ranks that this one is connected to."""
+        return all(peer.finished or not peer.connected for peer in self._peers.values())
 
     @property
     def may_leave(self) -> bool:

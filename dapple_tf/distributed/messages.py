@@ -32,6 +32,13 @@ class AgreementMessage:
 
 
 @dataclass(frozen=True)
+class FinishedMessage:
+    """Horovod has ended on ``rank``, whose process ends now; from rank 0: on all ranks."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class FailureReport:
     """``rank`` has failed: ``what`` happened to it, as a verb phrase ("was killed").
 
@@ -62,12 +69,13 @@ class CallMismatch:
     what: str
 
 
-Message = Heartbeat | LeaveMessage | AgreementMessage | FailureReport | CallMessage | CallMismatch
+Message = Heartbeat | LeaveMessage | AgreementMessage | FinishedMessage | FailureReport | CallMessage | CallMismatch
 
 _KINDS: Mapping[str, type[Message]] = {
     "heartbeat": Heartbeat,
     "leave": LeaveMessage,
     "agreement": AgreementMessage,
+    "finished": FinishedMessage,
     "failure": FailureReport,
     "call": CallMessage,
     "call mismatch": CallMismatch,

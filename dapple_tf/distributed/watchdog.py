@@ -24,6 +24,7 @@ from dapple_tf.distributed.messages import (
     CallMessage,
     CallMismatch,
     FailureReport,
+    FinishedMessage,
     Heartbeat,
     LeaveMessage,
     Message,
@@ -77,9 +78,11 @@ class Watchdog:
         self._detector = FailureDetector(rank, size, self._transport.ranks, silence_seconds, time.monotonic())
         self._calls = CallComparison(size, self._report_different_calls)  # used on rank 0
         self._may_leave = threading.Event()
+        self._may_finish = threading.Event()
         self._exit = ProcessExit(rank, progress, exit_process)
         self._interrupts = 0
         self._left = False
+        self._finished = False
         self._exchanges_aborted = False
         self._thread = threading.Thread(target=self._run, name="dapple-watchdog", daemon=True)
 
@@ -111,20 +114,19 @@ class Watchdog:
 
         They leave together because Horovod ends on all ranks when it ends on one, and since rank 0 may still find that
         their last calls differ: then the process ends here, with an error. A rank that has failed waits only until the
-        others have heard of it. Horovod, which waits for all ranks too, ends here while they are still watched.
+        others have heard of it. Horovod, which waits for all ranks too, ends here while they are still watched; and a
+        rank may be stopped in that: so no process ends before Horovod has ended on all.
         """
         self._run_in_thread(self._announce_leave)
         if self._detector.error_reported:
             self._may_leave.wait(_OWN_EXIT_SECONDS)
-        while not self._detector.error_reported and not self._may_leave.wait(_CHECK_SECONDS):
-            if not self._thread.is_alive():
-                print_line(
-                    f"rank {self._rank} ends: its watchdog has failed, so it is not known whether all ranks agree."
-                )
-                self._exit.end(1)
-                return
+        elif not self._wait_for_others(self._may_leave):
+            return
         if self._detector.agreed:
             _end_exchanges()
+            self._run_in_thread(self._announce_finished)
+            if not self._wait_for_others(self._may_finish):
+                return
         self._exit.ending = True
         self.signals.wake()
         self._thread.join(2)  # a thread that outlives the interpreter may crash it
@@ -133,6 +135,17 @@ class Watchdog:
         """Close the connections: at the end, and in a forked child, which would keep them open when its parent dies."""
         self._transport.close()
         self.signals.close()
+
+    def _wait_for_others(self, event: threading.Event) -> bool:
+        """Wait for an event that the thread sets; return False if the thread has failed, which ends the process."""
+        while not self._detector.error_reported and not event.wait(_CHECK_SECONDS):
+            if not self._thread.is_alive():
+                print_line(
+                    f"rank {self._rank} ends: its watchdog has failed, so it is not known whether all ranks agree."
+                )
+                self._exit.end(1)
+                return False
+        return True
 
     def _run_in_thread(self, request: Callable[[], None]) -> None:
         if self._thread.is_alive():
@@ -164,6 +177,7 @@ class Watchdog:
             self._detector.check(time.monotonic(), self._progress.waiting_in)
             self._act(time.monotonic())
         self._may_leave.set()
+        self._may_finish.set()
 
     def _receive(self, arrival: Arrival, now: float) -> None:
         self._detector.note_received(arrival.rank, now)
@@ -180,6 +194,8 @@ class Watchdog:
                 self._detector.note_leave(message.rank, message.status)
             case AgreementMessage():
                 self._detector.agreed = True
+            case FinishedMessage():
+                self._detector.note_finished(message.rank)
             case FailureReport():
                 self._detector.note_report(message, now)
             case CallMessage():
@@ -226,6 +242,11 @@ class Watchdog:
             self._left = True
             self._transport.send(LeaveMessage(self._rank, self._progress.status()))
 
+    def _announce_finished(self) -> None:
+        self._finished = True
+        if self._rank != 0:
+            self._transport.send(FinishedMessage(self._rank))
+
     def _abort_exchanges(self) -> None:
         """Make the exchanges of a failed step fail too: TensorFlow does not return before they end."""
         if self._progress.exchanges is not None:
@@ -261,6 +282,10 @@ class Watchdog:
             self._conclude()
         if self._detector.may_leave:
             self._may_leave.set()
+        if self._finished and self._detector.others_finished and not self._may_finish.is_set():
+            if self._rank == 0:
+                self._transport.send(FinishedMessage(0))
+            self._may_finish.set()
         failure = self._detector.failure
         if failure is None or now < failure.deadline:
             return

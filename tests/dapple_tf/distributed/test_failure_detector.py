@@ -203,6 +203,14 @@ def test_a_rank_may_leave_once_all_have_left_and_agree() -> None:
     assert detector.may_leave
 
 
+def test_a_process_ends_once_horovod_has_ended_on_all_ranks() -> None:
+    detector = detector_of(rank=0)
+    detector.note_finished(1)
+    assert not detector.others_finished
+    detector.note_disconnect(2, "", 101.0)
+    assert detector.others_finished
+
+
 def test_a_rank_that_has_left_and_falls_silent_before_its_connection_closes_has_failed() -> None:
     """Horovod's end waits for all ranks: a rank that was stopped after it had left hung the job."""
     detector = detector_of()

@@ -36,10 +36,11 @@ def test_a_last_step_of_different_batches_ends_all_ranks(tmp_path: Path, end: st
 
 
 @pytest.mark.slow  # test_failure_detector does this without processes
-def test_a_rank_that_is_stopped_while_the_job_ends_is_named() -> None:
+@pytest.mark.parametrize("stopped", ["before", "after"])
+def test_a_rank_that_is_stopped_while_the_job_ends_is_named(stopped: str) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(
-            ["-m", "tests.dapple_tf.distributed.programs.stopped_at_end"],
+            ["-m", "tests.dapple_tf.distributed.programs.stopped_at_end", stopped],
             2,
             environment={"DAPPLE_TIMEOUT_SECONDS": "4"},
         )

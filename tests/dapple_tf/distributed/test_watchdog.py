@@ -215,6 +215,21 @@ def test_a_rank_waits_for_the_others_for_as_long_as_they_live(ranks: Ranks) -> N
     assert ranks.ends.empty()
 
 
+def test_a_rank_that_falls_silent_when_all_have_agreed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """It was stopped after Horovod had ended on all ranks: the others ended well, and the launcher waited for it."""
+    mine, theirs = socket.socketpair()
+    ends: queue.Queue[int] = queue.Queue()
+    watchdog = Watchdog(0, 2, [Link(1, mine)], Progress(), 1.0, ends.put)
+    watchdog.start()
+    silent = Watchdog(1, 2, [Link(0, theirs)], Progress(stage=1), 1.0)
+    silent._transport.send(LeaveMessage(1, silent._progress.status()))
+    watchdog.leave()
+    assert ends.get(timeout=5) == 1
+    assert "rank 1 (stage 1), before its first step, has sent nothing for 0.8 s" in line_of(capfd, 0)
+    for one in (watchdog, silent):
+        one.close()
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_whose_last_calls_differ_do_not_end_well(
     ranks: Ranks, capfd: pytest.CaptureFixture[str], odd: int

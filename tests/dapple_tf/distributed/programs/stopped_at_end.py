@@ -1,9 +1,13 @@
-"""Train; rank 1 is stopped when its script has ended, while Horovod ends: ``python -m tests...stopped_at_end``."""
+"""Train; rank 1 is stopped when its script has ended: ``python -m tests...stopped_at_end before``.
+
+``before`` or ``after``: Horovod has ended on it, and so on all ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import horovod.tensorflow as hvd
 
@@ -17,7 +21,14 @@ def main() -> None:
     job = current()
     assert job is not None, "start it with mpirun"
     if job.rank == 1:
-        hvd.shutdown = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        end_horovod = hvd.shutdown
+
+        def stop() -> None:
+            if sys.argv[1] == "after":
+                end_horovod()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        hvd.shutdown = stop
     step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=2, micro_batches=2)
     step(*data(8))
 
