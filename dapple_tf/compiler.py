@@ -50,6 +50,7 @@ from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute, find_runs
 from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
+from graph_passes.passes.share_statistics import ShareStatistics
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
@@ -388,6 +389,7 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
+    whole = run_passes(whole, [ShareStatistics()], observers)  # cuts calls: after all passes that look at whole ones
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.

@@ -234,6 +234,8 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
         return f"exchange/stage{there}_to_stage{here}/mb{node.integer('micro_batch')}/{direction}"
     if node.op == OpName.MERGE:
         return "exchange/outputs"
+    if producer.op == OpName.RUN_ONCE:
+        return f"exchange/{producer.op}/stage{producer.integer('stage')}"
     return f"exchange/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
 
 

@@ -1,0 +1,153 @@
+"""Compute statistics of the whole batch on one replica of a stage, which sends them to the others.
+
+For jobs, whose ranks may read only the rows that they need: the first replica's rank then reads all rows of the
+arguments that such a statistic takes (a mask's), and the other ranks only their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.analysis.layers import written_variables
+from graph_passes.ir.extract import extract_function
+from graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
+from graph_passes.ir.names import at, nodes_of, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+_NAME = "batch_statistics"
+
+
+@dataclass(frozen=True)
+class ShareStatistics:
+    """Call the part of ``run_once`` that takes rows of the batch on the first replica of each stage only."""
+
+    name: str = "share_statistics"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}), forbids=frozenset({OpName.EXCHANGE, OpName.TIMESTAMP})
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return share_statistics(graph)
+
+
+def share_statistics(graph: Graph) -> Graph:
+    """Return the graph in which replicas take statistics of the batch from the first replica of their stage.
+
+    A stage keeps its ``run_once`` as it is where what depends on the batch's rows has an effect, or reads a variable
+    that ``run_once`` writes.
+    """
+    replicas = replica_counts(graph)
+    moved: dict[Value, Value] = {}
+    nodes: dict[str, list[Node]] = {}
+    functions: dict[str, tuple[Function, ...]] = {}
+    for node in nodes_of(graph, OpName.RUN_ONCE):
+        function = graph.function(node.string("function"))
+        stage = node.integer("stage")
+        cut = _cut_function(function, at(stage, what=_NAME)) if replicas[stage] > 1 else None
+        if cut is None:
+            continue
+        functions[function.name] = tuple(part for part in (cut.own, cut.shared) if part)
+        shared = at(stage, 0, what=_NAME)
+        moved |= {Value(node.name, i): Value(shared, j) for j, i in enumerate(cut.shared_outputs)}
+        moved |= {Value(node.name, i): Value(node.name, j) for j, i in enumerate(cut.own_outputs)}
+        nodes[node.name] = list(_calls(node, function, cut, shared))
+    if not nodes:
+        return graph
+    changed = [_reconnect(one, moved, nodes) for node in graph.nodes for one in nodes.get(node.name, [node])]
+    kept = [part for function in graph.functions for part in functions.get(function.name, (function,))]
+    outputs = tuple(moved.get(value, value) for value in graph.outputs)
+    return graph.replace(nodes=tuple(changed), functions=tuple(kept), outputs=outputs).sorted()
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A ``run_once`` in two: ``shared`` takes rows of the batch, ``own`` (None if nothing is left) does not.
+
+    ``shared_outputs`` and ``own_outputs``: the numbers of the whole function's outputs that each gives.
+    """
+
+    shared: Function
+    own: Function | None
+    shared_outputs: tuple[int, ...]
+    own_outputs: tuple[int, ...]
+
+
+def _cut_function(function: Function, name: str) -> _Cut | None:
+    """Return the function in two, the shared one called ``name``; None if it takes no rows or cannot be cut."""
+    graph = function.graph
+    of_batch = _find_dependents(graph, [graph.inputs[i] for i, _ in function.input_ports("arg")])
+    shared = tuple(i for i, value in enumerate(graph.outputs) if value.node in of_batch)
+    if not shared or not _may_run_elsewhere(graph, of_batch):
+        return None
+    own = tuple(i for i in range(len(graph.outputs)) if i not in shared)
+    effects = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
+    roots = [*effects, *(graph.outputs[i].node for i in own)]
+    return _Cut(
+        _extract(function, name, shared, [graph.outputs[i].node for i in shared]),
+        _extract(function, function.name, own, roots) if roots else None,
+        shared,
+        own,
+    )
+
+
+def _find_dependents(graph: Graph, roots: Iterable[str]) -> set[str]:
+    """Return ``roots`` and all nodes that take, directly or not, a value of one of them."""
+    found = set(roots)
+    for node in graph.nodes:
+        if any(value.node in found for value in node.inputs):
+            found.add(node.name)
+    return found
+
+
+def _may_run_elsewhere(graph: Graph, names: set[str]) -> bool:
+    """Return whether the nodes, and all that they need, give the same values in a function without the others."""
+    written = written_variables(graph)
+    for name in ancestors(graph, names):
+        node = graph.node(name)
+        if node.effect not in (Effect.PURE, Effect.READ) or (node.op == "variable" and node.string("port") in written):
+            return False
+    return True
+
+
+def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:
+    graph, numbers = function.graph, tuple(outputs)
+    ports = dict(zip(graph.inputs, function.inputs, strict=True))
+
+    def port_of(value: Value) -> tuple[Role, str] | None:
+        port = ports.get(value.node)
+        return None if port is None else (port.role, port.name)
+
+    members = set(ancestors(graph, roots))
+    taken = [function.outputs[i] for i in numbers]
+    return extract_function(name, graph, members, port_of, taken, [graph.outputs[i] for i in numbers])
+
+
+def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:
+    """Yield the calls that take the place of ``node``: on the first replica of the statistics, and of what is left."""
+    taken = [port for port in function.inputs if port.role != "variable"]
+    entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
+
+    def call(name: str, called: Function) -> Node:
+        inputs = [entering[port.role, port.name] for port in called.inputs if port.role != "variable"]
+        kinds = tuple(port.type for port in called.outputs)
+        attrs = attributes({**dict(node.attrs), "function": called.name})
+        return dataclasses.replace(node, name=name, inputs=tuple(inputs), outputs=kinds, attrs=attrs)
+
+    if node.integer("replica") == 0:
+        yield call(shared, cut.shared)
+    if cut.own is not None:
+        yield call(node.name, cut.own)
+
+
+def _reconnect(node: Node, moved: dict[Value, Value], replaced: dict[str, list[Node]]) -> Node:
+    """Return ``node`` with inputs and control edges from the calls that have taken the place of others."""
+    controls: list[Control] = []
+    for control in node.controls:
+        sources = [one.name for one in replaced[control.source]] if control.source in replaced else [control.source]
+        controls += [dataclasses.replace(control, source=source) for source in sources]
+    inputs = tuple(moved.get(value, value) for value in node.inputs)
+    return dataclasses.replace(node, inputs=inputs, controls=tuple(controls))
