@@ -5,6 +5,7 @@ The sums of several micro-batches and replicas add up, and give the statistics o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class BatchNormRecorder:
     ) -> tuple[Any, Any]:
         mean, variance = compute()
         wide_mean, wide_variance = (_widen(statistic) for statistic in (mean, variance))
-        weight = _weight(layer, inputs, mask, wide_mean)
+        weight = _weight(layer, inputs, mask)
         sums = tf.stack([weight, weight * wide_mean, weight * (wide_variance + tf.square(wide_mean))])
         self.calls.append(BatchNormCall(layer, sums, inputs.shape.rank, inputs.dtype.name))
         return mean, variance
@@ -61,12 +62,23 @@ def join_sums(sums: Any) -> tuple[Any, Any]:
     return mean, tf.math.divide_no_nan(squares, weight) - tf.square(mean)
 
 
-def _weight(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, mean: Any) -> Any:
-    """Return how many entries of each channel the statistics are taken over."""
+def _weight(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> Any:
+    """Return how many entries of each channel the statistics are taken over, as float64."""
     if mask is None:
-        entries = tf.cast(tf.size(inputs), tf.float64) / tf.cast(tf.size(mean), tf.float64)
-        return tf.fill(tf.shape(mean), entries)
+        return count_entries(layer, inputs, tf.float64)
     return count_kept(layer, inputs, mask, tf.float64)
+
+
+def count_entries(layer: keras.layers.BatchNormalization, inputs: Any, dtype: tf.DType) -> Any:
+    """Return how many entries each channel of ``inputs`` has.
+
+    It is a sum over the axes of unknown length: a length that becomes a float would be that of the whole batch.
+    """
+    channels, lengths = layer.axis % inputs.shape.rank, inputs.shape.as_list()
+    first_entries = inputs[tuple(slice(None) if length is None else slice(0, 1) for length in lengths)]
+    others = math.prod(length or 1 for axis, length in enumerate(lengths) if axis != channels)
+    ones = tf.cast(tf.raw_ops.OnesLike(x=first_entries), dtype)
+    return tf.fill([lengths[channels]], others * tf.reduce_sum(ones))
 
 
 def count_kept(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, dtype: tf.DType) -> Any:

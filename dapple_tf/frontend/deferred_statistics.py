@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.batch_norm_calls import statistics_writes
+from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.batch_norms import BatchNormCall, join_sums
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.read_graph import read_graph
@@ -58,7 +58,7 @@ def _check_known(captured: Captured, node: Node, call: BatchNormCall | None) -> 
     others = set() if call is None else {*node.strings("writes")} - _moving_names(captured, call)
     if call is None or others:
         what = f"writes {', '.join(sorted(others))} too" if others else "computes its statistics in a way of its own"
-        layer = node.string("layer" if node.has("layer") else "within")
+        layer = layer_of(node)
         raise CaptureError(
             f"batch_norm='deferred': layer {layer!r} {what}, and only a moving mean and variance of its input can be "
             "deferred: take batch_norm='micro-batch'"

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.batch_norm_calls import check_repeated
 from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.joined_moments import mark_joins
@@ -35,7 +36,8 @@ def differentiate(
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     ``scaled``: the gradients are those of the loss times a factor, from which a tail starts too.
-    Raises CaptureError for a tf.py_function between a trainable variable and the loss.
+    Raises CaptureError for a tf.py_function between a trainable variable and the loss, and for what
+    ``check_repeated`` refuses.
     """
     tensors = CapturedTensors(captured)
     trained = _depend_on_training(captured)
@@ -67,6 +69,7 @@ def differentiate(
         ]
     joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
+    check_repeated(captured, joint)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     return joint, tuple(
         StageGradients(

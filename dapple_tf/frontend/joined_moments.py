@@ -9,7 +9,6 @@ replica, and where a stage's function runs by itself, both Identities are what t
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.batch_norms import count_kept
+from dapple_tf.frontend.batch_norms import count_entries, count_kept
 from graph_passes.ir.graph import Effect, Graph, Node
 from graph_passes.passes.function_parts import JOIN
 
@@ -31,23 +30,15 @@ def join_moments(
 ) -> tuple[Any, Any]:
     """Return mean and variance over all replicas; for ``internals.replace_moments``."""
     mean, variance = compute()
-    weight = _count(layer, inputs) if mask is None else count_kept(layer, inputs, mask, inputs.dtype)
+    if mask is None:
+        weight = count_entries(layer, inputs, inputs.dtype)
+    else:
+        weight = count_kept(layer, inputs, mask, inputs.dtype)
     flat = [tf.reshape(statistic, [-1]) for statistic in (mean, variance)]  # Keras squeezes one channel with a mask
     own = tf.stack([weight, *(flat if mask is None else _without_epsilon(weight, *flat))])
     weight, *found = tf.unstack(_identity(own, _MOMENTS))
     whole = found if mask is None else _with_epsilon(weight, *found)
     return tf.reshape(whole[0], tf.shape(mean)), tf.reshape(whole[1], tf.shape(variance))
-
-
-def _count(layer: keras.layers.BatchNormalization, inputs: Any) -> Any:
-    """Return how many entries each channel of ``inputs`` has.
-
-    It is a sum over the axes of unknown length: a length that becomes a float would be that of the whole batch.
-    """
-    channels, lengths = layer.axis % inputs.shape.rank, inputs.shape.as_list()
-    first_entries = inputs[tuple(slice(None) if length is None else slice(0, 1) for length in lengths)]
-    others = math.prod(length or 1 for axis, length in enumerate(lengths) if axis != channels)
-    return tf.fill([lengths[channels]], others * tf.reduce_sum(tf.raw_ops.OnesLike(x=first_entries)))
 
 
 def _without_epsilon(weight: Any, mean: Any, variance: Any) -> list[Any]:

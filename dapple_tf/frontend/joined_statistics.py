@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.batch_norm_calls import statistics_writes
+from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.joined_moments import mark_joins
@@ -65,7 +65,7 @@ def _check_joined(
 
 
 def _own_statistics(node: Node) -> CaptureError:
-    layer = node.string("layer" if node.has("layer") else "within")
+    layer = layer_of(node)
     return CaptureError(
         f"batch_norm='sync': layer {layer!r} computes statistics in a way of its own ({node.name!r}, {node.op}), and "
         "replicas join only the mean and variance of its input: take batch_norm='micro-batch'"

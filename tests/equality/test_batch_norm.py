@@ -368,10 +368,34 @@ def test_a_layer_in_a_function_of_its_own_is_refused() -> None:
         step_of(problem, inexact="allow")(*random((6,))[0])
 
 
+class Unbiased(LAYERS.BatchNormalization):
+    """A layer that takes the unbiased variance, as other frameworks do."""
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = super()._moments(inputs, mask)
+        count = tf.cast(tf.shape(inputs)[0], inputs.dtype)
+        return mean, variance * count / (count - 1)
+
+
+def test_a_layer_that_computes_with_the_number_of_its_samples_is_refused() -> None:
+    step = step_of(regression(dense("a"), Unbiased(name="odd", dtype="float64")))
+    with pytest.raises(CaptureError, match=r"layer '.*odd' computes with the number of its samples"):
+        step(*random((6,))[0])
+
+
+@pytest.mark.parametrize("batch_norm", ["deferred", "sync"])
+def test_a_layer_that_backward_calls_again_is_refused(batch_norm: Any) -> None:
+    layer, first = norm("inside"), dense("a")
+    layer.build((None, WIDTH))
+    again = tf.recompute_grad(lambda x: layer(x, training=True))
+    problem = Problem(lambda x, y: tf.reduce_mean((y - again(first(x))) ** 2), {}, sgd)
+    with pytest.raises(CaptureError, match=r"layer 'inside': backward calls the layer again .*recompute=True"):
+        step_of(problem, batch_norm=batch_norm)(*random((6,))[0])
+
+
 def step_of(problem: Problem, **options: Any) -> Any:
-    return dapple.pipeline(
-        problem.loss_fn, optimizer=sgd(), stages=1, micro_batches=2, batch_norm="deferred", **options
-    )
+    options = {"batch_norm": "deferred", **options}
+    return dapple.pipeline(problem.loss_fn, optimizer=sgd(), stages=1, micro_batches=2, **options)
 
 
 def test_other_choices_are_refused() -> None:

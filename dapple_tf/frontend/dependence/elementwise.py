@@ -123,26 +123,27 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     if found is not None and affine(found, scope.batch) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
-    if not kind.trained and not _is_integer(scope.graph.type_of(value)):  # no op uses it as a shape
+    if not kind.trained and not is_integer(scope.graph.type_of(value)):  # no op uses it as a shape
         scope.once_sizes.add(value)
         return shared(once=True)
     return scope.couple(node, "uses the size of the micro-batch as a number")
 
 
-def _is_integer(type_: TensorType) -> bool:
+def is_integer(type_: TensorType) -> bool:
+    """Return whether tensors of this type are integers, which may be shapes or indices."""
     return not type_.dtype.differentiable and type_.dtype.name != "bool"
 
 
 def _becomes_integer(scope: Scope, value: Value) -> bool:
     """Return whether an integer is made of a float or a boolean, which may be a shape: that stays the micro-batch's."""
-    pending = [] if _is_integer(scope.graph.type_of(value)) else [value]
+    pending = [] if is_integer(scope.graph.type_of(value)) else [value]
     sizes = set(pending)
     while pending:
         source = pending.pop()
         for user in (node for node in scope.graph.nodes if source in node.inputs):
             if any(scope.kinds.get(operand, SIZE).form not in (Form.SIZE, Form.SHARED) for operand in user.inputs):
                 continue
-            if any(_is_integer(output) for output in user.outputs):
+            if any(is_integer(output) for output in user.outputs):
                 return True
             new = [output for output in user.values() if output not in sizes]
             sizes.update(new)

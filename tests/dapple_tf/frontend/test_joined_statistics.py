@@ -86,6 +86,21 @@ class Counting(BASE):
         return super().call(inputs, training=training, mask=mask)
 
 
+class Unbiased(BASE):
+    """A layer that takes the unbiased variance, as other frameworks do."""
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        mean, variance = super()._moments(inputs, mask)
+        count = tf.cast(tf.shape(inputs)[0], inputs.dtype)
+        return mean, variance * count / (count - 1)
+
+
+def test_a_layer_that_computes_with_the_number_of_its_samples_is_refused() -> None:
+    says = r"batch_norm='sync': layer 'odd' computes with the number of its samples .*take batch_norm='micro-batch'"
+    with pytest.raises(CaptureError, match=says):
+        trace(Unbiased(dtype="float64", name="odd"))
+
+
 @pytest.mark.parametrize("kind", [OwnMoments, Shifting, Centring])
 def test_a_layer_with_statistics_of_its_own_is_refused(kind: type[Any]) -> None:
     says = r"batch_norm='sync': layer 'odd' computes statistics in a way of its own .*take batch_norm='micro-batch'"
