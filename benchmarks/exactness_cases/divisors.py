@@ -90,6 +90,11 @@ def cond_on_count(losses: Any, keep: Any) -> Any:
     return tf.cond(many, lambda: tf.reduce_mean(losses), lambda: 2.0 * tf.reduce_mean(tf.square(losses)))
 
 
+def loop_by_count(losses: Any, keep: Any) -> Any:
+    scale = tf.while_loop(lambda v: v < tf.reduce_sum(keep), lambda v: (2.0 * v,), (tf.constant(1.0, losses.dtype),))[0]
+    return tf.reduce_mean(losses) / scale
+
+
 def where_of_rows(losses: Any, keep: Any) -> Any:
     return tf.reduce_mean(tf.where(losses > 1.0, losses, 0.5 * tf.square(losses)))
 
@@ -191,6 +196,7 @@ CASES = (
             "product_of_statistics": product_of_counts,
             "cond_on_statistic": cond_on_statistic,
             "cond_on_count": cond_on_count,
+            "loop_by_count": loop_by_count,
             "where_of_rows": where_of_rows,
             "where_of_statistic": where_of_statistic,
         }.items()

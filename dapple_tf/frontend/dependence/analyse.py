@@ -58,7 +58,8 @@ class Analysis:
     that forward writes. ``batch``: the batch size for which shapes were inferred; ``shapes_at`` infers them for
     another. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
     mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
-    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state.
+    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state. ``combined``: values
+    in which samples are combined, and which must be computed from the whole batch.
     """
 
     func_graph: Any
@@ -71,6 +72,7 @@ class Analysis:
     divided: frozenset[int] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
+    combined: set[Value] = field(default_factory=set)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
     _other_shapes: Mapping[str, Sequence[Shape]] | None = None
@@ -231,6 +233,7 @@ class Analysis:
         if (kind.total or (kind.coupled and self._is_fixed(scope, value))) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
+            self.combined.add(value)
             return shared(once=True)
         if kind.shared:
             once = kind.once or any(operand.once for operand in kinds if operand.shared)

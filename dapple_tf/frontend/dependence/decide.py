@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
 from dapple_tf.frontend.capture import Captured, CapturedTensors
@@ -128,6 +128,7 @@ class _Decision:
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
         self._check_writes()
         self._check_reads()
+        self._check_combined()
         return BatchDependence(
             loss="sum" if kind.form is Form.SUM else "mean",
             mixed=kind.form is Form.SUM and kind.mixed and not self.tail,
@@ -271,11 +272,28 @@ class _Decision:
             if node.effect is Effect.SIDE and node.name in self.live and shared:
                 found.add(node.name)
         found |= {value.node for value in self.scope.once_sizes if value.node in self.live}
+        wanted = self._used(self.live)
         for node in self.graph.nodes:
-            kinds = [self.scope.kinds.get(value) for value in node.values()]
+            used = [value for value in node.values() if value in wanted] or node.values()
+            kinds = [self.scope.kinds.get(value) for value in used]
             if node.name in self.live and kinds and all(k and k.shared and k.once and not k.trained for k in kinds):
                 found.add(node.name)
         return frozenset(found)
+
+    def _used(self, nodes: Set[str]) -> set[Value]:
+        """Return the values that these nodes take, and the loss and aux outputs."""
+        return {value for node in self.graph.nodes if node.name in nodes for value in node.inputs} | {
+            *self.graph.outputs
+        }
+
+    def _check_combined(self) -> None:
+        """Add a reason for each node that gives micro-batches a statistic of the whole batch and values of samples."""
+        for value in sorted(self.analysis.combined & self._used(self.live - self.once)):
+            if value.node in self.live and value.node not in self.once:
+                node = self.graph.node(value.node)
+                why = f"gives a statistic of the whole batch ({value}) and values of samples, by one {node.op}"
+                remedy = "compute the statistic by itself, or pass inexact='allow'"
+                self._add(Inexactness(_layer(node), why, remedy))
 
     def _check_reads(self) -> None:
         """Add a reason for each read before a write that runs once a step: micro-batches would read the new value."""

@@ -75,6 +75,33 @@ def test_a_statistic_of_the_batch_runs_once_and_nothing_else_does() -> None:
     assert {captured.graph.node(name).op for name in found.once} == {"Sum"}
 
 
+def by_doubling(b: Batch) -> Any:
+    """A mean, times a power of two that a loop makes as large as the batch."""
+    _, power = tf.while_loop(lambda i, _: i < b.n // 4, lambda i, v: (i + 1, 2 * v), (0, tf.constant(1.0, tf.float64)))
+    return tf.reduce_mean(b.z) * power
+
+
+@pytest.mark.parametrize(
+    ("compute", "op"),
+    [
+        (by_doubling, "StatelessWhile"),  # it gives x back too
+        (lambda b: tf.reduce_mean(b.z) * tf.linalg.qr(b.x)[1][0, 0], "Qr"),
+    ],
+)
+def test_a_statistic_beside_outputs_that_nothing_uses_runs_once(compute: Compute, op: str) -> None:
+    captured, found = analyse(make_loss(compute))
+    assert op in {captured.graph.node(name).op for name in found.once}
+    assert found.exactness.exact
+
+
+def test_a_statistic_beside_values_of_samples_is_a_reason() -> None:
+    def compute(b: Batch) -> Any:
+        q, r = tf.linalg.qr(b.x)
+        return tf.reduce_mean(b.z) * (tf.reduce_sum(b.w * r) + tf.matmul(q, b.x, transpose_a=True)[0, 0])
+
+    assert "gives a statistic of the whole batch (%Qr:1) and values of samples, by one Qr" in reasons(decide(compute))
+
+
 def test_a_plain_loss_has_nothing_that_runs_once_and_no_sizes() -> None:
     found = decide(lambda b: tf.reduce_mean(tf.tanh(b.z)))
     assert (found.once, found.sizes, found.draws, found.shapes) == (frozenset(), (), (), ())
