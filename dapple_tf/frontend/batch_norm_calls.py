@@ -30,37 +30,17 @@ def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:
     return found
 
 
-def check_repeated(captured: Captured, joint: Graph) -> None:
-    """Raise CaptureError if backward calls a layer again (``tf.recompute_grad``) whose statistics must be seen.
-
-    ``joint``: the graph of forward and backward.
-    """
-    if captured.joined or captured.batch_norms:
-        known = captured.graph.by_name
-        writes = [node for node in joint.nodes if node.effect is Effect.WRITE and node.name not in known]
-        how = "backward calls the layer again (tf.recompute_grad). Give recompute=True to the pipeline instead"
-        _check_hidden(captured, writes, "sync" if captured.joined else "deferred", how)
-
-
 def _check_seen(captured: Captured, writes: Sequence[Node], choice: BatchNorm) -> None:
     """Raise CaptureError if a node that is no batch norm layer's own op writes such a layer's moving statistics."""
-    how = (
-        "the layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in the "
-        "loss itself"
-    )
-    _check_hidden(captured, [node for node in writes if not node.has("batch_norm")], choice, how)
-
-
-def _check_hidden(captured: Captured, writes: Sequence[Node], choice: BatchNorm, how: str) -> None:
-    """Raise CaptureError if one of the ``writes`` is of a layer's moving statistics; ``how``: it is hidden so."""
-    others = {name: node for node in writes for name in node.strings("writes")}
+    others = {name: node for node in writes if not node.has("batch_norm") for name in node.strings("writes")}
     layers = {id(layer.moving_mean.value): layer for layer in internals.batch_norm_layers()} if others else {}
     for name, node in others.items():
         layer = layers.get(id(captured.variables.get(name)))
         if layer is not None:
             raise CaptureError(
-                f"batch_norm={choice!r}: {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: "
-                f"{how}, or take batch_norm='micro-batch'"
+                f"batch_norm={choice!r}: {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: the "
+                "layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in "
+                "the loss itself, or take batch_norm='micro-batch'"
             )
 
 

@@ -8,7 +8,7 @@ backward graph before all forward graphs; then backward graphs in reverse order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +17,13 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.batch_norm_calls import check_repeated
 from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
-from graph_passes.ir.graph import FunctionRef, Graph, Value, ancestors
+from graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import Stage, StageGraph
 
@@ -36,8 +35,8 @@ def differentiate(
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     ``scaled``: the gradients are those of the loss times a factor, from which a tail starts too.
-    Raises CaptureError for a tf.py_function between a trainable variable and the loss, and for what
-    ``check_repeated`` refuses.
+    Raises CaptureError for a tf.py_function between a trainable variable and the loss, and for a write in a custom
+    gradient that no gradient depends on.
     """
     tensors = CapturedTensors(captured)
     trained = _depend_on_training(captured)
@@ -48,6 +47,7 @@ def differentiate(
                 "micro-batches would take each other's gradients: write it in TensorFlow ops, or give "
                 "tf.numpy_function a tf.custom_gradient"
             )
+    known = len(captured.func_graph.get_operations())
     found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
     if stages.tail:
@@ -60,6 +60,7 @@ def differentiate(
         found.append(result)
         differentiated = {value for value, _ in result.boundary}
     found.reverse()
+    added = {op.name for op in captured.func_graph.get_operations()[known:]}
     with captured.func_graph.as_default():
         whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
         uses = find_uses([result.variables for result in found], captured.graph.by_name, whole) if sparse else {}
@@ -69,9 +70,8 @@ def differentiate(
         ]
     joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
-    check_repeated(captured, joint)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
-    return joint, tuple(
+    gradients = tuple(
         StageGradients(
             result.seeds,
             result.boundary,
@@ -80,6 +80,24 @@ def differentiate(
         )
         for i, result in enumerate(found)
     )
+    _check_writes(captured, joint, gradients, added)
+    return joint, gradients
+
+
+def _check_writes(
+    captured: Captured, joint: Graph, gradients: Sequence[StageGradients], added: Collection[str]
+) -> None:
+    """Raise CaptureError if one of the nodes ``added`` writes a variable, and no gradient depends on it."""
+    results = [(*(value for _, value in of_stage.boundary), *of_stage.of_variables) for of_stage in gradients]
+    needed = ancestors(joint, [value.node for values in results for value in values])
+    for node in joint.nodes:
+        if node.effect is Effect.WRITE and node.name in added and node.name not in needed:
+            names = [name for name in node.strings("writes") if name in captured.variables]  # forward uses these too
+            raise CaptureError(
+                f"backward writes {', '.join(names) or 'a variable'} ({node.name!r}, {node.op}) in a custom gradient "
+                "or in tf.recompute_grad, and no gradient depends on it, so that no stage would do it: write it in the "
+                "loss itself; in place of tf.recompute_grad give recompute=True to the pipeline"
+            )
 
 
 def _calls_functions(graph: Graph) -> bool:

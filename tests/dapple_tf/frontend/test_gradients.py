@@ -206,6 +206,21 @@ def test_a_py_function_between_a_variable_and_the_loss_is_refused() -> None:
         cut(loss, (X,), "two")
 
 
+def test_a_write_of_backward_that_no_gradient_depends_on_is_refused() -> None:
+    norm, w = tf.Variable(0.0, name="norm", trainable=False), tf.Variable(tf.ones([2]))
+
+    @tf.custom_gradient
+    def watched(x: Any) -> Any:
+        def differentiate(dy: Any) -> Any:
+            norm.assign(tf.norm(dy))
+            return dy
+
+        return tf.identity(x), differentiate
+
+    with pytest.raises(CaptureError, match=r"backward writes a variable .* no gradient depends on it"):
+        cut(lambda x: tf.reduce_sum(watched(x * w)), (tf.ones([4, 2]),))
+
+
 def test_a_py_function_of_the_batch_alone_is_accepted() -> None:
     def loss(x: Any) -> Any:
         h = scoped("one", lambda x: tf.ensure_shape(tf.py_function(lambda y: 2 * y, [x], tf.float64), [None, 3]), x)
