@@ -15,6 +15,7 @@ from benchmarks import (
     equality,
     exactness,
     exchange,
+    fit,
     fuzz,
     hosts,
     kills,
@@ -70,6 +71,7 @@ BENCHMARKS = {
     "fuzz": fuzz,
     "kills": kills,
     "exchange": exchange,
+    "fit": fit,
 }
 
 # Those with options of their own.

@@ -1,0 +1,82 @@
+"""The cost of Keras's ``fit`` over a bare loop of steps, and of a data set that takes as long as the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
+
+LAYERS, WIDTH, BATCH, STEPS, ROUNDS = 4, 512, 1024, 10, 9
+PIPELINE: Any = {"stages": 2, "micro_batches": 4}
+
+
+def run() -> Iterator[Row]:
+    """Yield both rows, measured in one process on two cores."""
+    yield from (Row(**row) for row in run_on_cores("benchmarks.fit", available_cores()[:2]))
+
+
+def measure() -> list[Row]:
+    """Time epochs of ``fit`` and loops of as many steps in turn, from equal models."""
+    x, y = (np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype(np.float32) for _ in range(2))
+    batch = tf.constant(x), tf.constant(y)
+    repeated = tf.data.Dataset.from_tensors(batch).repeat(STEPS)
+    fitted, bare = make_model(), make_model()
+    dapple.keras.pipeline(fitted, **PIPELINE)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.square(bare(x, training=True) - y))
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.01), **PIPELINE)
+
+    def loop() -> None:
+        for x, y in repeated:
+            float(step(x, y))
+
+    ways: dict[str, Any] = {"fit": lambda: fitted.fit(repeated, verbose=0), "loop": loop}
+    time_interleaved(ways, 2)
+    taken = time_interleaved(ways, ROUNDS)
+    ratio = median([a / b for a, b in zip(taken["fit"], taken["loop"], strict=True)])
+    seconds = median(taken["loop"]) / STEPS
+    measured = f"{ratio - 1:+.1%} ({median(taken['fit']) / STEPS * 1e3:.1f} ms, {seconds * 1e3:.1f} ms a step)"
+    rows = [Row("fit over a bare loop of steps", "at most +2%", measured, ratio <= 1.02)]
+
+    slow = repeated.map(lambda x, y: (wait(x, seconds), y))
+    ways = {"memory": lambda: fitted.fit(repeated, verbose=0), "slow": lambda: fitted.fit(slow, verbose=0)}
+    time_interleaved(ways, 1)
+    taken = time_interleaved(ways, ROUNDS)
+    # The first batch of an epoch has no step to hide behind.
+    ratio = median([(b - seconds) / a for a, b in zip(taken["memory"], taken["slow"], strict=True)])
+    per_step = ", ".join(f"{median(taken[name]) / STEPS * 1e3:.1f} ms" for name in ("slow", "memory"))
+    figure = "fit on data that take as long as the step, but for the first batch, over fit on data in memory"
+    return [*rows, Row(figure, "hidden: at most +5%", f"{ratio - 1:+.1%} ({per_step} a step)", ratio <= 1.05)]
+
+
+def make_model() -> Any:
+    """Return a compiled stack of dense layers."""
+    keras.utils.set_random_seed(0)
+    stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"dense_{i}") for i in range(LAYERS)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *stack])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def wait(value: Any, seconds: float) -> Any:
+    """Return the tensor after so many seconds, as when it is read from a disk."""
+
+    def after(array: Any) -> Any:
+        time.sleep(seconds)
+        return array
+
+    return tf.ensure_shape(tf.numpy_function(after, [value], value.dtype), value.shape)
+
+
+if __name__ == "__main__":
+    dapple.init(2)
+    print_rows(measure())
