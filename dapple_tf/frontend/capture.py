@@ -24,6 +24,7 @@ from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
+from dapple_tf.frontend.tables import find_misuse
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
@@ -234,7 +235,8 @@ class _Inputs:
 def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
     """Return the inputs of a trace: its first ``arguments`` inputs are the batch's tensors, the others captures.
 
-    ``name``: of the function, for errors. Raises CaptureError for a captured resource that is not a variable.
+    ``name``: of the function, for errors. Raises CaptureError for a captured resource that is neither a variable nor a
+    lookup table that is only read.
     """
     found = _Inputs()
     for i, tensor in enumerate(func_graph.inputs[:arguments]):
@@ -251,10 +253,11 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
             found.nodes[placeholder.op.name] = Node(label, "variable")
             if id(variable) in trainable:
                 found.trainable.append(label)
-        elif outside.dtype == tf.resource:
+        elif outside.dtype == tf.resource and (misuse := find_misuse(placeholder)):
             raise CaptureError(
-                f"{name} uses a resource that is not a tf.Variable ({placeholder.name}; a table, dataset or "
-                "iterator?): pass what it gives as an argument instead"
+                f"{name} uses a resource that is neither a tf.Variable nor a lookup table that it only reads "
+                f"({placeholder.name}, by {misuse}; a dataset, iterator or table that is written?): pass what it gives "
+                "as an argument instead"
             )
         else:
             label = f"capture/{len(found.constants)}"

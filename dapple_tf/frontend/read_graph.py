@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.frontend.node_attributes import read_attribute
+from dapple_tf.frontend.tables import TABLE_READS
 from graph_passes.ir.graph import DType, Effect, Graph, Node, Shape, TensorType, Value, attributes, topological
 
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+_READS = TABLE_READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 _RANDOM = frozenset(
     {
         "RandomUniform",
@@ -116,7 +117,11 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
     resources = [(i, tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
     if resources:
         read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i) if op.type in _CALLS else set()
-        written = tuple(_node_name(tensor.op.name, inputs) for i, tensor in resources if i not in read_only)
+        written = tuple(
+            _node_name(tensor.op.name, inputs)
+            for i, tensor in resources
+            if i not in read_only and not _is_table(tensor.op.name, inputs)
+        )
         if written:
             return Effect.WRITE, written
     if op.type in _CALLS:
@@ -125,6 +130,11 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
             return (Effect.RANDOM if stateful <= _RANDOM else Effect.SIDE), ()
         return (Effect.READ if resources else Effect.PURE), ()
     return Effect.SIDE, ()
+
+
+def _is_table(op_name: str, inputs: Mapping[str, Node]) -> bool:
+    """Return whether a resource is a table that is only read: variables have nodes of their own."""
+    return op_name in inputs and inputs[op_name].op == "capture"
 
 
 def _is_stateful(op: str) -> bool:

@@ -12,6 +12,7 @@ from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.read_graph import read_shape, read_shapes
 from dapple_tf.frontend.rows import ROWS_NAME
+from dapple_tf.frontend.tables import with_known_shapes
 from dapple_tf.frontend.write_graph import import_graph
 from graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
 
@@ -24,6 +25,7 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
     Empty where the model does not accept that batch size.
     """
     found: dict[str, tuple[Shape, ...]] = {}
+    graph_of_shapes = with_known_shapes(captured.graph)
 
     def import_captured(*batch: Any) -> None:
         graph = tf.compat.v1.get_default_graph()
@@ -31,7 +33,7 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
         inputs |= {name: internals.capture_of(graph, v.handle) for name, v in captured.variables.items()}
         inputs |= {name: internals.capture_of(graph, value) for name, value in captured.constants.items()}
         inputs |= {ROWS_NAME: tf.constant([0, batch_size, batch_size], tf.int64)}
-        import_graph(captured.graph, inputs, _SCOPE)
+        import_graph(graph_of_shapes, inputs, _SCOPE)
         found.update(read_shapes(graph, f"{_SCOPE}/"))  # input nodes: placeholders without a shape, replaced below
         found.update({name: (read_shape(tensor),) for name, tensor in inputs.items()})
         found.update({name: (read_shape(variable),) for name, variable in captured.variables.items()})

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.read_graph import read_shape, read_shapes
+from dapple_tf.frontend.tables import with_known_shapes
 from dapple_tf.frontend.write_graph import import_graph, needed_library
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.analysis.op_costs import value_bytes
@@ -100,7 +101,8 @@ class _ShapeInference:
         constants = [node.name for node in body.nodes if node.op == "capture"]
         known |= {n: internals.capture_of(self._graph, self._model.constants[n]) for n in constants}
         prefix = function.name.replace("/", "_")
-        outputs = import_graph(body.replace(library=needed_library(body, self._model.library)), known, prefix)
+        library = needed_library(body, self._model.library)
+        outputs = import_graph(with_known_shapes(body).replace(library=library), known, prefix)
         for port, tensor in zip(function.outputs, outputs, strict=True):
             self._outputs[stage, port.role, port.name] = tensor
         shapes = read_shapes(self._graph, prefix + "/")

@@ -140,6 +140,20 @@ def _expression(scope: Scope, value: Value, depth: int) -> str:
     return f"{node.op}:{value.index}[{attrs}]({inputs})"
 
 
+def _look_up(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of what a lookup table has for each key; a key may be a vector, and so may what it has."""
+    _, keys, default = kinds
+    if not only_rows(kinds):
+        return scope.couple(node, "looks up a sum over the batch") if any(k.total for k in kinds) else shared()
+    rank = scope.rank(Value(node.name))
+    if rank is None:
+        why = "looks up samples in a mutable table, for which TensorFlow does not know the shape of what it finds"
+        return scope.couple(node, f"{why}: use a tf.lookup.StaticHashTable, or look up before the step")
+    if not keys.rows or not default.shared or keys.slope or keys.axis >= rank:
+        return scope.couple(node, "looks up positions of samples, or gives samples as one key or as defaults")
+    return keys
+
+
 def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a sum of rows by label, as ``tf.math.unsorted_segment_sum`` computes it."""
     if not only_rows(kinds):
@@ -201,6 +215,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "GatherNd": _gather_nd,
         "ResourceGatherNd": _gather_nd,
         "OneHot": _one_hot,
+        "LookupTableFindV2": _look_up,
         "Where": _where,
         "UnsortedSegmentSum": _segment_sum,
         "DenseBincount": _count_by_value,

@@ -1,0 +1,73 @@
+"""Resources that a loss may use beside variables: lookup tables, which it only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dapple_tf import internals
+from graph_passes.ir.graph import Graph, Node, Value, tensor
+
+FIND = "LookupTableFindV2"
+TABLE_READS = frozenset({FIND, "LookupTableSizeV2", "LookupTableExportV2"})
+"""The ops that read a lookup table and do not change it."""
+
+# Ops whose first input is no argument of the functions that they call.
+_CHOOSING = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+
+
+def with_known_shapes(graph: Graph) -> Graph:
+    """Return the graph, to infer shapes from, in which what is looked up has as many entries as there are keys.
+
+    TensorFlow gives a lookup its shape in Python, when it is traced; the op alone has none. A lookup is replaced by a
+    tensor of equal defaults. Lookups of vectors, and by vectors, stay as they are.
+    """
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op == FIND and _is_entry_by_entry(graph, node):
+            _, keys, default = node.inputs
+            rank = len(graph.type_of(keys).shape.dims or ())
+            lengths = Node(f"{node.name}/lengths", "Shape", (keys,), (tensor("int32", rank),))
+            lengths = lengths.with_attrs(T=graph.type_of(keys).dtype, out_type=lengths.outputs[0].dtype)
+            filled = Node(node.name, "BroadcastTo", (default, Value(lengths.name)), node.outputs)
+            filled = filled.with_attrs(T=node.outputs[0].dtype, Tidx=lengths.outputs[0].dtype)
+            nodes += [lengths, filled]
+        else:
+            nodes.append(node)
+    return graph.replace(nodes=tuple(nodes))
+
+
+def _is_entry_by_entry(graph: Graph, node: Node) -> bool:
+    keys, default, found = (graph.type_of(value).shape.dims for value in (*node.inputs[1:], Value(node.name)))
+    return default == () and keys is not None and found is not None and len(keys) == len(found)
+
+
+def find_misuse(tensor: Any) -> str | None:
+    """Return the type of an op that uses a resource other than by reading a table; None where there is none.
+
+    ``tensor``: the resource in a FuncGraph. Functions that it is passed to, such as branches and bodies of loops, are
+    searched too.
+    """
+    for op, index in _users(tensor):
+        if op.type in TABLE_READS:
+            continue
+        if op.type == "Identity":
+            found = find_misuse(op.outputs[0])
+        else:
+            position = index - (op.type in _CHOOSING)
+            inner = [internals.function_graph(tensor.graph, name).inputs[position] for name in _called(op)]
+            found = next(filter(None, map(find_misuse, inner)), None) if inner else op.type
+        if found:
+            return found
+    return None
+
+
+def _users(tensor: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the ops that take the tensor, each with the position at which it does."""
+    for op in tensor.consumers():
+        yield from ((op, i) for i, taken in enumerate(op.inputs) if taken is tensor)
+
+
+def _called(op: Any) -> list[str]:
+    attrs = op.node_def.attr.values()
+    return [name for value in attrs for name in (value.func.name, *(f.name for f in value.list.func)) if name]
