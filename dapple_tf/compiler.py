@@ -69,7 +69,8 @@ class StagedModel:
     functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
     optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
 
-    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown; ``aux``, the nesting of the
+    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown, and ``example``, the same with
+    all inner lengths known, those of the batch for which it was traced; ``aux``, the nesting of the
     aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
     ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
     device's.
@@ -93,6 +94,7 @@ class StagedModel:
     graph: Graph
     stages: int
     signature: tuple[tf.TensorSpec, ...]
+    example: tuple[tf.TensorSpec, ...]
     merges: tuple[MergeKind, ...]
     loss: Literal["mean", "sum"]
     exactness: Exactness
@@ -199,6 +201,7 @@ def stage_model(
         graph=graph,
         stages=len(stages.stages),
         signature=captured.signature,
+        example=captured.example,
         merges=merge_kinds(captured),
         loss="mean" if captured.dependence is None else captured.dependence.loss,
         exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,

@@ -36,6 +36,7 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
         graph=called.replace(functions=(*called.functions, *statistics.functions)),
         stages=len(stages.stages),
         signature=captured.signature,
+        example=captured.example,
         merges=merge_kinds(captured),
         loss="mean" if dependence is None else dependence.loss,
         exactness=Exactness() if dependence is None else dependence.exactness,

@@ -11,6 +11,14 @@ import tensorflow as tf
 
 from dapple_tf.errors import BatchError
 
+# What to give instead of tensors that are not cut by rows.
+_DENSE = {
+    tf.RaggedTensor: "give its to_tensor() and its row_lengths(), and let the loss mask the padding with "
+    "tf.sequence_mask(row_lengths, tf.shape(padded)[1])",
+    tf.SparseTensor: "give tf.sparse.to_dense of it, or the ids and weights of each row, padded to the longest row",
+    tf.IndexedSlices: "give tf.convert_to_tensor of it",
+}
+
 
 @dataclass(frozen=True)
 class BatchForm:
@@ -66,9 +74,9 @@ def _fitting_tensor(path: str, leaf: Any, spec: tf.TensorSpec) -> Any:
     return tf.convert_to_tensor(value)
 
 
-def batch_form(batch: Sequence[Any]) -> BatchForm:
-    """Return the form of a batch. Raises BatchError as ``batch_signature`` does."""
-    return BatchForm(tf.nest.pack_sequence_as(tuple(batch), batch_signature(batch)))
+def batch_form(batch: Sequence[Any], signature: Sequence[tf.TensorSpec]) -> BatchForm:
+    """Return the form of batches like ``batch``, whose flattened tensors have these specs."""
+    return BatchForm(tf.nest.pack_sequence_as(tuple(batch), list(signature)))
 
 
 def as_arguments(batch: Any) -> tuple[Any, ...]:
@@ -132,7 +140,12 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
 
 def _tensor(path: str, leaf: Any) -> Any:
     """Return the leaf, converted to a tensor where it has no shape or dtype."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+        raise BatchError(
+            f"argument {path} is a {type(leaf).__name__}, and only dense tensors are cut into micro-batches: "
+            f"{_DENSE[type(leaf)]}"
+        )
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf
     try:
         return tf.convert_to_tensor(leaf)

@@ -36,7 +36,8 @@ class Captured:
     ``graph``: the op-level IR, whose outputs are the loss, then the aux tensors. ``func_graph``: the TensorFlow graph
     that it was read from, in which gradients are built. ``variables``: by the name of their node; ``trainable``: the
     names of those to train. ``constants``: tensors from outside of the function, by the name of their ``capture``
-    node. ``aux``: the nesting of the aux outputs, or None. ``signature``: the specs of the flattened arguments.
+    node. ``aux``: the nesting of the aux outputs, or None. ``signature``: the specs of the flattened arguments;
+    ``example``: the same with all inner lengths known, those of the batch for which it was traced.
 
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
     node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out.
@@ -53,6 +54,7 @@ class Captured:
     constants: dict[str, tf.Tensor]
     aux: Any
     signature: tuple[tf.TensorSpec, ...]
+    example: tuple[tf.TensorSpec, ...]
     rows: Any = None
     dependence: BatchDependence | None = None
     batch_norms: tuple[BatchNormCall, ...] = ()
@@ -102,19 +104,25 @@ class CapturedTensors:
 
 
 def capture(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], *, batch_norm: BatchNorm = "micro-batch", trains: bool = True
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    *,
+    batch_norm: BatchNorm = "micro-batch",
+    trains: bool = True,
+    signature: Sequence[tf.TensorSpec] | None = None,
 ) -> Captured:
     """Trace ``loss_fn(*batch)`` once and read the graph.
 
     ``batch_norm``: for "deferred", record the calls of batch norm layers in training mode, with what their statistics
     are made of; for "sync", let replicas join these. Without ``trains`` the function is only to run forward: every
     variable that it does not write counts as trainable, so that all that is computed from it stays in the
-    micro-batches.
+    micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown.
 
     Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
     LossError when the loss is not a floating-point scalar.
     """
-    specs = batch_signature(batch)
+    example = batch_signature(batch)
+    specs = example if signature is None else tuple(signature)
     arguments = tf.nest.pack_sequence_as(tuple(batch), list(specs))
     function = internals.clone_function(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
     _check_signature(function)
@@ -151,6 +159,7 @@ def capture(
         inputs.constants,
         aux,
         specs,
+        example,
         batch_norms=tuple(norms.calls),
         joined=batch_norm == "sync",
     )

@@ -22,7 +22,8 @@ _SCOPE = "inferred"
 def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, ...]]:
     """Return the output shapes of every node for ``batch_size`` samples, as far as TensorFlow can infer them.
 
-    Empty where the model does not accept that batch size.
+    Inner lengths that the signature leaves unknown are those of the example. Empty where the model does not accept
+    that batch size.
     """
     found: dict[str, tuple[Shape, ...]] = {}
     graph_of_shapes = with_known_shapes(captured.graph)
@@ -38,7 +39,7 @@ def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, 
         found.update({name: (read_shape(tensor),) for name, tensor in inputs.items()})
         found.update({name: (read_shape(variable),) for name, variable in captured.variables.items()})
 
-    specs = [tf.TensorSpec((batch_size, *spec.shape[1:]), spec.dtype) for spec in captured.signature]
+    specs = [tf.TensorSpec((batch_size, *spec.shape[1:]), spec.dtype) for spec in captured.example]
     try:
         tf.function(import_captured, autograph=False, input_signature=specs).get_concrete_function()
     except ValueError:  # the model does not accept this batch size; no shapes is always safe
@@ -64,7 +65,11 @@ def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, dict[str, tu
 def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, dict[str, tuple[Shape, ...]]]:
     """Return the captured loss with its batch axes marked (see ``mark_batch``), and all shapes at ``batch_size``."""
     shapes = infer_shapes(captured, batch_size)
-    return dataclasses.replace(captured, graph=mark_batch(captured.graph, shapes, batch_size)), shapes
+    # An unknown inner length may be equal to the size of this micro-batch.
+    probe, probed = (
+        (batch_size, shapes) if captured.signature == captured.example else probe_shapes(captured, batch_size)
+    )
+    return dataclasses.replace(captured, graph=mark_batch(captured.graph, probed, probe)), shapes
 
 
 def mark_batch(graph: Graph, shapes: Mapping[str, Sequence[Shape]], batch_size: int) -> Graph:

@@ -9,6 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import tensorflow as tf
+
 from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact
 from dapple_tf.frontend.capture import Captured, capture
@@ -17,6 +19,7 @@ from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
+from dapple_tf.frontend.open_lengths import has_open_lengths, serves_all_lengths
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
@@ -36,19 +39,25 @@ def trace_loss(
     batch_norm: BatchNorm = "micro-batch",
     *,
     trains: bool = True,
+    signature: Sequence[tf.TensorSpec] | None = None,
 ) -> Captured:
     """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
     the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
-    ``BatchNorm``. ``trains``: see ``capture``. Raises what ``capture``, ``defer_statistics`` and ``join_statistics``
-    raise, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
+    ``BatchNorm``. ``trains``, ``signature``: see ``capture``; inner lengths that the signature leaves unknown are those
+    of the batch after all where the rewriting depends on them.
+
+    Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
     """
-    captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains)
-    dependence = _find(captured, batch_size, batch_loss)
+    captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)
+    find = partial(_find, batch_size=batch_size, batch_loss=batch_loss)
+    dependence = find(captured)
+    if has_open_lengths(captured) and not serves_all_lengths(captured, dependence, find):
+        return trace_loss(loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
     if dependence.mixed and not dependence.exactness.undocumented:
         captured = weigh_terms(captured, dependence)
-        dependence = _find(captured, batch_size, batch_loss)
+        dependence = find(captured)
     _report(captured.graph.name, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:

@@ -18,10 +18,12 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, LossError, UsageError
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
+from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
+from dapple_tf.runtime.traced_shapes import TracedShapes
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.xla.choice import Xla
 from graph_passes.analysis.layers import find_layers
@@ -69,19 +71,26 @@ class CompiledStep:
 
 @dataclass
 class CompiledSteps:
-    """Everything compiled for one loss: ``models`` by nesting and specs of a batch, ``programs`` by what they run.
+    """Everything compiled for one loss: the ``models`` that were traced, and ``programs`` by what they run.
 
     The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
     were before the programs moved them. ``xla``: compiles stage functions, or None.
     """
 
-    models: dict[tuple[str, tuple[tf.TensorSpec, ...]], StagedModel] = field(default_factory=dict)
+    models: TracedShapes = field(init=False)
     programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
     xla: Xla | None = None
+
+    def __post_init__(self) -> None:
+        self.models = TracedShapes(self._drop)
+
+    def _drop(self, model: StagedModel) -> None:
+        for key in [key for key in self.programs if key[0] == id(model)]:
+            self.started.discard(id(self.programs.pop(key)))
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
@@ -116,7 +125,8 @@ def compile_step(
 
     def trace() -> StagedModel:
         with times.phase("trace"):
-            captured = trace_loss(loss_fn, batch, size, autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm)
+            options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
+            captured = trace_loss(loss_fn, batch, size, *options, signature=open_signature(loss_fn, key[1]))
             micro_batch = autoplan.micro_batch_size(size)
             captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:
@@ -133,14 +143,16 @@ def compile_step(
         autoplan.choose_schedule(model, size)
         return model
 
-    if key not in compiled.models:
+    model = compiled.models.find(key)
+    if model is None:
         target.announce("trace the model", size, key[1])
-        compiled.models[key] = target.run_on_all(trace)
-        _warn_of_untrained(compiled.models[key])
+        model = target.run_on_all(trace)
+        compiled.models.add(key, model)
+        _warn_of_untrained(model)
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)
-    planned = PlannedModel(compiled.models[key], plan, size)
-    return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch))
+    planned = PlannedModel(model, plan, size)
+    return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch, model.signature))
 
 
 def compile_for_rows(

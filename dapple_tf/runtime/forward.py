@@ -15,6 +15,7 @@ from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
+from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
@@ -24,8 +25,6 @@ from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.xla.choice import Xla, make_xla
 from graph_passes.analysis.layers import find_layers
-
-_Key = tuple[str, tuple[tf.TensorSpec, ...]]
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Forward:
     homes: VariableHomes
     times: BuildTimes
     _compiled: CompiledSteps = field(init=False)
-    _plans: dict[_Key, Plan] = field(default_factory=dict)
+    _plans: dict[int, Plan] = field(default_factory=dict)
     _planned: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +55,7 @@ class Forward:
     @property
     def models(self) -> list[StagedModel]:
         """All that was traced and is still used."""
-        return list(self._compiled.models.values())
+        return self._compiled.models.values()
 
     def run(self, batch: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
@@ -75,24 +74,29 @@ class Forward:
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
         key, size = batch_key(batch), batch_size(batch)
-        if key not in self._compiled.models:
+        model = self._compiled.models.find(key)
+        if model is None:
             target.announce("trace the model to run forward", size, key[1])
-            self._compiled.models[key] = target.run_on_all(lambda: self._trace(key, batch, size))
-        model = self._compiled.models[key]
-        plan = fit_plan(self._plans[key], size)
-        target.check_plan(self._plans[key], plan, size)
+            model, made = target.run_on_all(lambda: self._trace(key[1], batch, size))
+            self._compiled.models.add(key, model)
+            self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
+            self._plans[id(model)] = made
+        whole = self._plans[id(model)]
+        plan = fit_plan(whole, size)
+        target.check_plan(whole, plan, size)
         planned = PlannedModel(model, plan, size)
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
-        return CompiledStep(planned, program, batch_form(batch))
+        return CompiledStep(planned, program, batch_form(batch, model.signature))
 
-    def _trace(self, key: _Key, batch: Sequence[Any], size: int) -> StagedModel:
+    def _trace(self, specs: Sequence[tf.TensorSpec], batch: Sequence[Any], size: int) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan
         options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
         with self.times.phase("trace"):
-            captured = trace_loss(self.function, batch, size, *options, trains=False)
+            signature = open_signature(self.function, specs)
+            captured = trace_loss(self.function, batch, size, *options, trains=False, signature=signature)
             captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         with self.times.phase("layers"):
             layers = find_layers(captured.graph)
         with self.times.phase("profile"):
-            self._plans[key] = plan = autoplan.plan_forward(layers, shapes)
-        return stage_forward(captured, layers, plan.starts)
+            plan = autoplan.plan_forward(layers, shapes)
+        return stage_forward(captured, layers, plan.starts), plan

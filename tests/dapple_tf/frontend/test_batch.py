@@ -34,8 +34,8 @@ def test_nested_arguments_are_flattened_in_order() -> None:
         (({"a": X, "b": X[:1]},), r"not batched alike on axis 0: argument 0\[0\]: 4, argument 0\[1\]: 1"),
         ((None,), "argument 0 is a NoneType; every argument must be an array or a dense tensor"),
         ((X, object()), "argument 1 is a object; every argument must be an array"),
-        ((tf.ragged.constant([[1], [2, 3]]),), "argument 0 is a RaggedTensor; every argument must be .* dense tensor"),
-        ((tf.sparse.eye(3),), "argument 0 is a SparseTensor; every argument must be"),
+        ((tf.ragged.constant([[1], [2, 3]]),), "argument 0 is a RaggedTensor, .*give its to_tensor"),
+        ((tf.sparse.eye(3),), "argument 0 is a SparseTensor, .*give tf.sparse.to_dense"),
     ],
 )
 def test_batches_that_are_refused(batch: tuple[Any, ...], message: str) -> None:
@@ -102,7 +102,8 @@ def test_batches_of_other_kinds_do_not_share_a_trace(other: tuple[Any, ...]) -> 
 
 # --- batches that have None for what is not needed
 
-FORM = batch_form((X, {"mask": X[:, 0], "y": X.astype(np.float64)}))
+BATCH = (X, {"mask": X[:, 0], "y": X.astype(np.float64)})
+FORM = batch_form(BATCH, batch_signature(BATCH))
 
 
 def test_the_form_of_a_batch_names_its_tensors() -> None:

@@ -1,0 +1,83 @@
+"""Inner lengths that one trace leaves unknown, as a tf.function with an ``input_signature`` does: one build serves all.
+
+What the analysis of a loss decides is found at the lengths of the first batch. It serves all lengths only if it is the
+same at other ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.dependence.result import BatchDependence
+
+_OTHER_LENGTHS = (1, -1)  # added to those of the batch: a model may have a longest, or a shortest
+
+
+def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.TensorSpec, ...]:
+    """Return the specs of a batch's tensors, in which lengths that the function's ``input_signature`` leaves are None.
+
+    The specs are returned as they are where there is no such signature, or it does not fit: tracing will say so.
+    """
+    declared = tf.nest.flatten(internals.input_signature(function)) if internals.is_tf_function(function) else []
+    if len(declared) != len(specs):
+        return tuple(specs)
+    return tuple(_open(spec, given) for spec, given in zip(specs, declared, strict=True))
+
+
+def _open(spec: tf.TensorSpec, declared: Any) -> tf.TensorSpec:
+    if not isinstance(declared, tf.TensorSpec) or not declared.shape.is_compatible_with(spec.shape):
+        return spec
+    if declared.shape.rank is None:
+        return spec
+    return tf.TensorSpec(declared.shape, spec.dtype)
+
+
+def has_open_lengths(captured: Captured) -> bool:
+    """Return whether some inner length is unknown."""
+    return any(None in spec.shape[1:].as_list() for spec in captured.signature)
+
+
+def serves_all_lengths(captured: Captured, found: BatchDependence, find: Callable[[Captured], BatchDependence]) -> bool:
+    """Return whether ``found``, which ``find`` returned for ``captured``, is found at other inner lengths too."""
+    return all(_equal(find(other), found) for other in _at_other_lengths(captured))
+
+
+def _at_other_lengths(captured: Captured) -> Iterator[Captured]:
+    """Yield ``captured`` with other examples; equal lengths stay equal, and none becomes zero."""
+    for added in _OTHER_LENGTHS:
+        example = [
+            tf.TensorSpec(
+                [None, *(_other(n, added) if o is None else n for n, o in zip(e.shape[1:], s.shape[1:], strict=True))],
+                e.dtype,
+            )
+            for e, s in zip(captured.example, captured.signature, strict=True)
+        ]
+        yield dataclasses.replace(captured, example=tuple(example))
+
+
+def _other(length: int, added: int) -> int:
+    return length + added if length + added > 0 else length + 2
+
+
+def _equal(one: BatchDependence, other: BatchDependence) -> bool:
+    """Return whether all decisions are the same; ``kinds`` are what they were derived from."""
+    names = [field.name for field in dataclasses.fields(BatchDependence) if field.name != "kinds"]
+    return all(_same(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if dataclasses.is_dataclass(one) and type(one) is type(other):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(_same(getattr(one, name), getattr(other, name)) for name in names)
+    return bool(one == other)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from dapple_tf.errors import DappleWarning
+from dapple_tf.runtime.traced_shapes import MOST_TRACES, Key, TracedShapes
+
+
+@dataclasses.dataclass(eq=False)
+class Trace:
+    """What the cache knows of a traced model."""
+
+    signature: tuple[tf.TensorSpec, ...]
+
+
+def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key:
+    return nesting, (tf.TensorSpec([None, *lengths], dtype),)
+
+
+def filled(keys: list[Key]) -> tuple[TracedShapes, list[Any], list[Any]]:
+    """Return the cache after traces for these keys, the traces, and those that were dropped."""
+    dropped: list[Any] = []
+    cache = TracedShapes(dropped.append)
+    traces: list[Any] = [Trace(specs) for _, specs in keys]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each, trace in zip(keys, traces, strict=True):
+            cache.add(each, trace)
+    return cache, traces, dropped
+
+
+def test_a_trace_serves_the_shapes_for_which_it_was_made() -> None:
+    cache, (first, second), _ = filled([key(3), key(4)])
+    assert (cache.find(key(3)), cache.find(key(4)), cache.find(key(5))) == (first, second, None)
+
+
+def test_a_trace_with_unknown_lengths_serves_all_of_its_rank_dtype_and_nesting() -> None:
+    cache, (trace,), _ = filled([key(None)])
+    assert cache.find(key(3)) is cache.find(key(9)) is trace
+    others = [key(), key(3, 3), key(3, dtype=tf.int64), key(3, nesting="[]"), ("()", key(3)[1] * 2)]
+    assert [cache.find(other) for other in others] == [None] * 5
+
+
+def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
+    keys = [key(n) for n in range(1, MOST_TRACES + 1)]
+    cache, traces, dropped = filled(keys)
+    assert cache.find(keys[0]) is traces[0]
+    assert not dropped
+    further: Any = Trace(key(99)[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache.add(key(99), further)
+    assert dropped == [traces[1]]
+    assert len(cache.values()) == MOST_TRACES
+    assert cache.find(keys[1]) is None
+    assert cache.find(keys[0]) is traces[0]
+
+
+def test_many_lengths_are_told_once() -> None:
+    cache = TracedShapes(lambda model: None)
+    cache.add(key(1), Trace(key(1)[1]))  # type: ignore[arg-type]
+    cache.add(key(2), Trace(key(2)[1]))  # type: ignore[arg-type]
+    cache.add(key(2, dtype=tf.int64), Trace(key(2, dtype=tf.int64)[1]))  # type: ignore[arg-type]
+    with pytest.warns(DappleWarning, match=r"built for 3 inner shapes .*\(None, 3\).*input_signature has None"):
+        cache.add(key(3), Trace(key(3)[1]))  # type: ignore[arg-type]
+    cache.add(key(4), Trace(key(4)[1]))  # type: ignore[arg-type]  # a warning would be an error
