@@ -48,7 +48,8 @@ def trace_loss(
     ``BatchNorm``. ``trains``, ``signature``: see ``capture``; inner lengths that the signature leaves unknown are those
     of the batch after all where the rewriting depends on them.
 
-    Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would differ from one device's and ``inexact`` is "error".
+    Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would
+    differ from one device's and ``inexact`` is "error".
     """
     captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)
     find = partial(_find, batch_size=batch_size, batch_loss=batch_loss)

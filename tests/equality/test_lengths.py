@@ -43,7 +43,7 @@ def problem(*, tokens: bool = False, signature: Sequence[tf.TensorSpec] | None =
         hidden = dense[1](tf.nn.softmax(scores) @ hidden)
         errors = tf.square(tf.reduce_sum(hidden, 2) - y[:, tf.newaxis])
         if tokens:
-            return tf.reduce_sum(errors) / (tf.cast(tf.size(x), tf.float64) + 1.0)
+            return tf.reduce_sum(errors) / tf.cast(tf.size(x) + 1, tf.float64)
         return tf.reduce_mean(tf.reduce_mean(errors, 1))
 
     function = tf.function(loss_fn, input_signature=signature)
