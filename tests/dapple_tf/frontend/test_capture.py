@@ -322,13 +322,17 @@ def test_a_function_without_trainable_variables_is_refused() -> None:
         capture(lambda x: tf.reduce_mean(x @ frozen), (X,))
 
 
-def test_a_captured_table_is_refused() -> None:
+def test_a_captured_table_that_is_read_is_a_constant() -> None:
     initializer = tf.lookup.KeyValueTensorInitializer(tf.constant([1], tf.int64), tf.constant([1.0]))
     table = tf.lookup.StaticHashTable(initializer, 0.0)
-    with pytest.raises(
-        CaptureError, match=r"not a tf.Variable \(.*a table, dataset or iterator\?\): pass what it gives"
-    ):
-        capture(loss_of(lambda y: tf.reduce_mean(y) * table.lookup(tf.constant(1, tf.int64))), (X,))
+    captured = capture(loss_of(lambda y: tf.reduce_mean(y) * table.lookup(tf.constant(1, tf.int64))), (X,))
+    assert [constant.dtype for constant in captured.constants.values()].count(tf.resource) == 1
+
+
+def test_another_captured_resource_is_refused() -> None:
+    numbers = iter(tf.data.Dataset.range(9))
+    with pytest.raises(CaptureError, match=r"nor a lookup table .*by IteratorGetNext; .*pass what it gives"):
+        capture(loss_of(lambda y: tf.reduce_mean(y) * tf.cast(numbers.get_next(), tf.float32)), (X,))
 
 
 @pytest.mark.parametrize(
