@@ -23,7 +23,7 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
-from dapple_tf.runtime.traced_shapes import TracedShapes
+from dapple_tf.runtime.traced_shapes import Key, TracedShapes
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.xla.choice import Xla
 from graph_passes.analysis.layers import find_layers
@@ -78,19 +78,18 @@ class CompiledSteps:
     were before the programs moved them. ``xla``: compiles stage functions, or None.
     """
 
-    models: TracedShapes = field(init=False)
+    models: TracedShapes = field(default_factory=TracedShapes)
     programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
     xla: Xla | None = None
 
-    def __post_init__(self) -> None:
-        self.models = TracedShapes(self._drop)
-
-    def _drop(self, model: StagedModel) -> None:
-        for key in [key for key in self.programs if key[0] == id(model)]:
-            self.started.discard(id(self.programs.pop(key)))
+    def add(self, key: Key, model: StagedModel) -> None:
+        """Keep a new trace for batches of this key; one that is dropped for it takes its programs along."""
+        dropped = self.models.add(key, model)
+        for program in [program for program in self.programs if program[0] == id(dropped)]:
+            self.started.discard(id(self.programs.pop(program)))
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
@@ -147,7 +146,7 @@ def compile_step(
     if model is None:
         target.announce("trace the model", size, key[1])
         model = target.run_on_all(trace)
-        compiled.models.add(key, model)
+        compiled.add(key, model)
         _warn_of_untrained(model)
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)

@@ -78,7 +78,7 @@ class Forward:
         if model is None:
             target.announce("trace the model to run forward", size, key[1])
             model, made = target.run_on_all(lambda: self._trace(key[1], batch, size))
-            self._compiled.models.add(key, model)
+            self._compiled.add(key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
         whole = self._plans[id(model)]

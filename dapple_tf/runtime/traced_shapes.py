@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,14 @@ Key = tuple[str, tuple[tf.TensorSpec, ...]]
 
 @dataclass
 class TracedShapes:
-    """The traces of one loss by the batches that they serve, in the order of their last use.
+    """The traces of one loss by the batches that they serve, in the order of their last use."""
 
-    ``on_drop`` is called with a trace that is dropped.
-    """
-
-    on_drop: Callable[[StagedModel], None]
     _models: dict[Key, StagedModel] = field(default_factory=dict)
     _told: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of traces that are kept."""
+        return len(self._models)
 
     def values(self) -> list[StagedModel]:
         """Return the traces that are kept."""
@@ -44,15 +44,18 @@ class TracedShapes:
                 return model
         return None
 
-    def add(self, key: Key, model: StagedModel) -> None:
-        """Keep a new trace, made for a batch of this key; warn once where many lengths have been traced."""
+    def add(self, key: Key, model: StagedModel) -> StagedModel | None:
+        """Keep a new trace, made for a batch of this key, and return one that is dropped for it, or None.
+
+        Warn once where many lengths have been traced.
+        """
         self._models[key[0], model.signature] = model
-        if len(self._models) > MOST_TRACES:
-            self.on_drop(self._models.pop(next(iter(self._models))))
+        dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
         alike = [kept for kept in self._models if _is_alike(kept, key)]
         if len(alike) >= _TELLING and not self._told:
             self._told = True
             warnings.warn(_advice(alike, key), DappleWarning, stacklevel=7)
+        return dropped
 
 
 def _serves(kept: Key, key: Key) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from dapple_tf.compiler import StagedModel, StepVariant
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, compile_for_rows, compile_step
+from dapple_tf.runtime.traced_shapes import MOST_TRACES
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, chain, step_of
 
@@ -207,3 +209,16 @@ def test_branches_of_the_model_and_the_optimizer_are_still_defined_when_the_trac
     gc.collect()
     expected = float(loss(tf.constant(X)))
     assert float(step(X)) == expected
+
+
+def test_a_trace_that_is_dropped_takes_its_programs_along() -> None:
+    compiler = Compiler()
+    step = compiler.compile(X)
+    model, program = step.planned.model, step.program
+    compiler.known.started.add(id(program))
+    for number in range(MOST_TRACES):
+        signature = (tf.TensorSpec([None], tf.float32),)
+        compiler.known.add((f"nesting {number}", signature), replace(model, signature=signature))
+    assert model not in compiler.known.models.values()
+    assert not compiler.known.programs
+    assert not compiler.known.started

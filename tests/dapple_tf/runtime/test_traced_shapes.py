@@ -25,12 +25,12 @@ def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key
 def filled(keys: list[Key]) -> tuple[TracedShapes, list[Any], list[Any]]:
     """Return the cache after traces for these keys, the traces, and those that were dropped."""
     dropped: list[Any] = []
-    cache = TracedShapes(dropped.append)
+    cache = TracedShapes()
     traces: list[Any] = [Trace(specs) for _, specs in keys]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for each, trace in zip(keys, traces, strict=True):
-            cache.add(each, trace)
+            dropped.append(cache.add(each, trace))
     return cache, traces, dropped
 
 
@@ -50,19 +50,18 @@ def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
     keys = [key(n) for n in range(1, MOST_TRACES + 1)]
     cache, traces, dropped = filled(keys)
     assert cache.find(keys[0]) is traces[0]
-    assert not dropped
+    assert dropped == [None] * MOST_TRACES
     further: Any = Trace(key(99)[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cache.add(key(99), further)
-    assert dropped == [traces[1]]
+        assert cache.add(key(99), further) is traces[1]
     assert len(cache.values()) == MOST_TRACES
     assert cache.find(keys[1]) is None
     assert cache.find(keys[0]) is traces[0]
 
 
 def test_many_lengths_are_told_once() -> None:
-    cache = TracedShapes(lambda model: None)
+    cache = TracedShapes()
     cache.add(key(1), Trace(key(1)[1]))  # type: ignore[arg-type]
     cache.add(key(2), Trace(key(2)[1]))  # type: ignore[arg-type]
     cache.add(key(2, dtype=tf.int64), Trace(key(2, dtype=tf.int64)[1]))  # type: ignore[arg-type]
