@@ -21,6 +21,7 @@ pytestmark = [
     ),
     # Keras's own, where it builds an image layer or reads weights.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
+    pytest.mark.filterwarnings("ignore:Layer .* looks like it has unbuilt state"),  # T5's, which are built later
 ]
 
 BATCH, LENGTH, VOCABULARY = 6, 8, 23
@@ -103,21 +104,33 @@ def inputs_of(model: keras.Model) -> dict[str, tf.Tensor]:
     return found
 
 
+def weigh(output: Any) -> Any:
+    """Return a sum over the last axis; an equally weighted one of what a layer norm gives depends on no weight."""
+    return tf.linalg.matvec(output, tf.cast(tf.sin(tf.range(1.0, output.shape[-1] + 1.0)), output.dtype))
+
+
+# Mixtral's router fails in float64. Gemma computes norms in float32.
+FLOAT32 = ("Mixtral", "Gemma")
+# Its scores compare each image with the texts of all samples.
+CONTRASTIVE = ("CLIP",)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BACKBONES)
 def test_a_backbone_equals_plain_keras(name: str) -> None:
     """Dropout is on: the masks are those of one device."""
     keras.utils.set_random_seed(1)
-    model = BACKBONES[name](dtype="float64")
+    dtype = "float32" if name in FLOAT32 else "float64"
+    model = BACKBONES[name](dtype=dtype)
 
     def loss_fn(inputs: Mapping[str, Any]) -> Any:
-        outputs = model(inputs if isinstance(model.input, dict) else inputs["x"], training=True)
-        return tf.add_n([tf.reduce_mean(tf.square(output - 0.1)) for output in tf.nest.flatten(outputs)])
+        outputs = tf.nest.flatten(model(inputs if isinstance(model.input, dict) else inputs["x"], training=True))
+        return tf.add_n([tf.reduce_mean(tf.tanh(weigh(output))) for output in outputs])
 
     problem = Problem.of_model(model, loss_fn, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
     batch = inputs_of(model)
-    found = compare(problem, [(batch,)] * 2, stages=2, micro_batches=3)
+    found = compare(problem, [(batch,)] * 2, stages=2, micro_batches=3, batch_loss=name in CONTRASTIVE)
     # A bias of keys adds one number to all scores of a query, which softmax ignores: its gradient is rounding errors.
     errors = {name: error for name, error in found.errors.items() if not re.search("key.bias", name)}
     error, where = max((error, name) for name, error in errors.items())
-    assert error <= TOLERANCE["float64"], f"{where} differs by {error:.1e}"
+    assert error <= TOLERANCE[dtype], f"{where} differs by {error:.1e}"

@@ -38,8 +38,9 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             return _positions_as_numbers(scope, node)
         return index.at(axis + index.axis - (batch_dims if index.axis >= batch_dims else axis))
     if source.axis < min(batch_dims, axis):
-        if index.rows and index.axis == source.axis and index.layout == source.layout and not index.slope:
-            return source.plain()
+        fits = index.layout == source.layout or 0 in (index.outer, source.outer)
+        if index.rows and index.axis == source.axis and fits and not index.slope:
+            return (source if source.outer else index).plain()
         return scope.couple(node, "picks entries of other samples")
     if source.axis != axis:
         if index.form is Form.SIZE:

@@ -36,7 +36,7 @@ def reshaped(scope: Scope, node: Node, source: Value, kind: Kind, target: Value)
         inner = stride // inside
         if length % (inner * scope.batch) == 0:
             outer = length // (inner * scope.batch)
-            if not kind.outer and outer == 1:  # still equal
+            if not kind.outer and outer == 1 and inner == kind.inner:  # still equal
                 outer = CONSTANT_ROWS
             slope = kind.slope if len(kind.slope) < 2 or last[-1:] == first[-1:] else ()
             if slope != kind.slope:

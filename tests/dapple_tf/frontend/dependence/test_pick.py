@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -34,6 +35,11 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "constant rows of a transposed": (lambda b: tf.gather(tf.transpose(b.z), [2, 0]), Form.ROWS),
     "each sample's column": (lambda b: tf.gather(b.z, b.y, axis=1, batch_dims=1), Form.ROWS),
     "each sample's columns": (lambda b: tf.gather(b.z, tf.stack([b.y, b.y], 1), batch_dims=1), Form.ROWS),
+    "each sample's columns by equal rows": (
+        lambda b: tf.gather(b.z, tf.broadcast_to([[2, 0]], [b.n, 2]), batch_dims=1),
+        Form.ROWS,
+    ),
+    "columns along an axis": (lambda b: keras.ops.take_along_axis(b.z, tf.constant([[2, 0]]), 1), Form.ROWS),
     "each sample by its own position": (lambda b: tf.gather(b.z, own(b)), Form.ROWS),
     "each sample's column by gather_nd": (lambda b: tf.gather_nd(b.z, pairs(b)), Form.ROWS),
     "a table by gather_nd": (lambda b: tf.gather_nd(b.w + 0.0, b.y[:, None]), Form.ROWS),
@@ -71,6 +77,13 @@ def test_the_kind_is_as_expected_and_micro_batches_agree_with_it(case: str) -> N
 
 
 COUPLED: dict[str, tuple[Compute, str]] = {
+    "columns of a transposed by a flat table of equal rows": (
+        lambda b: (
+            tf.reshape(tf.transpose(b.z), [-1])
+            * tf.reshape(tf.broadcast_to(tf.constant([[1.0, 2, 3, 4]], tf.float64), [b.n, 4]), [-1])
+        ),
+        "different order",
+    ),
     "another sample's row": (lambda b: tf.gather(b.z, (own(b) + 1) % b.n), "position|picks samples"),
     "rows by label": (lambda b: tf.gather(b.z, b.y), "picks samples of the batch by index"),
     "rows by constants": (lambda b: tf.gather(b.z, [0, 1]), "picks samples of the batch by index"),
