@@ -16,6 +16,7 @@ from benchmarks import (
     exactness,
     exchange,
     fit,
+    first_step,
     fuzz,
     hosts,
     kills,
@@ -72,6 +73,7 @@ BENCHMARKS = {
     "kills": kills,
     "exchange": exchange,
     "fit": fit,
+    "first_step": first_step,
 }
 
 # Those with options of their own.

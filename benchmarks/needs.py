@@ -22,6 +22,11 @@ def find_missing_for_native_exchanges() -> str | None:
     return find_missing_for_ranks() or find_obstacle() or None
 
 
+def find_missing_for_first_step() -> str | None:
+    """Return why no BERT of keras_hub can be made here, or None if one can."""
+    return None if importlib.util.find_spec("keras_hub") else "it needs keras_hub: pip install keras-hub"
+
+
 def find_missing_for_hosts() -> str | None:
     """Return why no job can run on several emulated hosts here, or None if one can."""
     return find_missing_for_ranks() or find_missing_requirement()
@@ -33,6 +38,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "ranks": find_missing_for_ranks,
     "exchange": find_missing_for_native_exchanges,
     "startup": find_missing_for_ranks,
+    "first_step": find_missing_for_first_step,
     "hosts": find_missing_for_hosts,
     "table4": find_missing_for_hosts,
 }

@@ -31,6 +31,7 @@ class BuildTimes:
         self._quiet_seconds = quiet_seconds
         self._silent = silent
         self._seconds: dict[str, float] = {}
+        self._cpu_seconds: dict[str, float] = {}
         self._this_build = 0.0
 
     @property
@@ -38,10 +39,15 @@ class BuildTimes:
         """Wall seconds by phase, in the order of ``PHASES``; phases that have not run are left out."""
         return {phase: self._seconds[phase] for phase in PHASES if phase in self._seconds}
 
+    @property
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds of the process, all threads, by phase, in the same order."""
+        return {phase: self._cpu_seconds[phase] for phase in PHASES if phase in self._cpu_seconds}
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the phase of this name, which lasts as long as this context."""
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), _print_line, [PHASES[name]])
         timer.daemon = True
         if not self._silent:
@@ -52,6 +58,7 @@ class BuildTimes:
             timer.cancel()
             seconds = time.perf_counter() - begin
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._cpu_seconds[name] = self._cpu_seconds.get(name, 0.0) + time.process_time() - cpu_begin
             self._this_build = 0.0 if name == "first run" else self._this_build + seconds
 
 

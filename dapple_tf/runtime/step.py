@@ -126,6 +126,14 @@ class PipelinedStep:
         return self._times.seconds
 
     @property
+    def build_cpu_times(self) -> dict[str, float]:
+        """CPU seconds (user and system, all threads) of the phases of ``build_times``.
+
+        Other work on the machine hardly changes them.
+        """
+        return self._times.cpu_seconds
+
+    @property
     def needs(self) -> InputNeeds:
         """The rows of a batch that this rank uses of each argument (in one process: all); see ``InputNeeds``.
 

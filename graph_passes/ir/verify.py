@@ -7,12 +7,14 @@ from graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
 from graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 
 
-def verify(graph: Graph) -> None:
+def verify(graph: Graph, verified: Graph | None = None) -> None:
     """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
-    A graph with an op of the table is at the call level, and has no others. Raises GraphError naming the first node
-    that breaks an invariant.
+    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has been
+    verified; functions that are objects of it are not checked again. Raises GraphError naming the first node that
+    breaks an invariant.
     """
+    known = {id(function) for function in verified.functions} if verified else set()
     _verify_nodes(graph)
     call_level = any(node.op in OPS for node in graph.nodes)
     for node in graph.nodes:
@@ -24,7 +26,8 @@ def verify(graph: Graph) -> None:
         if node.has("function"):
             _verify_call(graph, node)
     for function in graph.functions:
-        _verify_function(function)
+        if id(function) not in known:
+            _verify_function(function)
 
 
 def _verify_nodes(graph: Graph) -> None:
@@ -34,11 +37,11 @@ def _verify_nodes(graph: Graph) -> None:
 
 
 def _verify_order(graph: Graph) -> None:
-    topological(graph.nodes)  # raises GraphError for a cycle
     seen: set[str] = set()
     for node in graph.nodes:
         for source in node.predecessors():
             if source not in seen:
+                topological(graph.nodes)  # raises GraphError for a cycle
                 raise GraphError(f"node {node.name!r} stands before {source!r}, on which it depends")
         seen.add(node.name)
 

@@ -60,16 +60,18 @@ def run_passes(graph: Graph, passes: Sequence[Pass], observers: Sequence[Observe
     returns an invalid graph.
     """
     previous = "the input"
+    verified: Graph | None = None
     for step in passes:
         name = f"pass {step.name!r} (after {previous})"
         before = graph
         _check_before(name, step.contract, before)
         graph = step(before)
         try:
-            verify(graph)
+            verify(graph, verified)
         except GraphError as error:
             raise GraphError(f"{name} returned an invalid graph: {error}") from error
         _check_after(name, step.contract, before, graph)
+        verified = graph
         for observe in observers:
             observe(step.name, graph)
         previous = repr(step.name)

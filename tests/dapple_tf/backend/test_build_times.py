@@ -44,6 +44,14 @@ def test_a_step_has_the_times_of_all_phases_once_it_has_run(model: keras.Model) 
     assert 0 < step.build_times["first run"] < time.perf_counter() - begin
 
 
+def test_cpu_seconds_are_measured_for_the_same_phases(model: keras.Model) -> None:
+    step = make_step(model)
+    begin = time.process_time()
+    step(*batch(4))
+    assert list(step.build_cpu_times) == list(PHASES)
+    assert 0 < sum(step.build_cpu_times.values()) < time.process_time() - begin
+
+
 def test_only_what_is_built_anew_adds_to_the_times(model: keras.Model) -> None:
     step = make_step(model)
     step(*batch(4))

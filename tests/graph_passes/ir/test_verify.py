@@ -162,3 +162,11 @@ def test_the_ports_of_a_stage_function_are_those_of_its_graph() -> None:
 
 def test_an_op_that_does_not_begin_in_lower_case_is_tensorflow_s() -> None:
     verify(graph("").replace(nodes=(Node("a", "_Arg", outputs=(tensor("float32"),)),)))
+
+
+def test_functions_that_were_verified_before_are_not_checked_again() -> None:
+    good = calls(GOOD, FORWARD)
+    broken = dataclasses.replace(FORWARD, inputs=())
+    verify(good.replace(functions=(broken,), nodes=(), outputs=(), inputs=()), good.replace(functions=(broken,)))
+    with refused(GraphError, "has inputs of the roles ()"):
+        verify(good.replace(functions=(broken,), nodes=(), outputs=(), inputs=()), good)
