@@ -12,7 +12,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import PlanError
-from dapple_tf.exactness import Exactness
+from dapple_tf.exactness import Exactness, Inexactness
+from dapple_tf.frontend.backward_writes import find_write_reasons
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
@@ -85,6 +86,8 @@ class StagedModel:
     the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
     written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
     whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
+    ``backward_writes``: the stages whose backward writes variables, each with the reason why that is inexact with
+    several micro-batches or replicas.
 
     ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
     functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
@@ -118,6 +121,7 @@ class StagedModel:
     traces: tuple[Any, ...]
     narrow: tuple[Narrow, ...] = ()
     skips: bool = False
+    backward_writes: tuple[tuple[int, Inexactness], ...] = ()
 
     @property
     def joins(self) -> bool:
@@ -145,6 +149,13 @@ class PlannedModel:
     plan: Plan
     batch_size: int
     local: bool = False
+
+    @property
+    def exactness(self) -> Exactness:
+        """Why a step differs from one device's under this plan."""
+        many, replicas = self.plan.micro_batches > 1, self.plan.replicas
+        writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
+        return Exactness((*self.model.exactness.reasons, *writes))
 
     def same(self, other: PlannedModel) -> bool:
         """Return whether both run the same steps."""
@@ -194,6 +205,7 @@ def stage_model(
     update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
     scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
     use = find_variables(graph)
+    writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
@@ -233,6 +245,7 @@ def stage_model(
         ),
         narrow=find_narrow(joint, gradients[: len(stages.stages)]),
         skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        backward_writes=writes,
     )
 
 

@@ -17,6 +17,7 @@ from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import Bindings, Compiled, Context, Handler, Outcome, RankCommunication, call
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
+from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
 
@@ -25,8 +26,9 @@ class Operations:
     """The handlers for one pipelined graph, whose stage functions are built.
 
     ``inline``: whether TensorFlow may inline stage functions that are called once (see ``build_function``); it may
-    always inline those whose calls have the attribute ``inline``. ``ranks``: communication with the other processes,
-    for the graph of one rank. ``compiled``: the functions that XLA compiles.
+    always inline those whose calls have the attribute ``inline``, and none of a stage whose backward writes variables:
+    a call of these is one op, which waits for all its inputs. ``ranks``: communication with the other processes, for
+    the graph of one rank. ``compiled``: the functions that XLA compiles.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Operations:
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
+        ordered = _order_by_calls(graph)
         functions = {}
         for built in self._branches:
             function, every = built.function, {**library, **built.library}
@@ -50,7 +53,7 @@ class Operations:
             if name in compiled:
                 functions[name] = build_compiled_function(function, constants, every, compiled[name])
             else:
-                whole = name not in inlined and (not inline or calls[name] > 1)
+                whole = name in ordered or (name not in inlined and (not inline or calls[name] > 1))
                 functions[name] = build_function(function, constants, every, whole=whole)
         self._context = Context(graph, bindings, functions, ranks)
 
@@ -123,6 +126,16 @@ def _timestamp(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _stack_timestamps(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.stack(inputs)], []
+
+
+def _order_by_calls(graph: Graph) -> set[str]:
+    """Return the functions of the stages whose backward writes variables."""
+    stages = {
+        function.name.partition("/")[0]
+        for function in graph.functions
+        if OpName.BACKWARD in function.name and written_variables(function.graph)
+    }
+    return {function.name for function in graph.functions if function.name.partition("/")[0] in stages}
 
 
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(

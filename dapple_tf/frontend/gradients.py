@@ -8,7 +8,7 @@ backward graph before all forward graphs; then backward graphs in reverse order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.backward_writes import check_backward_writes
 from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.joined_moments import mark_joins
@@ -27,6 +28,8 @@ from graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
 from graph_passes.passes.backward import StageGradients
 from graph_passes.passes.partition import Stage, StageGraph
 
+_ACTING = (Effect.WRITE, Effect.SIDE)
+
 
 def differentiate(
     captured: Captured, stages: StageGraph, *, sparse: bool = True, scaled: bool = False
@@ -35,8 +38,8 @@ def differentiate(
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     ``scaled``: the gradients are those of the loss times a factor, from which a tail starts too.
-    Raises CaptureError for a tf.py_function between a trainable variable and the loss, and for a write in a custom
-    gradient that no gradient depends on.
+    Raises CaptureError for a tf.py_function between a trainable variable and the loss, and what
+    ``check_backward_writes`` raises.
     """
     tensors = CapturedTensors(captured)
     trained = _depend_on_training(captured)
@@ -47,12 +50,12 @@ def differentiate(
                 "micro-batches would take each other's gradients: write it in TensorFlow ops, or give "
                 "tf.numpy_function a tf.custom_gradient"
             )
-    known = len(captured.func_graph.get_operations())
     found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
     if stages.tail:
         with captured.func_graph.as_default(), tf.name_scope("tail_gradients"):
-            found.append(_differentiate_tail(captured, stages, tensors, trained, scaled))
+            result = _differentiate_tail(captured, stages, tensors, trained, scaled)
+        found.append(result)
         differentiated = {value for value, _ in found[0].boundary}
     for stage in reversed(stages.stages):
         with captured.func_graph.as_default(), tf.name_scope(f"stage{stage.index}_gradients"):
@@ -60,7 +63,6 @@ def differentiate(
         found.append(result)
         differentiated = {value for value, _ in result.boundary}
     found.reverse()
-    added = {op.name for op in captured.func_graph.get_operations()[known:]}
     with captured.func_graph.as_default():
         whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
         uses = find_uses([result.variables for result in found], captured.graph.by_name, whole) if sparse else {}
@@ -77,27 +79,12 @@ def differentiate(
             result.boundary,
             tuple((name, tensors.value(gradient)) for name, gradient in dense[i]),
             by_stage[i],
+            tuple(n.name for n in joint.nodes if n.effect in _ACTING and n.name in result.added),
         )
         for i, result in enumerate(found)
     )
-    _check_writes(captured, joint, gradients, added)
+    check_backward_writes(captured, joint, gradients)
     return joint, gradients
-
-
-def _check_writes(
-    captured: Captured, joint: Graph, gradients: Sequence[StageGradients], added: Collection[str]
-) -> None:
-    """Raise CaptureError if one of the nodes ``added`` writes a variable, and no gradient depends on it."""
-    results = [(*(value for _, value in of_stage.boundary), *of_stage.of_variables) for of_stage in gradients]
-    needed = ancestors(joint, [value.node for values in results for value in values])
-    for node in joint.nodes:
-        if node.effect is Effect.WRITE and node.name in added and node.name not in needed:
-            names = [name for name in node.strings("writes") if name in captured.variables]  # forward uses these too
-            raise CaptureError(
-                f"backward writes {', '.join(names) or 'a variable'} ({node.name!r}, {node.op}) in a custom gradient "
-                "or in tf.recompute_grad, and no gradient depends on it, so that no stage would do it: write it in the "
-                "loss itself; in place of tf.recompute_grad give recompute=True to the pipeline"
-            )
 
 
 def _calls_functions(graph: Graph) -> bool:
@@ -133,11 +120,15 @@ def _depend_on_training(captured: Captured) -> set[str]:
 
 @dataclass(frozen=True)
 class _StageResult:
-    """``seeds`` and ``boundary`` of ``StageGradients``; ``variables``: with tensors or IndexedSlices of the trace."""
+    """``seeds`` and ``boundary`` of ``StageGradients``; ``variables``: with tensors or IndexedSlices of the trace.
+
+    ``added``: the names of the ops of the trace that differentiation added.
+    """
 
     seeds: tuple[tuple[Value, str], ...] = ()
     boundary: tuple[tuple[Value, Value], ...] = ()
     variables: tuple[tuple[str, Any], ...] = ()
+    added: frozenset[str] = frozenset()
 
 
 def _differentiate_stage(
@@ -164,6 +155,7 @@ def _differentiate_stage(
     seeds = [
         tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
     ]
+    known = len(captured.func_graph.get_operations())
     stops = [tensors[value] for value in stage.inputs if captured.graph.type_of(value).dtype.differentiable]
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(
@@ -174,6 +166,7 @@ def _differentiate_stage(
         tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)),
         tuple((v, g) for v, g in zip(entering, values, strict=True) if g is not None),
         tuple((n, g) for n, g in zip(names, gradients[len(entering) :], strict=True) if g is not None),
+        _names_from(captured, known),
     )
 
 
@@ -189,6 +182,7 @@ def _differentiate_tail(
     names = [name for name in captured.trainable if name in needed]
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
+    known = len(captured.func_graph.get_operations())
     seeds = [tf.compat.v1.placeholder(tensors[loss].dtype, [], name="seed")] if scaled else []
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(tensors[loss], sources, grad_ys=seeds or None, stop_gradients=stops, name="gradients")
@@ -197,7 +191,13 @@ def _differentiate_tail(
         tuple((loss, tensors.value(seed).node) for seed in seeds),
         tuple((v, g) for v, g in zip(taken, values, strict=True) if g is not None),
         tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
+        _names_from(captured, known),
     )
+
+
+def _names_from(captured: Captured, known: int) -> frozenset[str]:
+    """Return the names of the ops of the trace after the first ``known``."""
+    return frozenset(op.name for op in captured.func_graph.get_operations()[known:])
 
 
 def _targets(captured: Captured, stages: StageGraph, stage: Stage, differentiated: Collection[Value]) -> list[Value]:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning, ExactnessError
-from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
@@ -84,13 +84,21 @@ def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
     return graph.replace(nodes=tuple(nodes))
 
 
-def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
-    reasons = dependence.exactness.undocumented
+def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact) -> None:
+    """React to undocumented ``reasons`` for which a step of the loss ``name`` would differ from one device's.
+
+    Raises ExactnessError, warns, or does nothing, as ``inexact`` says.
+    """
     if reasons and inexact == "error":
-        raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{Exactness(reasons)}")
+        table = Exactness(tuple(reasons))
+        raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{table}")
     if reasons and inexact == "warn":
-        message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(reasons)}"
+        message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(tuple(reasons))}"
         warnings.warn(message, DappleWarning, stacklevel=10)
+
+
+def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
+    report_exactness(name, dependence.exactness.undocumented, inexact)
     if dependence.grows and trains:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
         warnings.warn(message, DappleWarning, stacklevel=10)

@@ -20,7 +20,7 @@ from dapple_tf.errors import DappleWarning, LossError, UsageError
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
 from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.frontend.trace import report_exactness, trace_loss
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.traced_shapes import Key, TracedShapes
@@ -151,6 +151,7 @@ def compile_step(
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)
     planned = PlannedModel(model, plan, size)
+    _report_writes(planned, autoplan, compiled)
     return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch, model.signature))
 
 
@@ -164,6 +165,7 @@ def compile_for_rows(
     plan = fit_plan(autoplan.plan, samples)
     target.check_plan(autoplan.plan, plan, samples)
     planned = PlannedModel(last.planned.model, plan, samples, local=True)
+    _report_writes(planned, autoplan, compiled)
     return CompiledStep(planned, find_program(planned, target, variant, compiled, "local"), last.form)
 
 
@@ -181,7 +183,7 @@ def find_program(
     ``kinds``: what kind of program it is, for the announcement to other ranks.
     """
     model, plan, local = planned.model, planned.plan, planned.local
-    key = (id(model), plan.micro_batches, plan.replicas, variant, local)
+    key = (*_plan_key(planned), variant, local)
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
@@ -192,6 +194,18 @@ def find_program(
             choose = None if compiled.xla is None else compiled.xla.chooser(planned)
             compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local, choose=choose)
     return compiled.programs[key]
+
+
+def _plan_key(planned: PlannedModel) -> tuple[int, int, tuple[int, ...]]:
+    return id(planned.model), planned.plan.micro_batches, planned.plan.replicas
+
+
+def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
+    """React to writes in backward that this plan repeats: refuse them, or warn once for each M and replicas."""
+    model = planned.model
+    if model.backward_writes and not any(key[:3] == _plan_key(planned) for key in compiled.programs):
+        writes = planned.exactness.reasons[len(model.exactness.reasons) :]
+        report_exactness(model.graph.name, writes, autoplan.inexact)
 
 
 def _warn_of_untrained(model: StagedModel) -> None:

@@ -114,7 +114,7 @@ class PipelinedStep:
 
         Empty for most models. UsageError before the first batch.
         """
-        return self._compiled_last().planned.model.exactness
+        return self._compiled_last().planned.exactness
 
     @property
     def build_times(self) -> dict[str, float]:

@@ -106,7 +106,7 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
         return compare(found, wanted, lambda g: undone(lambda: apply(g)), state, _coarsest_tolerance(model))
 
     plain = compare_with(undone(lambda: one.train(batch)))
-    exactness = model.exactness
+    exactness = planned.exactness
     if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # with a tail, parts have no loss
         return Report(plan, plain, exactness)
     if model.statistics:

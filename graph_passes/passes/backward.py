@@ -6,6 +6,7 @@ Here it is cut into the two functions, and the *stash* is found: the values of f
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,13 +54,15 @@ class StageGradients:
 
     ``seeds``: (output of the stage, the placeholder of its gradient); ``boundary``: (tensor that enters the stage, its
     gradient); ``variables``: (variable, its gradient), where it is dense; ``slices``: the uses of variables whose
-    gradient is sparse.
+    gradient is sparse. ``acting``: the nodes added by differentiation that write variables or act on the outside world
+    (prints and checks of a custom gradient).
     """
 
     seeds: tuple[tuple[Value, str], ...] = ()
     boundary: tuple[tuple[Value, Value], ...] = ()
     variables: tuple[tuple[str, Value], ...] = ()
     slices: tuple[SparseUse, ...] = ()
+    acting: tuple[str, ...] = ()
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -86,9 +89,9 @@ def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[
     used: set[Value] | None = None
     for found in gradients:
         boundary = tuple((x, g) for x, g in found.boundary if used is None or x in used)
-        needed = ancestors(joint, [g.node for g in (*(g for _, g in boundary), *found.of_variables)])
+        needed = ancestors(joint, [g.node for g in (*(g for _, g in boundary), *found.of_variables)] + [*found.acting])
         seeds = tuple((value, name) for value, name in found.seeds if name in needed)
-        pruned.append(StageGradients(seeds, boundary, found.variables, found.slices))
+        pruned.append(dataclasses.replace(found, seeds=seeds, boundary=boundary))
         used = {value for value, _ in seeds}
     return tuple(pruned)
 
@@ -110,19 +113,20 @@ def _split_stage(
     foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
     result_ports, results = _forward_results(stages, stage, joint)
     acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    floating = stages.floating - _changed_by_backward(stages, joint)
     foreign |= stages.once  # computed once a step, by a function of its own
     forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
 
     outside = foreign | {placeholder for _, placeholder in gradients.seeds}
     gradient_values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
-    roots = [value.node for value in gradient_values if value not in stage.inputs]
+    roots = [*(value.node for value in gradient_values if value not in stage.inputs), *gradients.acting]
     needed = ancestors(joint, roots, stop=outside)
-    small = _find_small(joint, needed - forward, forward | stages.floating | stages.once, stage.inputs)
+    small = _find_small(joint, needed - forward, forward | floating | stages.once, stage.inputs)
     forward |= ancestors(joint, small, stop=foreign)
     backward = needed - forward
     # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
-    used = ancestors(joint, [*backward, *roots], stop=outside | (forward - stages.floating))
-    repeated = (used & forward & stages.floating) - _from_args(joint)
+    used = ancestors(joint, [*backward, *roots], stop=outside | (forward - floating))
+    repeated = (used & forward & floating) - _from_args(joint)
     backward |= repeated
 
     stash = _find_stash(joint, backward, forward - repeated, stage.inputs, gradient_values)
@@ -141,6 +145,16 @@ def _split_stage(
     name = at(stage.index, what=OpName.BACKWARD)
     port_of = _port_of(name, joint, backward, stages, stage, entering)
     return forward_function, extract_function(name, joint, backward, port_of, backward_ports, gradient_values)
+
+
+def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
+    """Return the nodes that depend on a variable that backward writes: backward must not compute them again."""
+    added = [node for node in joint.nodes if node.name not in stages.graph.by_name and node.effect is Effect.WRITE]
+    found = {name for node in added for name in node.strings("writes")}
+    for node in joint.nodes:
+        if not found.isdisjoint(value.node for value in node.inputs):
+            found.add(node.name)
+    return found
 
 
 def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:

@@ -32,7 +32,7 @@ def build_tail(stages: StageGraph, joint: Graph, gradients: StageGradients) -> F
     ports = [Port(role, label, joint.type_of(value)) for role, label, value in outputs]
     ports += [port for use in gradients.slices for port in use.ports]
     values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
-    acting = [n for n in stages.tail if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    acting = [n for n in stages.tail if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)] + [*gradients.acting]
     stop = {value.node for value in frontier} - stages.tail | stages.once | seeds
     members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
 

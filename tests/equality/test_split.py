@@ -154,7 +154,12 @@ def test_side_effects_of_a_custom_gradient_happen_once_and_in_order() -> None:
             matrix.assign(value)
         done.clear()
         step = dapple.pipeline(
-            loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=["second"], micro_batches=3, schedule=schedule
+            loss_fn,
+            optimizer=keras.optimizers.SGD(0.1),
+            stages=["second"],
+            micro_batches=3,
+            schedule=schedule,
+            inexact="allow",  # one device writes the counter once
         )
         step(*data(6))
         found[schedule] = (list(done), counter.numpy(), [matrix.numpy().tolist() for matrix in matrices])

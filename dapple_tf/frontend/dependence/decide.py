@@ -122,7 +122,8 @@ class _Decision:
         for name in self.analysis.batch_norms:
             self._add(Inexactness(name, why, remedy, documented=True))
         for node in self.analysis.hidden_draws:
-            if node.name in self.live:
+            nested = self.graph.by_name.get(node.name) is not node  # in a custom gradient or a loop
+            if nested or node.name in self.live:
                 why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"
                 self._add(Inexactness(_layer(node), why, _DRAW, documented=True))
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
