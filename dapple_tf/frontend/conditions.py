@@ -13,7 +13,7 @@ from typing import Any
 from dapple_tf import internals
 from dapple_tf.frontend.read_graph import read_graph
 from graph_passes.ir.conditions import BRANCHES, guarded
-from graph_passes.ir.graph import Control, Effect, FunctionRef, Graph, Node, Value, attributes, topological
+from graph_passes.ir.graph import Control, Effect, FunctionRef, Graph, Node, Value, ancestors, attributes, topological
 
 _USES = (Effect.READ, Effect.WRITE)
 _ORDER = "effect: in the order of the trace"
@@ -22,7 +22,7 @@ _ORDER = "effect: in the order of the trace"
 def open_conditions(graph: Graph, func_graph: Any) -> Graph:
     """Return ``graph``, read from ``func_graph``, with its conditions that write variables open, nested ones too.
 
-    A condition whose results other ops take stays as it is. Where one is opened, all ops that use a variable are
+    A condition whose results are used stays as it is. Where one is opened, all ops that use a variable are
     ordered as in the trace, variable by variable: a condition as a whole was ordered after all that it uses.
     """
     library = dict(graph.library)
@@ -34,10 +34,16 @@ def open_conditions(graph: Graph, func_graph: Any) -> Graph:
 
 def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> list[Node]:
     """Return the nodes of ``graph``, those of branches after the markers; ``library`` gets what the branches call."""
-    consumed = {value.node for node in graph.nodes for value in node.inputs}
+    acting = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
+    live = ancestors(graph, [*(value.node for value in graph.outputs), *acting])
+    consumed = {value.node for node in graph.nodes if node.name in live for value in node.inputs}
     opened = {n.name for n in graph.nodes if n.op == "If" and n.effect == Effect.WRITE and n.name not in consumed}
     result: list[Node] = []
+    unused = set(opened)  # the nodes that only pass on a result: a marker has none
     for node in graph.nodes:
+        if node.name not in live and not unused.isdisjoint(value.node for value in node.inputs):
+            unused.add(node.name)
+            continue
         node = dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in opened))
         if node.name not in opened:
             result.append(node)

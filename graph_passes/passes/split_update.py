@@ -20,6 +20,8 @@ from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, an
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
 
+_ALONE = "use an optimizer that updates each variable by itself"
+_CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
 _GRADIENT_ROLES: Mapping[str, Role] = {"gradient": "gradient", "slices": "slices", "indices": "indices"}
 
 
@@ -86,7 +88,7 @@ def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> 
         if len(owners) > 1:
             raise PartitionError(
                 f"the optimizer's op {name!r} ({node.op}) updates variables of stages {sorted(owners)} at once, so "
-                "it cannot run where they live: use an optimizer that updates each variable by itself"
+                f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}"
             )
         if not owners:
             found = {stage for target in targets for stage in terms.slots.get(target, set())}

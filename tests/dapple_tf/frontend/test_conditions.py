@@ -118,6 +118,28 @@ def test_a_condition_whose_results_are_used_or_that_writes_nothing_stays_closed(
     assert len([node for node in graph.nodes if node.op in ("If", "StatelessIf")]) == 2
 
 
+def test_a_condition_whose_result_nobody_uses_is_open() -> None:
+    """tf.cond passes its result on through an Identity, and that of a nested one is what the outer one returns."""
+    v, w = tf.Variable(1.0), tf.Variable(7.0)
+
+    def update(x: Any) -> None:
+        def write(value: Any) -> Any:
+            w.assign(value)
+            return v.assign_add(value, read_value=True)
+
+        tf.cond(x > 0.0, lambda: tf.cond(x > 1.0, lambda: write(x), lambda: write(-x)), lambda: 3.0 * v)
+
+    graph = traced(update, v=v, w=w)
+    verify(graph)
+    assert not [node for node in graph.nodes if node.op == "If" and not is_marker(node)]
+    run(graph, 4.0, v=v, w=w)
+    assert (v.numpy(), w.numpy()) == (5.0, 4.0)
+    run(graph, 0.5, v=v, w=w)
+    assert (v.numpy(), w.numpy()) == (4.5, -0.5)
+    run(graph, -1.0, v=v, w=w)
+    assert (v.numpy(), w.numpy()) == (4.5, -0.5)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_update_of_a_loss_scale_optimizer_has_nothing_closed(count: int) -> None:
     variables = {f"w{i}": tf.Variable(np.ones(2, np.float32), name=f"w{i}") for i in range(count)}

@@ -156,6 +156,11 @@ def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
         cut("%both = FusedUpdate(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
 
 
+def test_the_error_of_a_condition_says_how_it_can_be_cut() -> None:
+    with refused(PartitionError, "let no op use what this tf.cond returns"):
+        cut("%both = If(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
+
+
 def test_an_identity_n_of_all_gradients_does_not_connect_the_stages() -> None:
     """Keras passes all gradients through one."""
     updates = cut(
