@@ -82,6 +82,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
     ),
     "two ranks that save a scaled loss": JobLaunch(2, [("scaled_checkpoint", ["{folder}/saved"])]),
+    "two ranks that release": JobLaunch(2, [("released", [])]),
     "two ranks that verify": JobLaunch(2, [("verified", QUICK_VERIFIED)]),
     "two ranks that verify other models": JobLaunch(2, [("verified", OTHER_VERIFIED)]),
     # Profiling takes longer than the time after which a silent rank is given up.
