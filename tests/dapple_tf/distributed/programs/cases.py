@@ -439,6 +439,7 @@ CASES: dict[str, Case] = {
     "skips": Case(Chain(skips={1: 0, 3: 0}), batches(), layout(1, 1, 1)),
     "skips over two stages": Case(Chain(skips={3: 1, 2: 0}), batches(), layout(1, 2, 1)),
     "skips, tied": Case(Chain(skips={3: 0}, tied={2: 0}), batches(), layout(1, 1, 1, 1, micro_batches=4)),
+    "compiled, 1:1": Case(Chain(skips={3: 0}), batches(), layout(1, 1, jit_compile=True)),
     "loss scaling": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 1), unused=OUTER),
     "loss scaling, 2:1": Case(Chain(tied={3: 0}, make_optimizer=loss_scaling), overflowing, layout(2, 1), unused=OUTER),
     "loss scaling, 1:2:1": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 2, 1), unused=OUTER),
