@@ -1,4 +1,4 @@
-"""The cost of Keras's ``fit`` over a bare loop of steps, and of a data set that takes as long as the step."""
+"""Compare Keras's ``fit`` with a bare loop of steps, and ``fit`` on a slow data set with ``fit`` on data in memory."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class StagedModel:
     functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
     optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
 
-    Interface: ``signature``, the specs of the batch's flattened tensors, axis 0 unknown, and ``example``, the same with
-    all inner lengths known, those of the batch for which it was traced; ``aux``, the nesting of the
+    Interface: ``signature``, the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown,
+    and ``example``, the same with the inner lengths of the batch for which it was traced; ``aux``, the nesting of the
     aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
     ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
     device's.
@@ -405,7 +405,7 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
-    whole = run_passes(whole, [ShareStatistics()], observers)  # cuts calls: after all passes that look at whole ones
+    whole = run_passes(whole, [ShareStatistics()], observers)  # after all passes that expect whole calls
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.

@@ -23,8 +23,8 @@ PHASES = {
 class BuildTimes:
     """Seconds that the phases of building steps took, over all builds.
 
-    A build ends with its first run. One whose phases take longer than ``quiet_seconds`` prints a line on stderr for its
-    phase of that moment and for each later one, unless ``silent``.
+    A build's seconds are counted from the last first run on. Once they exceed ``quiet_seconds``, a line on stderr names
+    the present phase, and each later one as it begins, unless ``silent``.
     """
 
     def __init__(self, *, quiet_seconds: float = 3.0, silent: bool = False) -> None:

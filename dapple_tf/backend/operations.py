@@ -26,8 +26,9 @@ class Operations:
     """The handlers for one pipelined graph, whose stage functions are built.
 
     ``inline``: whether TensorFlow may inline stage functions that are called once (see ``build_function``); it may
-    always inline those whose calls have the attribute ``inline``, and none of a stage whose backward writes variables:
-    a call of these is one op, which waits for all its inputs. ``ranks``: communication with the other processes, for
+    always inline those whose calls have the attribute ``inline``. It may inline no function of a stage whose backward
+    writes variables: a call that is one op waits for all its inputs, so backward cannot write before forward has read.
+    ``ranks``: communication with the other processes, for
     the graph of one rank. ``compiled``: the functions that XLA compiles.
     """
 
@@ -45,7 +46,7 @@ class Operations:
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
-        ordered = _order_by_calls(graph)
+        ordered = _never_inlined(graph)
         functions = {}
         for built in self._branches:
             function, every = built.function, {**library, **built.library}
@@ -128,8 +129,8 @@ def _stack_timestamps(context: Context, node: Node, inputs: list[Any]) -> Outcom
     return [tf.stack(inputs)], []
 
 
-def _order_by_calls(graph: Graph) -> set[str]:
-    """Return the functions of the stages whose backward writes variables."""
+def _never_inlined(graph: Graph) -> set[str]:
+    """Return the names of all functions of the stages whose backward writes variables."""
     stages = {
         function.name.partition("/")[0]
         for function in graph.functions

@@ -86,7 +86,7 @@ class FailureDetector:
         peer.status, peer.left_after = status, status.collective_calls
 
     def note_finished(self, rank: int) -> None:
-        """Note that Horovod has ended on another rank."""
+        """Note that Horovod has ended on another rank; from rank 0, that it has ended on all."""
         self._peers[rank].finished = True
 
     def note_report(self, report: FailureReport, now: float) -> None:

@@ -114,18 +114,18 @@ class Watchdog:
 
         They leave together because Horovod ends on all ranks when it ends on one, and since rank 0 may still find that
         their last calls differ: then the process ends here, with an error. A rank that has failed waits only until the
-        others have heard of it. Horovod, which waits for all ranks too, ends here while they are still watched; and a
-        rank may be stopped in that: so no process ends before Horovod has ended on all.
+        others have heard of it. Horovod's end, which waits for all ranks too, comes before the watchdog's, so that a
+        rank that is stopped during it is still noticed. No process ends before Horovod has ended on all ranks.
         """
         self._run_in_thread(self._announce_leave)
         if self._detector.error_reported:
             self._may_leave.wait(_OWN_EXIT_SECONDS)
-        elif not self._wait_for_others(self._may_leave):
+        elif not self._wait_for_others(self._may_leave, "all ranks have made the same calls"):
             return
         if self._detector.agreed:
             _end_exchanges()
             self._run_in_thread(self._announce_finished)
-            if not self._wait_for_others(self._may_finish):
+            if not self._wait_for_others(self._may_finish, "Horovod has ended on all ranks"):
                 return
         self._exit.ending = True
         self.signals.wake()
@@ -136,13 +136,14 @@ class Watchdog:
         self._transport.close()
         self.signals.close()
 
-    def _wait_for_others(self, event: threading.Event) -> bool:
-        """Wait for an event that the thread sets; return False if the thread has failed, which ends the process."""
+    def _wait_for_others(self, event: threading.Event, unknown: str) -> bool:
+        """Wait until the watchdog's thread sets ``event``, or an error of this rank is reported.
+
+        If the thread has failed, end the process with an error that says what is ``unknown``, and return False.
+        """
         while not self._detector.error_reported and not event.wait(_CHECK_SECONDS):
             if not self._thread.is_alive():
-                print_line(
-                    f"rank {self._rank} ends: its watchdog has failed, so it is not known whether all ranks agree."
-                )
+                print_line(f"rank {self._rank} ends: its watchdog has failed, so it is not known whether {unknown}.")
                 self._exit.end(1)
                 return False
         return True

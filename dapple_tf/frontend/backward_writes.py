@@ -1,7 +1,7 @@
 """Writes of variables in backward: in a custom gradient, or in what tf.recompute_grad calls again.
 
 On one device they happen once a step, in the order of the program. In a pipeline they happen once for each micro-batch
-and replica, and ordered only by what depends on them.
+and replica, in an order that only data and control edges fix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_backward_writes(captured: Captured, joint: Graph, gradients: Sequence[
             if node.name not in needed:
                 raise CaptureError(
                     f"{_describe(captured, node)} in a custom gradient or in tf.recompute_grad, and no gradient "
-                    "depends on it, so that no stage would do it: write it in the loss itself; in place of "
-                    "tf.recompute_grad give recompute=True to the pipeline"
+                    "depends on that write, so its order among the other ops of backward is not known: write the "
+                    "variable in the loss itself; in place of tf.recompute_grad give recompute=True to the pipeline"
                 )
         others = [_needed(joint, other) for j, other in enumerate(gradients) if j != i]
         for node in writes:
@@ -57,7 +57,7 @@ def find_write_reasons(
                     f"{what} in a custom gradient, and other stages use that variable: cut the model elsewhere, or "
                     "write it in the loss itself"
                 )
-            why = f"{what} once for each micro-batch and replica, and one device once a step"
+            why = f"{what} once for each micro-batch and replica; one device writes it once a step"
             found.append((stage, Inexactness(node.name, why, _REMEDY)))
     return tuple(found)
 
@@ -76,9 +76,10 @@ def _needed(joint: Graph, of_stage: StageGradients) -> set[str]:
 def _check_order(
     captured: Captured, joint: Graph, write: Node, needed: Collection[str], others: Sequence[Collection[str]]
 ) -> None:
-    """Raise CaptureError if another node of backward uses a variable of ``write``, and neither depends on the other.
+    """Raise CaptureError if other ops of backward use a variable of ``write`` in an order that is not known.
 
-    ``needed``: the nodes of the write's stage; ``others``: those of the other stages.
+    On the write's stage: an op that a gradient depends on, where neither it nor the write depends on the other. On
+    another stage: any such op. ``needed``: the nodes of the write's stage; ``others``: those of the other stages.
     """
     written, before = set(write.strings("writes")), ancestors(joint, [write.name])
     for node in joint.nodes:
@@ -90,8 +91,8 @@ def _check_order(
         if (node.name in needed and not ordered) or any(node.name in other for other in others):
             raise CaptureError(
                 f"{_describe(captured, write)} in a custom gradient, and {node.name!r} ({node.op}) uses it in backward "
-                "too, in an order that is not known: compute with what assign(..., read_value=True) returns, in that "
-                "custom gradient only"
+                "too, in an order that is not known: use the value that assign(..., read_value=True) returns, not "
+                "another read of the variable, and only in that custom gradient"
             )
 
 

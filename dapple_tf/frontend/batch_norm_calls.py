@@ -18,7 +18,8 @@ def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:
     """Return the nodes by which batch norm layers write moving statistics of each micro-batch.
 
     Raises CaptureError if another node writes such statistics: the layer's call is hidden in it; and if such a layer
-    computes with the number of its samples, which is not that of those its statistics are taken over. ``choice``: the
+    computes with the number of its samples: each call sees those of one micro-batch on one replica, and the statistics
+    are taken over more. ``choice``: the
     value of ``batch_norm`` that needs to see the call.
     """
     assert captured.dependence is not None, "the analysis tells which layers normalise each micro-batch"
@@ -45,7 +46,7 @@ def _check_seen(captured: Captured, writes: Sequence[Node], choice: BatchNorm) -
 
 
 def _check_sizes(graph: Graph, kinds: Mapping[Value, Kind], writes: Sequence[Node], choice: BatchNorm) -> None:
-    """Raise CaptureError if a layer with one of the ``writes`` makes a number of the length of an axis with samples."""
+    """Raise CaptureError if a layer with one of the ``writes`` computes a float from the length of a batch axis."""
     calls, live = {node.integer("batch_norm") for node in writes}, live_nodes(graph)
     for node in graph.nodes:
         if node.name not in live or not node.has("batch_norm") or node.integer("batch_norm") not in calls:
@@ -54,11 +55,11 @@ def _check_sizes(graph: Graph, kinds: Mapping[Value, Kind], writes: Sequence[Nod
         if any(kinds[value].form is Form.SIZE for value in numbers):
             raise CaptureError(
                 f"batch_norm={choice!r}: layer {layer_of(node)!r} computes with the number of its samples "
-                f"({node.name!r}, {node.op}), and its statistics are of more samples than it sees: take "
-                "batch_norm='micro-batch'"
+                f"({node.name!r}, {node.op}): it sees those of one micro-batch on one replica, and its statistics are "
+                "taken over more. Take batch_norm='micro-batch', or a layer that does not use that number"
             )
 
 
 def layer_of(node: Node) -> str:
-    """Return the name of the layer that a batch norm's node is of."""
+    """Return the name of the layer that made this node of a batch norm's call."""
     return node.string("layer" if node.has("layer") else "within")

@@ -72,7 +72,8 @@ def _weight(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> A
 def count_entries(layer: keras.layers.BatchNormalization, inputs: Any, dtype: tf.DType) -> Any:
     """Return how many entries each channel of ``inputs`` has.
 
-    It is a sum over the axes of unknown length: a length that becomes a float would be that of the whole batch.
+    Along axes of unknown length it sums ones. The length itself must not be used: the analysis replaces a length that
+    is cast to a float by that of the whole batch.
     """
     channels, lengths = layer.axis % inputs.shape.rank, inputs.shape.as_list()
     first_entries = inputs[tuple(slice(None) if length is None else slice(0, 1) for length in lengths)]

@@ -265,8 +265,8 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
         elif outside.dtype == tf.resource and (misuse := find_misuse(placeholder)):
             raise CaptureError(
                 f"{name} uses a resource that is neither a tf.Variable nor a lookup table that it only reads "
-                f"({placeholder.name}, by {misuse}; a dataset, iterator or table that is written?): pass what it gives "
-                "as an argument instead"
+                f"({placeholder.name}, used by the op {misuse}; perhaps a dataset, an iterator, or a table that is "
+                "written): pass the values that it gives as an argument instead"
             )
         else:
             label = f"capture/{len(found.constants)}"

@@ -27,19 +27,22 @@ def open_conditions(graph: Graph, func_graph: Any) -> Graph:
     """
     library = dict(graph.library)
     nodes = _open(graph, func_graph, library)
-    if len(nodes) == len(graph.nodes):
+    if not any(node.has("open") for node in nodes):
         return graph
     return graph.replace(nodes=topological(_order(nodes)), library=tuple(sorted(library.items())))
 
 
 def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> list[Node]:
-    """Return the nodes of ``graph``, those of branches after the markers; ``library`` gets what the branches call."""
+    """Return the nodes of ``graph``: each opened condition becomes a marker, followed by the nodes of its branches.
+
+    Nodes that only use its result, and that nothing needs, are left out. ``library`` gets what the branches call.
+    """
     acting = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
     live = ancestors(graph, [*(value.node for value in graph.outputs), *acting])
     consumed = {value.node for node in graph.nodes if node.name in live for value in node.inputs}
     opened = {n.name for n in graph.nodes if n.op == "If" and n.effect == Effect.WRITE and n.name not in consumed}
     result: list[Node] = []
-    unused = set(opened)  # the nodes that only pass on a result: a marker has none
+    unused = set(opened)  # nodes to leave out: they take a result of an opened condition, which has none
     for node in graph.nodes:
         if node.name not in live and not unused.isdisjoint(value.node for value in node.inputs):
             unused.add(node.name)

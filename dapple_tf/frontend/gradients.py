@@ -155,7 +155,7 @@ def _differentiate_stage(
     seeds = [
         tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
     ]
-    known = len(captured.func_graph.get_operations())
+    before = len(captured.func_graph.get_operations())
     stops = [tensors[value] for value in stage.inputs if captured.graph.type_of(value).dtype.differentiable]
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(
@@ -166,7 +166,7 @@ def _differentiate_stage(
         tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)),
         tuple((v, g) for v, g in zip(entering, values, strict=True) if g is not None),
         tuple((n, g) for n, g in zip(names, gradients[len(entering) :], strict=True) if g is not None),
-        _names_from(captured, known),
+        _added_since(captured, before),
     )
 
 
@@ -182,7 +182,7 @@ def _differentiate_tail(
     names = [name for name in captured.trainable if name in needed]
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
-    known = len(captured.func_graph.get_operations())
+    before = len(captured.func_graph.get_operations())
     seeds = [tf.compat.v1.placeholder(tensors[loss].dtype, [], name="seed")] if scaled else []
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(tensors[loss], sources, grad_ys=seeds or None, stop_gradients=stops, name="gradients")
@@ -191,13 +191,13 @@ def _differentiate_tail(
         tuple((loss, tensors.value(seed).node) for seed in seeds),
         tuple((v, g) for v, g in zip(taken, values, strict=True) if g is not None),
         tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
-        _names_from(captured, known),
+        _added_since(captured, before),
     )
 
 
-def _names_from(captured: Captured, known: int) -> frozenset[str]:
-    """Return the names of the ops of the trace after the first ``known``."""
-    return frozenset(op.name for op in captured.func_graph.get_operations()[known:])
+def _added_since(captured: Captured, before: int) -> frozenset[str]:
+    """Return the names of the ops that were added to the trace when it had ``before`` ops."""
+    return frozenset(op.name for op in captured.func_graph.get_operations()[before:])
 
 
 def _targets(captured: Captured, stages: StageGraph, stage: Stage, differentiated: Collection[Value]) -> list[Value]:

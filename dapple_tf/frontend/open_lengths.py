@@ -1,7 +1,7 @@
 """Inner lengths that one trace leaves unknown, as a tf.function with an ``input_signature`` does: one build serves all.
 
-What the analysis of a loss decides is found at the lengths of the first batch. It serves all lengths only if it is the
-same at other ones.
+The analysis of a loss is made at the lengths of the first batch. One build serves all lengths only if the analysis
+decides the same at longer and at shorter ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.result import BatchDependence
 
-_OTHER_LENGTHS = (1, -1)  # added to those of the batch: a model may have a longest, or a shortest
+_OTHER_LENGTHS = (1, -1)  # added to each unknown length of the batch; at both the analysis must find the same
 
 
 def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.TensorSpec, ...]:
-    """Return the specs of a batch's tensors, in which lengths that the function's ``input_signature`` leaves are None.
+    """Return the specs of a batch's tensors, with None for each length that is None in its ``input_signature``.
 
-    The specs are returned as they are where there is no such signature, or it does not fit: tracing will say so.
+    A spec stays as it is where the signature is missing, gives no rank, or does not fit; tracing reports a misfit.
     """
     declared = tf.nest.flatten(internals.input_signature(function)) if internals.is_tf_function(function) else []
     if len(declared) != len(specs):
@@ -67,7 +67,7 @@ def _other(length: int, added: int) -> int:
 
 
 def _equal(one: BatchDependence, other: BatchDependence) -> bool:
-    """Return whether all decisions are the same; ``kinds`` are what they were derived from."""
+    """Return whether both make the same decisions; ``kinds``, from which these follow, are not compared."""
     names = [field.name for field in dataclasses.fields(BatchDependence) if field.name != "kinds"]
     return all(_same(getattr(one, name), getattr(other, name)) for name in names)
 

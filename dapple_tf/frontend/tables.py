@@ -13,14 +13,14 @@ TABLE_READS = frozenset({FIND, "LookupTableSizeV2", "LookupTableExportV2"})
 """The ops that read a lookup table and do not change it."""
 
 # Ops whose first input is no argument of the functions that they call.
-_CHOOSING = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_CONDITIONALS = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
 def with_known_shapes(graph: Graph) -> Graph:
-    """Return the graph, to infer shapes from, in which what is looked up has as many entries as there are keys.
+    """Return a copy of the graph for shape inference, in which the result of a lookup has the shape of its keys.
 
-    TensorFlow gives a lookup its shape in Python, when it is traced; the op alone has none. A lookup is replaced by a
-    tensor of equal defaults. Lookups of vectors, and by vectors, stay as they are.
+    TensorFlow gives a lookup its shape in Python, when it is traced; the op alone has none. A lookup is replaced by its
+    default, broadcast to the shape of the keys. Lookups of vectors, and by vectors, stay as they are.
     """
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -54,7 +54,7 @@ def find_misuse(tensor: Any) -> str | None:
         if op.type == "Identity":
             found = find_misuse(op.outputs[0])
         else:
-            position = index - (op.type in _CHOOSING)
+            position = index - (op.type in _CONDITIONALS)
             inner = [internals.function_graph(tensor.graph, name).inputs[position] for name in _called(op)]
             found = next(filter(None, map(find_misuse, inner)), None) if inner else op.type
         if found:

@@ -45,8 +45,8 @@ def trace_loss(
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
     the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
-    ``BatchNorm``. ``trains``, ``signature``: see ``capture``; inner lengths that the signature leaves unknown are those
-    of the batch after all where the rewriting depends on them.
+    ``BatchNorm``. ``trains``, ``signature``: see ``capture``. Where that rewriting depends on inner lengths that the
+    signature leaves unknown, the loss is traced for the lengths of the batch instead.
 
     Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would
     differ from one device's and ``inexact`` is "error".

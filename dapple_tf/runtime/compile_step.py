@@ -86,7 +86,7 @@ class CompiledSteps:
     xla: Xla | None = None
 
     def add(self, key: Key, model: StagedModel) -> None:
-        """Keep a new trace for batches of this key; one that is dropped for it takes its programs along."""
+        """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
         dropped = self.models.add(key, model)
         for program in [program for program in self.programs if program[0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))

@@ -35,7 +35,8 @@ class Forward:
     norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
 
     Traces are made anew once training has a plan, so that variables need not move. ``homes``: where variables were
-    before any program of the training step, or of this, moved them. ``times``: of builds.
+    before any program of the training step, or of this, moved them. ``times``: of all builds of the training
+    step and its forward runs.
     """
 
     function: Callable[..., Any]

@@ -118,7 +118,7 @@ class PipelinedStep:
 
     @property
     def build_times(self) -> dict[str, float]:
-        """Wall seconds that building took, by phase, over all shapes, batch sizes and variants, and forward runs.
+        """Wall seconds that building took, by phase, over all shapes, batch sizes, variants and forward runs.
 
         The phases, in their order: trace, layers, profile (and plan), differentiate, passes, emit, first run. Those
         that have not run are left out.

@@ -1,4 +1,4 @@
-"""Which trace serves a batch: traces are kept by the shapes of their batches, up to a limit."""
+"""Keep the traces of a loss, up to a limit, and find the one that serves a batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import DappleWarning
 
 MOST_TRACES = 16
-"""The traces that are kept for one loss: a further one takes the place of the one that ran longest ago."""
+"""The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""
 
-_TELLING = 3  # the trace for further lengths of one batch at which a user is told
+_WARN_AT = 3  # so many traces that differ only in inner lengths give a warning
 
 Key = tuple[str, tuple[tf.TensorSpec, ...]]
 """The nesting of a batch's arguments, and the specs of its flattened tensors (see ``batch_key``)."""
@@ -26,7 +26,7 @@ class TracedShapes:
     """The traces of one loss by the batches that they serve, in the order of their last use."""
 
     _models: dict[Key, StagedModel] = field(default_factory=dict)
-    _told: bool = False
+    _warned: bool = False
 
     def __len__(self) -> int:
         """Return the number of traces that are kept."""
@@ -37,10 +37,10 @@ class TracedShapes:
         return list(self._models.values())
 
     def find(self, key: Key) -> StagedModel | None:
-        """Return the trace that serves batches of this key: of their shapes, or with unknown inner lengths."""
+        """Return the trace for batches of this key, made for their shapes or with unknown inner lengths, or None."""
         for kept in [key, *self._models]:
             if kept in self._models and _serves(kept, key):
-                model = self._models[kept] = self._models.pop(kept)  # the last one is used last
+                model = self._models[kept] = self._models.pop(kept)  # moved to the end: it is used last
                 return model
         return None
 
@@ -52,8 +52,8 @@ class TracedShapes:
         self._models[key[0], model.signature] = model
         dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
         alike = [kept for kept in self._models if _is_alike(kept, key)]
-        if len(alike) >= _TELLING and not self._told:
-            self._told = True
+        if len(alike) >= _WARN_AT and not self._warned:
+            self._warned = True
             warnings.warn(_advice(alike, key), DappleWarning, stacklevel=7)
         return dropped
 
@@ -65,17 +65,18 @@ def _serves(kept: Key, key: Key) -> bool:
 
 def _is_alike(kept: Key, key: Key) -> bool:
     """Return whether the batches differ in inner lengths only."""
-    return kept[0] == key[0] and _kinds(kept[1]) == _kinds(key[1])
+    return kept[0] == key[0] and _dtypes_and_ranks(kept[1]) == _dtypes_and_ranks(key[1])
 
 
-def _kinds(specs: Sequence[tf.TensorSpec]) -> list[Any]:
+def _dtypes_and_ranks(specs: Sequence[tf.TensorSpec]) -> list[Any]:
     return [(spec.dtype, spec.shape.rank) for spec in specs]
 
 
 def _advice(alike: Sequence[Key], key: Key) -> str:
     return (
         f"the step has been built for {len(alike)} inner shapes of the batch, the last one "
-        f"{', '.join(str(spec.shape) for spec in key[1])}, and is built anew for each further one (the last "
-        f"{MOST_TRACES} are kept). Where the loss is a tf.function whose input_signature has None for a length that "
-        "varies (tf.TensorSpec([None, None], tf.int32)), one step serves all lengths; or pad batches to a few lengths"
+        f"{', '.join(str(spec.shape) for spec in key[1])}, and is built anew for each further one (the "
+        f"{MOST_TRACES} used last are kept). If the loss is a tf.function whose input_signature has None for a length "
+        "that varies (tf.TensorSpec([None, None], tf.int32)), and does not compute with that length, one build serves "
+        "all lengths; otherwise pad batches to a few lengths"
     )

@@ -15,7 +15,7 @@ def micro_batch_bounds(size: Any, micro_batch: Any, micro_batches: Any) -> tuple
 
 def share_bounds(begin: Any, end: Any, i: int, count: int) -> tuple[Any, Any]:
     """Return the first and the end of share ``i`` when the rows [begin, end) are shared between ``count`` replicas."""
-    if count == 1:  # as the formula says; a tensor would be an op for each of its steps
+    if count == 1:  # equal to the formula, which would add ops to the graph if the bounds are tensors
         return begin, end
     return begin + (end - begin) * i // count, begin + (end - begin) * (i + 1) // count
 

@@ -10,9 +10,9 @@ from graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 def verify(graph: Graph, verified: Graph | None = None) -> None:
     """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
-    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has been
-    verified; functions that are objects of it are not checked again. Raises GraphError naming the first node that
-    breaks an invariant.
+    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has
+    passed; Function objects that it shares with ``graph`` are not checked again. Raises GraphError naming the first
+    node that breaks an invariant.
     """
     known = {id(function) for function in verified.functions} if verified else set()
     _verify_nodes(graph)

@@ -65,7 +65,9 @@ def share_statistics(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A ``run_once`` in two: ``shared`` takes rows of the batch, ``own`` (None if nothing is left) does not.
+    """A ``run_once`` in two: ``shared`` computes the outputs that depend on rows of the batch, ``own`` all else.
+
+    ``own`` has the other outputs and all effects, and is None if there are none.
 
     ``shared_outputs`` and ``own_outputs``: the numbers of the whole function's outputs that each gives.
     """

@@ -152,5 +152,5 @@ def test_a_loss_that_reads_an_iterator_is_refused() -> None:
     numbers = iter(tf.data.Dataset.range(9))
     own = problem(lambda words: tf.strings.length(words) + tf.cast(numbers.get_next(), tf.int32))
     step = dapple.pipeline(own.loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2)
-    with pytest.raises(CaptureError, match=r"by IteratorGetNext.*pass what it gives"):
+    with pytest.raises(CaptureError, match=r"used by the op IteratorGetNext.*pass the values that it gives"):
         step(*batch(6))

@@ -1,8 +1,8 @@
 // The connection to one peer: a queue of messages to send, and the message that is being received.
 //
-// The socket never blocks. Tensors are sent from, and received into, their own memory, in pieces of at most kPieceBytes,
-// so that connections take turns. Where the peer can read this process's memory, it is told where large tensors are, and
-// copies them itself: the sender then computes while they are copied.
+// The socket never blocks. Tensors are sent from, and received into, their own memory, in pieces of at most
+// kPieceBytes, so that connections take turns. Where the peer can read this process's memory, it is told where large
+// tensors are, and copies them itself: the sender then computes while they are copied.
 
 #ifndef DAPPLE_TF_NATIVE_CHANNEL_H_
 #define DAPPLE_TF_NATIVE_CHANNEL_H_
@@ -95,17 +95,20 @@ class Channel {
   void ReceivePiece() {
     size_t budget = kPieceBytes;
     while (budget > 0) {
-      const Incoming::Gap gap = incoming_.Next();
-      const size_t size = std::min(gap.size, budget);
-      const ssize_t received = gap.address != 0 ? ReadMemory(process_, gap.address, gap.target, size)
-                                                : recv(fd_, gap.target, size, MSG_DONTWAIT);
+      const Incoming::Piece piece = incoming_.Next();
+      const size_t size = std::min(piece.size, budget);
+      const ssize_t received = piece.address != 0 ? ReadMemory(process_, piece.address, piece.target, size)
+                                                : recv(fd_, piece.target, size, MSG_DONTWAIT);
       if (received < 0 && errno == EINTR) continue;
       if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
       // ECONNRESET: it was closed with unread bytes.
       if (received == 0 || (received < 0 && errno == ECONNRESET)) return Close("the other end has closed it");
-      if (received < 0) return Close(std::strerror(errno));
+      if (received < 0) {
+        const char* what = piece.address != 0 ? "cannot copy a tensor from its memory: " : "";
+        return Close(absl::StrCat(what, std::strerror(errno)));
+      }
       budget -= received;
-      Incoming::State state = incoming_.Fill(received);
+      Incoming::State state = incoming_.Advance(received);
       if (state == Incoming::State::kComplete && !TakeMessage()) state = Incoming::State::kDamaged;
       if (state == Incoming::State::kDamaged) return Close("it has sent a damaged message");
     }
@@ -125,7 +128,7 @@ class Channel {
     epoll_ctl(epoll_, operation, fd_, &event);
   }
 
-  // Called with the lock held, as are the next two.
+  // Enqueue, SendPiece and UnsentParts are called with the lock held.
   void Enqueue(Outgoing outgoing) {
     queue_.push_back(std::move(outgoing));
     if (queue_.size() == 1) {
@@ -210,7 +213,7 @@ class Channel {
     Enqueue({AddPrefix(kind, ""), {}});
   }
 
-  // Lets go of the oldest tensors that were sent by reference.
+  // Frees the tensors of the oldest message that was sent by reference; returns false if there is none.
   bool Release() {
     Message copied;  // freed once the lock is
     std::lock_guard<std::mutex> lock(mutex_);
@@ -242,7 +245,7 @@ class Channel {
   const int peer_;
   std::atomic<int> fd_;  // -1 once it is closed
   const int epoll_;
-  const pid_t process_;  // of the peer, or 0 if its memory cannot be read
+  const pid_t process_;  // of the peer, or 0 if unknown; the probe tells whether its memory can be read
   const Probe probe_;
   Mailbox* const mailbox_;
   InFlight* const in_flight_;

@@ -18,14 +18,14 @@ class Incoming {
  public:
   explicit Incoming(InFlight* in_flight) : in_flight_(in_flight) {}
 
-  // Where the next `size` bytes go, and where they come from: an address in the sender's memory, or 0 for the socket.
-  struct Gap {
+  // The next `size` bytes: where they go, and their address in the sender's memory, or 0 if they come by the socket.
+  struct Piece {
     char* target;
     size_t size;
     uint64_t address;
   };
 
-  Gap Next() {
+  Piece Next() {
     switch (part_) {
       case Part::kPrefix:
         return {prefix_bytes_ + filled_, kPrefixBytes - filled_, 0};
@@ -40,8 +40,8 @@ class Incoming {
 
   enum class State { kMissing, kComplete, kDamaged };
 
-  // Notes that so many bytes of the gap are there.
-  State Fill(size_t bytes) {
+  // Notes that the next `bytes` bytes of the piece have arrived; returns the state of the message.
+  State Advance(size_t bytes) {
     filled_ += bytes;
     if (bytes < 1 || Next().size > 0) return State::kMissing;
     filled_ = 0;
@@ -65,7 +65,7 @@ class Incoming {
   // Whether bytes are to be copied from the sender's memory next.
   bool copies() const { return part_ == Part::kTensors && !addresses_.empty(); }
 
-  // Of a complete message; the next one begins.
+  // Kind and header of the complete message. Take returns its tensors, and makes ready for the next message.
   Kind kind() const { return kind_; }
   const std::string& header() const { return header_; }
   Message Take() {
@@ -73,7 +73,7 @@ class Incoming {
     return std::exchange(message_, {});
   }
 
-  // Forgets what has come.
+  // Discards an incomplete message.
   void Drop() {
     if (part_ == Part::kTensors) in_flight_->Add(-message_.Bytes());
     Take();
@@ -105,7 +105,7 @@ class Incoming {
   Message message_;
   std::vector<uint64_t> addresses_;  // of the tensors, where they were sent by reference
   size_t tensor_ = 0;
-  size_t filled_ = 0;  // bytes of the gap
+  size_t filled_ = 0;  // bytes of the piece
 };
 
 }  // namespace dapple

@@ -2,8 +2,9 @@
 //
 // A message is a prefix (magic, kind, length of the header), a header (step, name of the exchange, dtype and shape of
 // each tensor) and the tensors' bytes, one after the other. Between processes of a host, a message of kind kReferences
-// has the tensors' addresses in their place; the sender keeps them until it gets kCopied. Numbers are in the byte order of
-// the machine: all ranks have one.
+// has the address of each tensor in its header, and no bytes after it: the receiver copies them from the sender's
+// memory, and the sender keeps the tensors until it gets kCopied. Numbers are in the byte order of the machine: all
+// ranks have one.
 
 #ifndef DAPPLE_TF_NATIVE_MESSAGE_H_
 #define DAPPLE_TF_NATIVE_MESSAGE_H_
@@ -27,7 +28,7 @@ constexpr uint32_t kMaxHeaderBytes = 1 << 20;
 enum class Kind : char {
   kTensors = 'T',     // tensors, by value
   kReferences = 'R',  // tensors, by their addresses in the sender's memory
-  kCopied = 'C',      // the oldest references are copied; no header
+  kCopied = 'C',      // the oldest kReferences message without an answer is copied; no header
   kProbe = 'P',       // an address, and the number that is there
   kReadable = 'Y',    // the number of the probe has been found, so references may be sent; no header
 };
@@ -61,7 +62,7 @@ void AppendNumber(std::string* text, Number number) {
   text->append(reinterpret_cast<const char*>(&number), sizeof(number));
 }
 
-// Returns the prefix of a message, and its header.
+// Returns the header of a message with its prefix in front.
 inline std::string AddPrefix(Kind kind, const std::string& header) {
   std::string encoded(kMagic, sizeof(kMagic));
   AppendNumber(&encoded, kind);
@@ -126,8 +127,8 @@ class HeaderReader {
   bool ok_ = true;
 };
 
-// Reads a header into `message`, whose tensors it allocates, with undefined contents. Where they were sent by reference,
-// also reads their `addresses`. Returns false if it is damaged.
+// Reads a header into `message`, whose tensors it allocates, with undefined contents; and their `addresses`, where they
+// were sent by reference. Returns false if it is damaged.
 inline bool DecodeHeader(Kind kind, const std::string& header, tensorflow::Allocator* allocator, Message* message,
                          std::vector<uint64_t>* addresses) {
   HeaderReader reader(header);

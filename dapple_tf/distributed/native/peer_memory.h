@@ -49,8 +49,9 @@ class Probe {
 
 inline bool CanReadMemory(pid_t process, uint64_t address, uint64_t number) {
   uint64_t found = 0;
-  return process != 0 && ReadMemory(process, address, reinterpret_cast<char*>(&found), sizeof(found)) == sizeof(found) &&
-         found == number;
+  if (process == 0) return false;
+  const ssize_t copied = ReadMemory(process, address, reinterpret_cast<char*>(&found), sizeof(found));
+  return copied == sizeof(found) && found == number;
 }
 
 }  // namespace dapple

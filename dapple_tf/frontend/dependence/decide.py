@@ -288,12 +288,12 @@ class _Decision:
         }
 
     def _check_combined(self) -> None:
-        """Add a reason for each node that gives micro-batches a statistic of the whole batch and values of samples."""
+        """Add a reason for each op that computes values of samples and a statistic of the whole batch."""
         for value in sorted(self.analysis.combined & self._used(self.live - self.once)):
             if value.node in self.live and value.node not in self.once:
                 node = self.graph.node(value.node)
-                why = f"gives a statistic of the whole batch ({value}) and values of samples, by one {node.op}"
-                remedy = "compute the statistic by itself, or pass inexact='allow'"
+                why = f"computes a statistic of the whole batch ({value}) and values of samples in one op ({node.op})"
+                remedy = "compute the statistic by an op of its own, or pass inexact='allow'"
                 self._add(Inexactness(_layer(node), why, remedy))
 
     def _check_reads(self) -> None:

@@ -142,16 +142,18 @@ def _expression(scope: Scope, value: Value, depth: int) -> str:
 
 
 def _look_up(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of what a lookup table has for each key; a key may be a vector, and so may what it has."""
+    """Return the kind of a table's values for these keys; a key may be a vector, and so may a value."""
     _, keys, default = kinds
     if not only_rows(kinds):
         return scope.couple(node, "looks up a sum over the batch") if any(k.total for k in kinds) else shared()
     rank = scope.rank(Value(node.name))
     if rank is None:
-        why = "looks up samples in a mutable table, for which TensorFlow does not know the shape of what it finds"
-        return scope.couple(node, f"{why}: use a tf.lookup.StaticHashTable, or look up before the step")
+        why = "looks up samples in a table whose lookups have no known shape (a mutable table)"
+        return scope.couple(node, f"{why}; a tf.lookup.StaticHashTable has one")
     if not keys.rows or not default.shared or keys.slope or keys.axis >= rank:
-        return scope.couple(node, "looks up positions of samples, or gives samples as one key or as defaults")
+        return scope.couple(
+            node, "looks up positions in the batch, or takes several samples as one key, or a default for each sample"
+        )
     return keys
 
 

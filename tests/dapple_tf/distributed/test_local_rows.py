@@ -127,7 +127,7 @@ def test_a_middle_rank_reads_nothing(launches: Launches) -> None:
 
 @needs_horovod
 @pytest.mark.slow
-def test_replicas_read_their_own_rows_and_the_first_one_what_is_counted(launches: Launches) -> None:
+def test_replicas_read_their_own_rows_and_the_first_also_all_rows_of_the_mask(launches: Launches) -> None:
     first, *replicas = results(launches, "1:2")
     assert first["read"]["y"] == first["read"]["mask"] == []
     # Micro-batches of 5 and 6 rows, and of 2 and 3 in the last batch, each shared by two replicas.

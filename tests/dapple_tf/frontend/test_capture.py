@@ -331,7 +331,7 @@ def test_a_captured_table_that_is_read_is_a_constant() -> None:
 
 def test_another_captured_resource_is_refused() -> None:
     numbers = iter(tf.data.Dataset.range(9))
-    with pytest.raises(CaptureError, match=r"nor a lookup table .*by IteratorGetNext; .*pass what it gives"):
+    with pytest.raises(CaptureError, match=r"nor a lookup table .*the op IteratorGetNext; .*pass the values"):
         capture(loss_of(lambda y: tf.reduce_mean(y) * tf.cast(numbers.get_next(), tf.float32)), (X,))
 
 

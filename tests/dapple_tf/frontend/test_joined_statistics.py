@@ -96,7 +96,7 @@ class Unbiased(BASE):
 
 
 def test_a_layer_that_computes_with_the_number_of_its_samples_is_refused() -> None:
-    says = r"batch_norm='sync': layer 'odd' computes with the number of its samples .*take batch_norm='micro-batch'"
+    says = r"batch_norm='sync': layer 'odd' computes with the number of its samples .*Take batch_norm='micro-batch'"
     with pytest.raises(CaptureError, match=says):
         trace(Unbiased(dtype="float64", name="odd"))
 

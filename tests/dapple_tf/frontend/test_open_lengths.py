@@ -40,7 +40,7 @@ def lengths_after(loss: Callable[[Any], Any], spec: tf.TensorSpec = UNKNOWN) -> 
         (scaled, [None, 4]),
     ],
 )
-def test_lengths_that_the_signature_leaves_are_unknown(function: Any, axes: list[int | None]) -> None:
+def test_lengths_that_the_signature_leaves_open_are_unknown(function: Any, axes: list[int | None]) -> None:
     (spec,) = open_signature(function, batch_signature(BATCH))
     assert list(spec.shape) == axes
 

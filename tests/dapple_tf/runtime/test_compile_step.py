@@ -211,7 +211,7 @@ def test_branches_of_the_model_and_the_optimizer_are_still_defined_when_the_trac
     assert float(step(X)) == expected
 
 
-def test_a_trace_that_is_dropped_takes_its_programs_along() -> None:
+def test_programs_of_a_dropped_trace_are_dropped() -> None:
     compiler = Compiler()
     step = compiler.compile(X)
     model, program = step.planned.model, step.program

@@ -60,7 +60,7 @@ def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
     assert cache.find(keys[0]) is traces[0]
 
 
-def test_many_lengths_are_told_once() -> None:
+def test_many_lengths_are_warned_of_once() -> None:
     cache = TracedShapes()
     cache.add(key(1), Trace(key(1)[1]))  # type: ignore[arg-type]
     cache.add(key(2), Trace(key(2)[1]))  # type: ignore[arg-type]

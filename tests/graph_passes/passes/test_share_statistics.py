@@ -127,7 +127,7 @@ def test_a_rank_receives_statistics_in_an_exchange_of_their_own() -> None:
     ],
     ids=["the batch decides what is written", "a variable that is written", "no rows are taken"],
 )
-def test_what_cannot_be_taken_apart_stays(once: str) -> None:
+def test_a_function_that_cannot_be_cut_stays_whole(once: str) -> None:
     before = two_replicas(once)
     assert share_statistics(before) == before
 

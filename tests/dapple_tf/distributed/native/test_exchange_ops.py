@@ -303,7 +303,7 @@ def test_a_probe_is_answered_if_its_number_is_found(far_end: FarEnd, claimed: in
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (references(8, 1000), "Bad address"),
+        (references(8, 1000), "cannot copy a tensor from its memory: Bad address"),
         (b"DXMC" + struct.pack("=I", 0), "it has sent a damaged message"),
         (b"DXMP" + struct.pack("=IQ", 8, 1), "it has sent a damaged message"),
     ],

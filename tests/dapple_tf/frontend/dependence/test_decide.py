@@ -99,7 +99,9 @@ def test_a_statistic_beside_values_of_samples_is_a_reason() -> None:
         q, r = tf.linalg.qr(b.x)
         return tf.reduce_mean(b.z) * (tf.reduce_sum(b.w * r) + tf.matmul(q, b.x, transpose_a=True)[0, 0])
 
-    assert "gives a statistic of the whole batch (%Qr:1) and values of samples, by one Qr" in reasons(decide(compute))
+    assert "computes a statistic of the whole batch (%Qr:1) and values of samples in one op (Qr)" in reasons(
+        decide(compute)
+    )
 
 
 def test_a_plain_loss_has_nothing_that_runs_once_and_no_sizes() -> None:
