@@ -137,7 +137,7 @@ def trace_plain(
 
     begin = time.process_time()
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow is not typed
     def step(*tensors: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_fn(*tensors)

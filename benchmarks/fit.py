@@ -68,7 +68,7 @@ def make_model() -> Any:
 
 
 def wait(value: Any, seconds: float) -> Any:
-    """Return the tensor after so many seconds, as when it is read from a disk."""
+    """Return the tensor after a wait of ``seconds``, in place of reading it from a disk."""
 
     def after(array: Any) -> Any:
         time.sleep(seconds)

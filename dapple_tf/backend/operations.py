@@ -28,8 +28,8 @@ class Operations:
     ``inline``: whether TensorFlow may inline stage functions that are called once (see ``build_function``); it may
     always inline those whose calls have the attribute ``inline``. It may inline no function of a stage whose backward
     writes variables: a call that is one op waits for all its inputs, so backward cannot write before forward has read.
-    ``ranks``: communication with the other processes, for
-    the graph of one rank. ``compiled``: the functions that XLA compiles.
+    ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``: the functions that XLA
+    compiles.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Operations:
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
-        ordered = _never_inlined(graph)
+        never_inlined = _never_inlined(graph)
         functions = {}
         for built in self._branches:
             function, every = built.function, {**library, **built.library}
@@ -54,7 +54,7 @@ class Operations:
             if name in compiled:
                 functions[name] = build_compiled_function(function, constants, every, compiled[name])
             else:
-                whole = name in ordered or (name not in inlined and (not inline or calls[name] > 1))
+                whole = name in never_inlined or (name not in inlined and (not inline or calls[name] > 1))
                 functions[name] = build_function(function, constants, every, whole=whole)
         self._context = Context(graph, bindings, functions, ranks)
 

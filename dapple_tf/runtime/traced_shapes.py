@@ -15,7 +15,7 @@ from dapple_tf.errors import DappleWarning
 MOST_TRACES = 16
 """The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""
 
-_WARN_AT = 3  # so many traces that differ only in inner lengths give a warning
+_WARN_AT = 3  # warn at the third trace that differs from others only in inner lengths
 
 Key = tuple[str, tuple[tf.TensorSpec, ...]]
 """The nesting of a batch's arguments, and the specs of its flattened tensors (see ``batch_key``)."""

@@ -1,13 +1,12 @@
-"""What the benchmark of the first step measures and compares."""
+"""The benchmark of the first step: its rows, and a measurement of a small BERT."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 
 from benchmarks.first_step import PLAIN, Cost, Size, compare, measure_in_process
 from dapple_tf.backend.build_times import PHASES
+from tests.requirements import needs_keras_hub
 
 PLAIN_COST = Cost({"trace": 20.0, "first run": 20.0}, memory=2_000_000_000, step=1.0)
 
@@ -26,9 +25,7 @@ def test_too_many_seconds_or_bytes_miss_the_target(seconds: float, memory: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed: pip install keras-hub"
-)
+@needs_keras_hub
 @pytest.mark.parametrize("stages", [PLAIN, "2"])
 def test_a_small_bert_is_measured_in_a_process_of_its_own(stages: str) -> None:
     cost = measure_in_process(stages, 2, Size(layers=2, width=64, words=50, length=4))

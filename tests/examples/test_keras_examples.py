@@ -5,7 +5,6 @@ image_classification, text_classification, translation, language_model, fine_tun
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 from pathlib import Path
@@ -16,10 +15,8 @@ import pytest
 
 from tests.paths import ROOT
 from tests.processes import needs_horovod, run_ranks
+from tests.requirements import needs_keras_hub
 
-needs_keras_hub = pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed: pip install keras-hub"
-)
 # Keras's own, where it builds an image layer or reads weights.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 import tensorflow as tf
 
 from tests.equality.one_device import TOLERANCE, Problem, compare
+from tests.requirements import needs_keras_hub
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed: pip install keras-hub"
-    ),
+    needs_keras_hub,
     # Keras's own, where it builds an image layer or reads weights.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
 ]

@@ -13,7 +13,7 @@ from dapple_tf.runtime.traced_shapes import MOST_TRACES, Key, TracedShapes
 
 @dataclasses.dataclass(eq=False)
 class Trace:
-    """What the cache knows of a traced model."""
+    """A traced model, of which the cache reads only the signature."""
 
     signature: tuple[tf.TensorSpec, ...]
 
@@ -22,11 +22,16 @@ def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key
     return nesting, (tf.TensorSpec([None, *lengths], dtype),)
 
 
+def traced(key: Key) -> Any:
+    """Return a trace that was made for batches of this key."""
+    return Trace(key[1])
+
+
 def filled(keys: list[Key]) -> tuple[TracedShapes, list[Any], list[Any]]:
     """Return the cache after traces for these keys, the traces, and those that were dropped."""
     dropped: list[Any] = []
     cache = TracedShapes()
-    traces: list[Any] = [Trace(specs) for _, specs in keys]
+    traces: list[Any] = [traced(each) for each in keys]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for each, trace in zip(keys, traces, strict=True):
@@ -51,7 +56,7 @@ def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
     cache, traces, dropped = filled(keys)
     assert cache.find(keys[0]) is traces[0]
     assert dropped == [None] * MOST_TRACES
-    further: Any = Trace(key(99)[1])
+    further = traced(key(99))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert cache.add(key(99), further) is traces[1]
@@ -62,9 +67,9 @@ def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
 
 def test_many_lengths_are_warned_of_once() -> None:
     cache = TracedShapes()
-    cache.add(key(1), Trace(key(1)[1]))  # type: ignore[arg-type]
-    cache.add(key(2), Trace(key(2)[1]))  # type: ignore[arg-type]
-    cache.add(key(2, dtype=tf.int64), Trace(key(2, dtype=tf.int64)[1]))  # type: ignore[arg-type]
+    cache.add(key(1), traced(key(1)))
+    cache.add(key(2), traced(key(2)))
+    cache.add(key(2, dtype=tf.int64), traced(key(2, dtype=tf.int64)))
     with pytest.warns(DappleWarning, match=r"built for 3 inner shapes .*\(None, 3\).*input_signature has None"):
-        cache.add(key(3), Trace(key(3)[1]))  # type: ignore[arg-type]
-    cache.add(key(4), Trace(key(4)[1]))  # type: ignore[arg-type]  # a warning would be an error
+        cache.add(key(3), traced(key(3)))
+    cache.add(key(4), traced(key(4)))  # a warning would be an error

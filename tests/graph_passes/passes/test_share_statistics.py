@@ -1,4 +1,4 @@
-"""What takes rows of the whole batch is called on the first replica of a stage, for all of them."""
+"""The first replica of a stage computes statistics of the whole batch, and its other replicas take them."""
 
 from __future__ import annotations
 
