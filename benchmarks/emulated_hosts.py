@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,16 @@ class Hosts:
         """Disconnect the host from the network, as if its cable were pulled."""
         _run("ip", "link", "set", _outside(host), "down")
 
-    def mpirun(self, arguments: Sequence[str], timeout: float) -> str:
+    def mpirun(self, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] | None = None) -> str:
         """Run ``python arguments`` as one rank per host; return what rank 0 printed.
 
-        Raises RuntimeError with the end of the errors where a rank fails.
+        ``variables``: of the environment, to set on every rank. Raises RuntimeError with the end of the errors where a
+        rank fails.
         """
-        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        inside = [*self.command(), sys.executable, *arguments]
+        further = dict(variables or {})
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "TF_CPP_MIN_LOG_LEVEL": "3", **further}
+        options = [word for name in further for word in ("-x", name)]
+        inside = [*self.command(), *options, sys.executable, *arguments]
         done = subprocess.run(inside, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(arguments)} failed on the emulated hosts:\n{done.stderr[-3000:]}")

@@ -28,8 +28,8 @@ def find_missing_for_first_step() -> str | None:
 
 
 def find_missing_for_hosts() -> str | None:
-    """Return why no job can run on several emulated hosts here, or None if one can."""
-    return find_missing_for_ranks() or find_missing_requirement()
+    """Return why no job can exchange natively on several emulated hosts here, or None if one can."""
+    return find_missing_for_native_exchanges() or find_missing_requirement()
 
 
 # By the benchmark's name.
@@ -40,5 +40,6 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "startup": find_missing_for_ranks,
     "first_step": find_missing_for_first_step,
     "hosts": find_missing_for_hosts,
+    "more_hosts": find_missing_for_hosts,
     "table4": find_missing_for_hosts,
 }

@@ -33,6 +33,7 @@ from graph_passes.passes.backward import StageGradients, prune_gradients, sparse
 from graph_passes.passes.base import Observer, Pass, run_passes
 from graph_passes.passes.batch_loss import check_forwards_first
 from graph_passes.passes.check_numerics import CheckNumerics
+from graph_passes.passes.combine_statistics import CombineStatistics
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.function_parts import has_joins
@@ -405,7 +406,8 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
-    whole = run_passes(whole, [ShareStatistics()], observers)  # after all passes that expect whole calls
+    # After all passes that expect whole calls.
+    whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.

@@ -6,7 +6,7 @@ The same handlers build the step's graph (``emit``) and run it node by node to l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,17 @@ from dapple_tf.frontend.joined_moments import join
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.ops import OpName
+
+_REDUCE: Mapping[str, Callable[[Any, int], Any]] = MappingProxyType(
+    {
+        "sum": tf.reduce_sum,
+        "product": tf.reduce_prod,
+        "max": tf.reduce_max,
+        "min": tf.reduce_min,
+        "all": tf.reduce_all,
+        "any": tf.reduce_any,
+    }
+)
 
 
 class Operations:
@@ -104,6 +115,12 @@ def _join(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [join(kind, tensors) for kind, tensors in zip(node.strings("kinds"), pieces, strict=True)], []
 
 
+def _combine_partials(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    count = node.integer("pieces")
+    pieces = (tf.stack(inputs[i : i + count]) for i in range(0, len(inputs), count))
+    return [_REDUCE[kind](each, 0) for kind, each in zip(node.strings("operations"), pieces, strict=True)], []
+
+
 def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return context.communication.merge_state(node, inputs), []
 
@@ -145,6 +162,8 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         **gradient_handlers.HANDLERS,
         **variable_handlers.HANDLERS,
         OpName.RUN_ONCE: _call,
+        OpName.PARTIALS: _call,
+        OpName.COMBINE_PARTIALS: _combine_partials,
         OpName.PART: _call,
         OpName.JOIN: _join,
         OpName.FORWARD: _call,

@@ -1,4 +1,4 @@
-"""Exchanges and sums between ranks, as ops of a step's graph; sums are Horovod's.
+"""Exchanges, barriers and sums between ranks, as ops of a step's graph; sums are always Horovod's.
 
 Horovod's ops are not registered as stateful, so TensorFlow folds those of constant inputs, merges those of equal
 inputs and removes those whose results nothing uses. To prevent that, every op here depends on a read of a variable
@@ -24,7 +24,7 @@ from graph_passes.ir.graph import Node
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: Horovod process sets by their ranks.
 
-    ``native``: what builds exchanges; None for Horovod's alltoall. Token: an int64 that is computed once an op has
+    ``native``: builds exchanges and barriers; None: Horovod does both. Token: an int64 that is computed once an op has
     completed; the step returns the sum of all tokens.
     """
 
@@ -40,6 +40,7 @@ class Collectives:
         self._progress = progress
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
+        self._native = native
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -89,9 +90,11 @@ class Collectives:
 
     def barrier(self, node: Node) -> Any:
         """Return a token that is computed once all of the node's ranks have reached this node."""
+        arrived = tf.cast(self._read_zero(), tf.int64)
+        if self._native is not None:
+            return self._note_completion(node, self._native.barrier(node, self._rank, arrived))
         from horovod.tensorflow import mpi_ops
 
-        arrived = tf.cast(self._read_zero(), tf.int64)
         process_set = self._sets[node.integers("ranks")]
         return self._note_completion(
             node, mpi_ops._allreduce(arrived, name="meet", op=mpi_ops.Sum, process_set=process_set)

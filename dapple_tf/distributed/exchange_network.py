@@ -1,4 +1,4 @@
-"""The connections over which the ranks of a job exchange tensors natively: between ranks that do, and no others."""
+"""The connections over which ranks send each other tensors and barrier messages natively; others have none."""
 
 from __future__ import annotations
 
@@ -92,10 +92,25 @@ class ExchangeNetwork:
 
 
 def exchanging_pairs(graphs: Iterable[Graph]) -> set[Pair]:
-    """Return the pairs of ranks between which tensors travel; ``graphs``: those of ranks 0, 1, ..."""
+    """Return the pairs of ranks that send each other tensors or barrier messages; ``graphs``: of ranks 0, 1, ..."""
     found = set()
     for rank, graph in enumerate(graphs):
         for node in graph.nodes:
             if node.op == OpName.EXCHANGE:
                 found |= {(min(rank, to), max(rank, to)) for to in node.integers("to")}
+            elif node.op == OpName.BARRIER and node.has("ranks"):
+                rounds = barrier_rounds(node.integers("ranks"), rank)
+                found |= {(min(rank, after), max(rank, after)) for after, _ in rounds}
     return found
+
+
+def barrier_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    """Return to whom ``rank`` sends, and from whom it receives, in each round of a barrier of ``ranks``.
+
+    In round k each rank sends to the one 2^k places after it in ``ranks``, cyclically, once it has received the message
+    of round k - 1. After the last of ceil(log2 n) rounds each knows that all have arrived (dissemination barrier;
+    Hensgen, Finkel and Manber, 1988).
+    """
+    place, count = ranks.index(rank), len(ranks)
+    distances = [2**k for k in range((count - 1).bit_length())]
+    return [(ranks[(place + distance) % count], ranks[(place - distance) % count]) for distance in distances]

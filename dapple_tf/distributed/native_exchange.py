@@ -1,4 +1,4 @@
-"""Exchanges by the ops of the native library: each tensor goes straight to the rank that needs it, unasked."""
+"""Exchanges and barriers by the native library's ops: tensors go to the ranks that need them without a request."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from dapple_tf.distributed.exchange_network import barrier_rounds
 from dapple_tf.distributed.native.library import ExchangeLibrary
 from graph_passes.ir.graph import Node
 
 
 class NativeExchange:
-    """Builds the exchanges of the ``program`` of this number, which all ranks of a job give the same number.
+    """Builds exchanges and barriers of the ``program`` of this number, which all ranks of a job give the same number.
 
     A message has the name of the exchange, and how often this has run: so every send has one receive. Dtypes and
     shapes travel with it. The ops run on the host, to which TensorFlow copies what a GPU has computed.
@@ -43,6 +44,20 @@ class NativeExchange:
                 for i, value in zip(places, values, strict=True):
                     outputs[i] = value
             return outputs, tf.add_n(tokens)
+
+    def barrier(self, node: Node, rank: int, arrived: Any) -> Any:
+        """Return a token (int64) that is computed once all of the node's ranks have computed ``arrived``.
+
+        ``rank``: this process's. See ``barrier_rounds``.
+        """
+        token = arrived
+        with tf.device("CPU:0"):
+            for number, (after, before) in enumerate(barrier_rounds(node.integers("ranks"), rank)):
+                name = f"{node.name}, round {number} (program {self._program})"
+                sent = self._ops.dapple_send([token], peer=after, exchange=name)
+                (value,), received = self._ops.dapple_receive(T=[tf.int64], shapes=[[]], peer=before, exchange=name)
+                token = tf.add_n([value, sent, received])
+        return token
 
 
 def _shape_of(node: Node, output: int) -> list[int | None]:

@@ -35,6 +35,7 @@ from profiler.units import format_samples
 
 T = TypeVar("T")
 
+_NATIVE_OPS = frozenset({OpName.EXCHANGE, OpName.BARRIER})  # they need no process set of Horovod's, if done natively
 _LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
 
 
@@ -184,7 +185,7 @@ class RankTarget:
             network.connect(exchanging_pairs(graphs))
             native = NativeExchange(network.library, progress.programs + 1)
         nodes = [node for graph in graphs for node in collectives_of(graph)]
-        by_horovod = [node for node in nodes if native is None or node.op != OpName.EXCHANGE]
+        by_horovod = [node for node in nodes if native is None or node.op not in _NATIVE_OPS]
         sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
         return Collectives(self._job.rank, sets, progress, native)
 

@@ -26,9 +26,11 @@ from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
 from graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
 from graph_passes.passes.backward import StageGradients
+from graph_passes.passes.combine_statistics import COMBINES
 from graph_passes.passes.partition import Stage, StageGraph
 
 _ACTING = (Effect.WRITE, Effect.SIDE)
+_KEPT_ATTRIBUTES = frozenset({"adds", COMBINES})
 
 
 def differentiate(
@@ -98,13 +100,13 @@ def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str
 
 
 def _described_as_in(captured: Graph, joint: Graph) -> Graph:
-    """Return ``joint`` with what ``captured`` says of its nodes: output types, whose shapes may say more, and adds."""
+    """Return ``joint`` with what ``captured`` says of its nodes: output types, whose shapes may say more, and marks."""
     nodes = []
     for node in joint.nodes:
         known = captured.by_name.get(node.name)
         if known is not None:
             node = dataclasses.replace(node, outputs=(*known.outputs, *node.outputs[len(known.outputs) :]))
-            node = node.with_attrs(adds=True) if known.has("adds") else node
+            node = node.with_attrs(**{key: value for key, value in known.attrs if key in _KEPT_ATTRIBUTES})
         nodes.append(node)
     return joint.replace(nodes=tuple(nodes))
 

@@ -1,6 +1,7 @@
-"""Inner lengths that one trace leaves unknown, as a tf.function with an ``input_signature`` does: one build serves all.
+"""Inner lengths that one trace leaves unknown, as TensorFlow leaves them for a tf.function: one build serves all.
 
-The analysis of a loss is made at the lengths of the first batch. One build serves all lengths only if the analysis
+TensorFlow does so where an ``input_signature`` says None and, with ``reduce_retracing=True``, from the second length
+on. The analysis of a loss is made at the lengths of the first batch. One build serves all lengths only if the analysis
 decides the same at longer and at shorter ones.
 """
 
@@ -29,6 +30,24 @@ def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.Te
     if len(declared) != len(specs):
         return tuple(specs)
     return tuple(_open(spec, given) for spec, given in zip(specs, declared, strict=True))
+
+
+def relax_signature(
+    function: Any, specs: Sequence[tf.TensorSpec], earlier: Sequence[Sequence[tf.TensorSpec]]
+) -> tuple[tf.TensorSpec, ...]:
+    """Return ``specs`` with None for each inner length that differs in ``earlier`` batches of the same types and ranks.
+
+    They stay as they are for what is no tf.function with ``reduce_retracing=True``, and where XLA compiles it, which
+    compiles for each length anyway.
+    """
+    if not internals.reduces_retracing(function) or internals.is_compiled_by_xla(function):
+        return tuple(specs)
+    relaxed = list(specs)
+    for other in earlier:
+        for i, (spec, before) in enumerate(zip(relaxed, other, strict=True)):
+            lengths = zip(spec.shape, before.shape, strict=True)
+            relaxed[i] = tf.TensorSpec([now if now == then else None for now, then in lengths], spec.dtype)
+    return tuple(relaxed)
 
 
 def _open(spec: tf.TensorSpec, declared: Any) -> tf.TensorSpec:

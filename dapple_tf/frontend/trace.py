@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +14,24 @@ import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
+from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
-from dapple_tf.frontend.open_lengths import has_open_lengths, serves_all_lengths
+from dapple_tf.frontend.open_lengths import (
+    has_open_lengths,
+    open_signature,
+    relax_signature,
+    serves_all_lengths,
+)
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
 from graph_passes.ir.graph import Graph
+from graph_passes.passes.combine_statistics import COMBINES
 
 _REWRITES: Mapping[BatchNorm, Callable[[Captured], Captured]] = MappingProxyType(
     {"micro-batch": lambda captured: captured, "deferred": defer_statistics, "sync": join_statistics}
@@ -67,19 +75,47 @@ def trace_loss(
     return _REWRITES[batch_norm](captured)
 
 
+def trace_batch(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    batch_size: int,
+    inexact: Inexact,
+    batch_loss: BatchLoss,
+    batch_norm: BatchNorm,
+    *,
+    trains: bool = True,
+    earlier: Sequence[Sequence[tf.TensorSpec]] = (),
+) -> Captured:
+    """Return what ``trace_loss`` does, with the inner lengths unknown that TensorFlow would leave unknown.
+
+    ``earlier``: the specs of batches that the loss was traced for before; see ``open_signature`` and
+    ``relax_signature``. A loss whose analysis needs a length that earlier batches had otherwise is traced for the
+    lengths of the batch.
+    """
+    declared = open_signature(loss_fn, batch_signature(batch))
+    relaxed = relax_signature(loss_fn, declared, earlier)
+    trace = partial(trace_loss, loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
+    if relaxed != declared:
+        with contextlib.suppress(ExactnessError):  # one that has another cause comes again below
+            return trace(signature=relaxed)
+    return trace(signature=declared)
+
+
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:
     probe, shapes = probe_shapes(captured, batch_size)
     return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), batch_loss)
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
-    """Return the graph in which nodes that run once a step, and nodes that add to a variable, have an attribute."""
+    """Return the graph in which nodes that run once, add to a variable, or combine from parts have an attribute."""
     nodes = []
     for node in graph.nodes:
         if node.name in dependence.once:
             node = node.with_attrs(once=True)
         if node.name in dependence.adds:
             node = node.with_attrs(adds=True)
+        if node.name in dependence.partials:
+            node = node.with_attrs(**{COMBINES: dependence.partials[node.name]})
         nodes.append(node)
     return graph.replace(nodes=tuple(nodes))
 

@@ -15,8 +15,8 @@ from graph_passes.ir.graph import FunctionRef, Graph, Node, Opaque
 
 # Attributes that only the IR has.
 _IR_ATTRS = frozenset(
-    {"adds", "batch_norm", "frontier", "guard", "join", "layer", "once", "open", "stands_for", "statistic", "tail"}
-    | {"within", "writes"}
+    {"adds", "batch_norm", "combines", "frontier", "guard", "join", "layer", "once", "open", "stands_for", "statistic"}
+    | {"tail", "within", "writes"}
 )
 
 

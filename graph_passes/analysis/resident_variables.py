@@ -12,6 +12,7 @@ from graph_passes.ir.ops import OpName
 _USE_COPIES = frozenset(
     {
         OpName.RUN_ONCE,
+        OpName.PARTIALS,
         OpName.PART,
         OpName.FORWARD,
         OpName.TAIL,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import at
+from graph_passes.ir.names import SHARED_STATISTICS, at
 from graph_passes.ir.ops import OpName
 
 
@@ -60,7 +60,8 @@ def find_variables(graph: Graph) -> Variables:
     assigned: set[str] = set()
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
-        ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.RUN_ONCE, OpName.TAIL)
+        once = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS
+        ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, *once, OpName.TAIL)
         names = [at(stage, what=op) for op in ops]
         optional = names[1:]  # backward, where it is split, where something runs once a step, and where there is a tail
         for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):

@@ -8,6 +8,9 @@ from graph_passes.ir.ops import OpName
 BATCH_SIZE_NAME = "batch/size"
 """The name of the node that gives the number of samples in the batch."""
 
+SHARED_STATISTICS = "batch_statistics"
+"""The last part of the names of calls, and functions, with which one replica computes statistics for its stage."""
+
 
 def at(stage: int, replica: int | None = None, micro_batch: int | None = None, what: str = "") -> str:
     """Return the name of a node from its place: ``stage1/replica0/mb3/forward``, without parts that are None."""

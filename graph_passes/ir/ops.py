@@ -28,6 +28,8 @@ class OpName(StrEnum):
     SLICE = "slice"
     ROW_BOUNDS = "row_bounds"
     RUN_ONCE = "run_once"
+    PARTIALS = "partials"
+    COMBINE_PARTIALS = "combine_partials"
     FORWARD = "forward"
     PART = "part"
     JOIN = "join"
@@ -192,6 +194,21 @@ _TABLE = (
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
         (*_PLACED, _FUNCTION),
+    ),
+    Op(
+        OpName.PARTIALS,
+        "Call the function that computes partial statistics (sums, largest values) of a replica's rows of one "
+        "micro-batch, from which statistics of the whole batch are computed.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION),
+    ),
+    Op(
+        OpName.COMBINE_PARTIALS,
+        "Combine partial statistics of disjoint rows, each by its operation: sum, product, max, min, all or any.",
+        Operands("for each statistic its `pieces`, one after the other"),
+        Operands("the combined ones", "operations"),
+        (*_PLACED, Attribute("operations", "tuple[str, ...]"), _PIECES),
     ),
     Op(
         OpName.FORWARD,

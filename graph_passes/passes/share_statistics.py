@@ -1,7 +1,8 @@
 """Compute statistics of the whole batch on one replica of a stage, which sends them to the others.
 
-For jobs, whose ranks may read only the rows that they need: the first replica's rank then reads all rows of the
-arguments that such a statistic takes (a mask's), and the other ranks only their own.
+For jobs, whose ranks may read only the rows that they need, and statistics that ``combine_statistics`` cannot combine
+from parts (a median): the first replica's rank reads all rows of the arguments that they take, the others only their
+own.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import ClassVar
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.extract import extract_function
 from graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
-from graph_passes.ir.names import at, nodes_of, replica_counts
+from graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-
-_NAME = "batch_statistics"
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ def share_statistics(graph: Graph) -> Graph:
     for node in nodes_of(graph, OpName.RUN_ONCE):
         function = graph.function(node.string("function"))
         stage = node.integer("stage")
-        cut = _cut_function(function, at(stage, what=_NAME)) if replicas[stage] > 1 else None
+        cut = _cut_function(function, at(stage, what=SHARED_STATISTICS)) if replicas[stage] > 1 else None
         if cut is None:
             continue
         functions[function.name] = tuple(part for part in (cut.own, cut.shared) if part)
-        shared = at(stage, 0, what=_NAME)
+        shared = at(stage, 0, what=SHARED_STATISTICS)
         moved |= {Value(node.name, i): Value(shared, j) for j, i in enumerate(cut.shared_outputs)}
         moved |= {Value(node.name, i): Value(node.name, j) for j, i in enumerate(cut.own_outputs)}
         nodes[node.name] = list(_calls(node, function, cut, shared))

@@ -59,7 +59,8 @@ class Analysis:
     another. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
     mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
     is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state. ``combined``: values
-    in which samples are combined, and which must be computed from the whole batch.
+    in which samples are combined, and which must be computed from the whole batch. ``partials``: the nodes of
+    those whose values on disjoint rows can be combined, and the operation that does it (see ``COMBINES``).
     """
 
     func_graph: Any
@@ -73,6 +74,7 @@ class Analysis:
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     combined: set[Value] = field(default_factory=set)
+    partials: dict[str, str] = field(default_factory=dict)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
     _other_shapes: Mapping[str, Sequence[Shape]] | None = None
@@ -234,6 +236,7 @@ class Analysis:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
             self.combined.add(value)
+            self._note_partial(scope, node, kind, kinds)
             return shared(once=True)
         if kind.shared:
             once = kind.once or any(operand.once for operand in kinds if operand.shared)
@@ -241,6 +244,15 @@ class Analysis:
         if kind.rows and node.effect is not Effect.RANDOM and kind.trained != trained:
             return dataclasses.replace(kind, trained=trained)
         return kind if kind.trained == trained else dataclasses.replace(kind, trained=trained)
+
+    def _note_partial(self, scope: Scope, node: Node, kind: Kind, kinds: Sequence[Kind]) -> None:
+        """Note the operation that combines the node's values on disjoint rows, if there is one."""
+        if len(node.outputs) > 1:
+            return
+        if kind.form is Form.SUM and not kind.mixed:
+            self.partials[node.name] = "sum"
+        elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
+            self.partials[node.name] = contract.COMBINED_BY[node.op]
 
     def _is_fixed(self, scope: Scope, value: Value) -> bool:
         """Return whether the shape of ``value`` is known and the same for another batch size."""

@@ -13,6 +13,10 @@ from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import Node, Value
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
+COMBINED_BY: Mapping[str, str] = MappingProxyType(
+    {"Max": "max", "Min": "min", "Prod": "product", "All": "all", "Any": "any"}
+)
+"""The operation that combines a reduction's values on disjoint rows (see ``COMBINES``); sums have their own kind."""
 _ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
 _LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement", "SoftmaxGrad"})
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
@@ -55,6 +59,13 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if kind.axis not in axes:
         return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
     return _reduce_batch(scope, node, kind, axes)
+
+
+def reduces_batch_axis(scope: Scope, node: Node, kind: Kind) -> bool:
+    """Return whether the reduction runs over the batch axis, of values that are no positions of samples."""
+    rank = scope.rank(node.inputs[0])
+    axes = None if rank is None else scope.axes(node.inputs[1], rank)
+    return kind.rows and not kind.slope and axes is not None and kind.axis in axes
 
 
 def _reduce_batch(scope: Scope, node: Node, kind: Kind, axes: Sequence[int]) -> Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
 from dapple_tf.frontend.capture import Captured, CapturedTensors
@@ -143,12 +144,26 @@ class _Decision:
             exactness=Exactness(tuple(self.reasons)),
             kinds=self.scope.kinds,
             tail=self.tail,
+            partials=self._partials(),
         )
 
     def _couples(self) -> bool:
         """Return whether the loss, or an aux output, does not add up over micro-batches."""
         loss, *aux = (self.scope.kinds[value] for value in self.graph.outputs)
         return any(kind.coupled and not kind.documented for kind in (loss, *aux))
+
+    def _partials(self) -> Mapping[str, str]:
+        """Return the nodes that can be combined from parts, and by which operation.
+
+        Left out are those that something else enters which needs the whole batch (another statistic, the batch's size):
+        a replica computes them from its own rows only.
+        """
+        whole = self.once | {value.node for value in self.analysis.combined} | {name for name, _ in self.scope.sizes}
+        found = {}
+        for name, how in self.analysis.partials.items():
+            if name in self.once and not whole & (set(ancestors(self.graph, [name])) - {name}):
+                found[name] = how
+        return MappingProxyType(found)
 
     def _find_tail(self) -> Tail | None:
         """Return the tail that gives the loss, and the aux outputs and writes that need the whole batch too."""
@@ -172,6 +187,7 @@ class _Decision:
 
     def _sizes(self) -> tuple[WholeSize, ...]:
         """Return the sizes to replace by the whole batch's: floats for all their users, integers for one operand."""
+        open_lengths = any(None in spec.shape[1:].as_list() for spec in self.captured.signature)
         found: dict[tuple[str, int | None], WholeSize] = {}
         for (name, operand), value in self.scope.sizes.items():
             coefficients = affine(self.scope.numbers[value], self.scope.batch)
@@ -181,7 +197,10 @@ class _Decision:
             key: tuple[str, int | None]
             number = self.graph.type_of(value).dtype.differentiable
             key = (value.node, None) if number else (name, operand)
-            found[key] = WholeSize(key[0], key[1], scale, offset)
+            if number and open_lengths and not offset.any():
+                found[key] = WholeSize(key[0], key[1], None, None)
+            else:
+                found[key] = WholeSize(key[0], key[1], scale, offset)
         return tuple(found.values())
 
     def _shapes(self, once: frozenset[str]) -> tuple[WholeSize, ...]:

@@ -18,6 +18,8 @@ from graph_passes.passes.microbatch import MergeKind
 class WholeSize:
     """A size of the whole batch, ``scale`` x batch size + ``offset`` (NumPy arrays), that replaces the micro-batch's.
 
+    Both are None for a number that is proportional to the number of samples by a factor that inner lengths decide which
+    the trace leaves unknown: it is the micro-batch's size x batch size / samples of the micro-batch.
     It replaces an operand of ``node``, given by its position, or the node's only output where ``operand`` is None.
     """
 
@@ -50,7 +52,8 @@ class BatchDependence:
     sizes that the loss computes with, to be replaced by the whole batch's. ``shapes``: shapes of activations (a node,
     and the position of an output) that nodes of ``once`` need. ``exactness``: the remaining reasons why a step differs
     from one device's. ``kinds``: of all values. ``tail``: the end of the loss that runs once, on the rows of all
-    micro-batches, or None.
+    micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be combined, and the
+    operation that does it (see ``graph_passes.passes.combine_statistics``).
     """
 
     loss: Literal["mean", "sum"]
@@ -65,3 +68,4 @@ class BatchDependence:
     exactness: Exactness
     kinds: Mapping[Value, Kind] = field(repr=False)
     tail: Tail | None = None
+    partials: Mapping[str, str] = field(default_factory=dict)

@@ -83,6 +83,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
     ),
     "two ranks that save a scaled loss": JobLaunch(2, [("scaled_checkpoint", ["{folder}/saved"])]),
     "two ranks that release": JobLaunch(2, [("released", [])]),
+    "two ranks with statistics": JobLaunch(2, [("part_statistics", [])]),
     "two ranks that verify": JobLaunch(2, [("verified", QUICK_VERIFIED)]),
     "two ranks that verify other models": JobLaunch(2, [("verified", OTHER_VERIFIED)]),
     # Profiling takes longer than the time after which a silent rank is given up.
@@ -111,7 +112,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         for ranks, names in HOROVOD_CASES.items()
     },
     "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "other calls"])]),
-    "three ranks with local rows of replicas": JobLaunch(3, [("local_rows", ["1:2", "whole batches"])]),
+    "three ranks with local rows of replicas": JobLaunch(3, [("local_rows", ["1:2", "1:2, largest", "whole batches"])]),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()
     },

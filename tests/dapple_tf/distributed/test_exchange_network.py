@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapple_tf.distributed.exchange_network import ExchangeNetwork, exchanging_pairs
+import pytest
+
+from dapple_tf.distributed.exchange_network import ExchangeNetwork, barrier_rounds, exchanging_pairs
 from dapple_tf.errors import JobError
 from graph_passes.ir.graph import Graph, Node, attributes
 from tests.dapple_tf.distributed.test_membership import ThreadJob, on_three_ranks
@@ -103,3 +105,26 @@ def test_pairs_are_those_between_which_a_tensor_travels() -> None:
         return Graph("rank", tuple(nodes))
 
     assert exchanging_pairs([graph((1,), ()), graph((0,)), graph((1, 1))]) == {(0, 1), (1, 2)}
+
+
+def test_pairs_include_those_of_barrier_messages() -> None:
+    meet = Node("update/barrier", "barrier", (), (), attributes({"ranks": (0, 1, 2, 3, 4)}))
+    every = exchanging_pairs([Graph("rank", (meet,))] * 5)
+    assert every == {(0, 1), (1, 2), (2, 3), (3, 4), (0, 4), (0, 2), (1, 3), (2, 4), (0, 3), (1, 4)}
+    assert exchanging_pairs([Graph("whole", (Node("update/barrier", "barrier"),))]) == set()
+
+
+@pytest.mark.parametrize("count", range(2, 18))
+def test_a_rank_leaves_a_barrier_only_when_all_have_reached_it(count: int) -> None:
+    """After the last round every rank knows of every other; their numbers need not be consecutive."""
+    ranks = [3 * i + 1 for i in range(count)]
+    rounds = {rank: barrier_rounds(ranks, rank) for rank in ranks}
+    assert {len(found) for found in rounds.values()} == {(count - 1).bit_length()}
+    known = {rank: {rank} for rank in ranks}
+    for number in range((count - 1).bit_length()):
+        before = {rank: frozenset(found) for rank, found in known.items()}
+        for rank in ranks:
+            after, _ = rounds[rank][number]
+            assert rounds[after][number][1] == rank  # who sends is expected
+            known[after] |= before[rank]
+    assert all(found == set(ranks) for found in known.values())

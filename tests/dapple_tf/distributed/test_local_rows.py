@@ -16,7 +16,7 @@ from tests.equality.one_device import TOLERANCE
 from tests.processes import needs_horovod
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
-REPLICATED = ("1:2", "whole batches")
+REPLICATED = ("1:2", "1:2, largest", "whole batches")
 
 
 def ranks(*inputs: RankInputs) -> list[InputNeeds]:
@@ -99,9 +99,9 @@ def results(launches: Launches, case: str) -> list[Any]:
 
 
 @needs_horovod
-@pytest.mark.parametrize("case", ["1:1:1", pytest.param("1:2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["1:1:1", *(pytest.param(c, marks=pytest.mark.slow) for c in REPLICATED[:2])])
 def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: str) -> None:
-    """27 samples in batches of 11, the last of 5; the loss is a mean over the unmasked samples of the whole batch."""
+    """27 samples in batches of 11, the last of 5; the loss is divided by a statistic of the whole batch's mask."""
     for found in results(launches, case):
         assert max(found["errors"].values()) <= TOLERANCE["float64"], found["errors"]
 
@@ -127,14 +127,19 @@ def test_a_middle_rank_reads_nothing(launches: Launches) -> None:
 
 @needs_horovod
 @pytest.mark.slow
-def test_replicas_read_their_own_rows_and_the_first_also_all_rows_of_the_mask(launches: Launches) -> None:
-    first, *replicas = results(launches, "1:2")
+@pytest.mark.parametrize(
+    ("case", "reads_all"), [("1:2", False), ("1:2, largest", True)], ids=["a count", "the largest"]
+)
+def test_the_first_replica_reads_all_rows_of_a_mask_only_where_its_statistic_cannot_be_combined(
+    launches: Launches, case: str, reads_all: bool
+) -> None:
+    first, *replicas = results(launches, case)
     assert first["read"]["y"] == first["read"]["mask"] == []
     # Micro-batches of 5 and 6 rows, and of 2 and 3 in the last batch, each shared by two replicas.
     shares = np.split(np.arange(27), [2, 5, 8, 11, 13, 16, 19, 22, 23, 24, 25])
     own = [list(np.concatenate(shares[r::2])) for r in range(2)]
     assert [found["read"]["y"] for found in replicas] == own
-    assert [found["read"]["mask"] for found in replicas] == [list(range(27)), own[1]]
+    assert [found["read"]["mask"] for found in replicas] == [list(range(27)) if reads_all else own[0], own[1]]
     assert [found["needs"].splitlines()[-1] for found in replicas] == [
         "  argument 1[1]: rows 0, 2",
         "  argument 1[1]: rows 1, 3-4",

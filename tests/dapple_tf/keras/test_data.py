@@ -171,3 +171,30 @@ def test_training_stops_at_a_loss_that_is_not_a_number() -> None:
         return [len(values) for values in found.history.values()]
 
     assert assert_equal_to_plain(models.sequential, use) == [1]
+
+
+def sentences() -> tf.data.Dataset:
+    """Batches of 8 sentences, of lengths that vary."""
+
+    def generate_sentences() -> Iterator[Any]:
+        random = np.random.default_rng(0)
+        for length in (4, 3, 4, 4, 3):
+            yield random.integers(0, 11, (8, length)).astype("int32"), random.integers(0, 3, (8, length))
+
+    specs = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.int64)
+    batches = tf.data.Dataset.from_generator(generate_sentences, output_signature=specs)
+    return batches.apply(tf.data.experimental.assert_cardinality(5))
+
+
+def open_tagger() -> keras.Model:
+    """A model of sentences of any length."""
+    ids = keras.Input([None], dtype="int32")
+    x = keras.layers.Embedding(11, 4)(ids)
+    x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(2, 3)(x, x))
+    model = keras.Model(ids, keras.layers.Dense(3, "softmax")(x))
+    model.compile(keras.optimizers.Adam(0.01), CROSS_ENTROPY, metrics=["accuracy"])
+    return model
+
+
+def test_sentences_of_two_lengths() -> None:
+    assert_equal_to_plain(open_tagger, lambda model: fit_batches(model, sentences, shuffle=False))

@@ -14,6 +14,12 @@ import tensorflow as tf
 from dapple_tf.plan import Plan, StagePlan
 from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
+from tests.dapple_tf.distributed.programs.text_cases import (
+    batches_of_lengths,
+    looked_up,
+    of_open_lengths,
+    word_batches,
+)
 from tests.dapple_tf.distributed.programs.writing_cases import totals
 from tests.equality.one_device import TOLERANCE, Problem
 
@@ -401,6 +407,18 @@ CASES: dict[str, Case] = {
     **{
         f"{_name(r)} float32": Case(Chain(dtype="float32"), batches(dtype="float32"), layout(*r), FLOAT32)
         for r in LAYOUTS
+    },
+    "a lookup table, 1:1:1": Case(
+        looked_up, word_batches, {"stages": ["second", "third"], "replicas": [1, 1, 1], "micro_batches": 3}
+    ),
+    "a lookup table, 1:2": Case(
+        looked_up, word_batches, {"stages": ["second"], "replicas": [1, 2], "micro_batches": 3}
+    ),
+    **{
+        f"lengths left open, {_colons(r)}": Case(
+            of_open_lengths, batches_of_lengths, {"stages": ["second"], "replicas": list(r), "micro_batches": 2}
+        )
+        for r in ((1, 1), (2, 1))
     },
     "one micro-batch": Case(Chain(), batches(), layout(1, 1, micro_batches=1)),
     "gpipe": Case(Chain(), batches(), layout(1, 1, micro_batches=4, schedule="gpipe")),

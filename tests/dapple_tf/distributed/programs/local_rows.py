@@ -26,14 +26,25 @@ def run(*names: str) -> dict[str, Any]:
     cases: Mapping[str, Callable[[], Any]] = {
         "1:1:1": lambda: train(job, (1, 1, 1)),
         "1:2": lambda: train(job, (1, 2)),
+        "1:2, largest": lambda: train(job, (1, 2), masked_by_the_largest),
         "whole batches": compare_with_whole_batches,
         "other calls": lambda: run_other_calls(job),
     }
     return {name: cases[name]() for name in names}
 
 
-def masked_problem() -> Problem:
-    """A chain of layers, whose loss is a mean over the samples that a mask lets count."""
+def count_of(mask: Any) -> Any:
+    """Return the sum of the mask, which can be combined from parts."""
+    return tf.reduce_sum(mask)
+
+
+def masked_by_the_largest(mask: Any) -> Any:
+    """Return the sum of the four largest entries, which cannot be combined from parts."""
+    return tf.reduce_sum(tf.sort(mask)[-4:])
+
+
+def masked_problem(divisor: Callable[[Any], Any] = count_of) -> Problem:
+    """A chain of layers; the loss is a weighted sum of the samples' losses, divided by a statistic of the weights."""
     random = np.random.default_rng(0)
     matrices = [tf.Variable(random.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{i}") for i in range(3)]
 
@@ -42,7 +53,7 @@ def masked_problem() -> Problem:
             with tf.name_scope(f"layer{i}"):
                 x = tf.tanh(x @ matrix)
         losses = tf.reduce_sum(tf.square(x - targets["y"]), 1) * targets["mask"]
-        return tf.reduce_sum(losses) / tf.reduce_sum(targets["mask"])
+        return tf.reduce_sum(losses) / divisor(targets["mask"])
 
     variables = {matrix.name.removesuffix(":0"): matrix for matrix in matrices}
     return Problem(loss_fn, variables, lambda: keras.optimizers.Adam(0.01))
@@ -123,13 +134,13 @@ def make_step(problem: Problem, optimizer: Any, replicas: Sequence[int], **optio
     )
 
 
-def train(job: Job, replicas: Sequence[int]) -> dict[str, Any]:
+def train(job: Job, replicas: Sequence[int], divisor: Callable[[Any], Any] = count_of) -> dict[str, Any]:
     """Train on one device (on rank 0), then on each rank's rows, from the same values; return errors and needs."""
-    problem, files = masked_problem(), Files()
+    problem, files = masked_problem(divisor), Files()
     one_device = job.run_on_rank_0(lambda: train_on_one_device(problem, whole_batches()))
     if job.rank:
         problem.make_optimizer()  # Keras numbers optimizers
-    losses, values, step = train_pipeline(replicas, files.batches, local=True)
+    losses, values, step = train_pipeline(replicas, files.batches, local=True, divisor=divisor)
     errors = compare((losses, values), (one_device.losses, one_device.values))
     return {"errors": errors, "needs": str(step.needs), "read": files.read}
 
@@ -141,10 +152,14 @@ def compare_with_whole_batches() -> dict[str, float]:
 
 
 def train_pipeline(
-    replicas: Sequence[int], batches: Callable[[Any], Iterable[Batch]], *, local: bool
+    replicas: Sequence[int],
+    batches: Callable[[Any], Iterable[Batch]],
+    *,
+    local: bool,
+    divisor: Callable[[Any], Any] = count_of,
 ) -> tuple[list[float], dict[str, Any], Any]:
     """Train a new model; return the losses, the values of all variables, and the step."""
-    problem = masked_problem()
+    problem = masked_problem(divisor)
     optimizer = problem.make_optimizer()
     step = make_step(problem, optimizer, replicas, example_batch=empty_batch())
     losses = [float(step(*batch, local=local)) for batch in batches(step)]

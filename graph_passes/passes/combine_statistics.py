@@ -1,0 +1,193 @@
+"""Compute statistics of the whole batch from partial ones, which each replica of a stage computes from its own rows.
+
+For jobs, whose ranks may read only the rows that they need. A sum, product, maximum, minimum, ``all`` or ``any`` over
+samples is the combination of the same operation on disjoint parts of the rows. The frontend marks such nodes
+(``COMBINES``) if nothing that needs the whole batch enters them. Each replica computes them for its rows of every
+micro-batch and combines them; the replicas exchange the results, combine these in the same order, so that all get the
+same numbers, and compute the statistics from them. A stage whose statistics need the rows of the batch in any other way
+is left to ``share_statistics``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.analysis.layers import written_variables
+from graph_passes.ir.extract import extract_function
+from graph_passes.ir.graph import (
+    Attr,
+    Effect,
+    Function,
+    Graph,
+    Node,
+    Port,
+    Role,
+    Value,
+    ancestors,
+    attributes,
+    tensor,
+)
+from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, replica_counts
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+
+COMBINES = "combines"
+"""The attribute of a node whose values on disjoint rows can be combined: by which operation."""
+
+_ADDED = frozenset({OpName.PARTIALS, OpName.COMBINE_PARTIALS})
+
+
+@dataclass(frozen=True)
+class CombineStatistics:
+    """Compute the statistics of stages with several replicas from partial ones, where that is possible."""
+
+    name: str = "combine_statistics"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD}),
+        forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},
+        may_produce=_ADDED | {OpName.SLICE},
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return combine_statistics(graph)
+
+
+def combine_statistics(graph: Graph) -> Graph:
+    """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
+
+    A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
+    partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
+    """
+    replicas = replica_counts(graph)
+    nodes: list[Node] = []
+    functions = {function.name: [function] for function in graph.functions}
+    for node in graph.nodes:
+        replicated = node.op == OpName.RUN_ONCE and replicas[node.integer("stage")] > 1
+        cut = _cut(graph.function(node.string("function"))) if replicated else None
+        if cut is None:
+            nodes.append(node)
+            continue
+        functions[cut.rest.name] = [cut.rest, cut.partials]
+        nodes += _nodes(node, graph, cut, replicas[node.integer("stage")])
+    kept = tuple(function for found in functions.values() for function in found)
+    return graph.replace(nodes=tuple(nodes), functions=kept).sorted()
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A ``run_once`` cut in two: ``partials`` computes partial statistics of some rows, ``rest`` all else from them.
+
+    ``marked``: the nodes whose values ``partials`` returns, in this order; ``rest`` takes the combined ones.
+    """
+
+    partials: Function
+    rest: Function
+    marked: tuple[Node, ...]
+
+
+def _cut(function: Function) -> _Cut | None:
+    """Return the function in two; None if it takes no rows of the batch, or cannot be cut (see above)."""
+    graph = function.graph
+    batch = {graph.inputs[i] for i, _ in function.input_ports("arg")}
+    marked = {node.name for node in graph.nodes if node.has(COMBINES)}
+    if not batch or not marked:
+        return None
+    effects = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
+    rest = ancestors(graph, [*(value.node for value in graph.outputs), *effects], stop=marked)
+    taken = {value.node for value in (*graph.outputs, *(v for name in rest for v in graph.node(name).inputs))}
+    used = tuple(node for node in graph.nodes if node.name in marked & taken)
+    before = ancestors(graph, [node.name for node in used])
+    if rest & batch or not _can_run_on_rows(function, before):
+        return None
+    ports = dict(zip(graph.inputs, function.inputs, strict=True))
+
+    def port_of(value: Value) -> tuple[Role, str] | None:
+        port = ports.get(value.node)
+        return None if port is None else (port.role, port.name)
+
+    def port_or_partial(value: Value) -> tuple[Role, str] | None:
+        return ("once", str(value)) if value.node in marked else port_of(value)
+
+    values = [Value(node.name) for node in used]
+    results = [Port("once", str(value), graph.type_of(value)) for value in values]
+    name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
+    inputs = set(graph.inputs)
+    return _Cut(
+        extract_function(name, graph, before - inputs, port_of, results, values),
+        extract_function(function.name, graph, rest - inputs, port_or_partial, function.outputs, graph.outputs),
+        used,
+    )
+
+
+def _can_run_on_rows(function: Function, names: Iterable[str]) -> bool:
+    """Return whether these nodes, run on some rows, compute what only those rows contribute.
+
+    They do not if they need the batch's size, draw random numbers, have effects, or read a variable that the function
+    writes.
+    """
+    graph = function.graph
+    written = written_variables(graph)
+    bounds = {graph.inputs[i] for i, _ in function.input_ports("rows")}
+    for node in map(graph.node, names):
+        if node.name in bounds or node.effect not in (Effect.PURE, Effect.READ):
+            return False
+        if node.op == "variable" and node.string("port") in written:
+            return False
+    return True
+
+
+def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]:
+    """Yield the nodes that replace the ``run_once`` of one replica."""
+    stage, replica, count = node.integer("stage"), node.integer("replica"), micro_batch_count(graph)
+    taken = [port for port in graph.function(node.string("function")).inputs if port.role != "variable"]
+    entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
+    rows = [entering["arg", port.name] for _, port in cut.partials.input_ports("arg")]
+    types = tuple(port.type for port in cut.partials.outputs)
+    calls = []
+    for m in range(count):
+        place: dict[str, Attr] = {"micro_batch": m, "replica": replica, "stage": stage}
+        piece = Node(
+            at(stage, replica, m, "rows_for_partials"),
+            OpName.SLICE,
+            (Value(BATCH_SIZE_NAME), *rows),
+            (tensor("float64"), *(graph.type_of(value) for value in rows)),
+            attributes({**place, "micro_batches": count, "replicas": replicas}),
+        )
+        call = Node(
+            at(stage, replica, m, OpName.PARTIALS),
+            OpName.PARTIALS,
+            tuple(piece.values()[1:]),
+            types,
+            attributes({**place, "function": cut.partials.name}),
+            node.controls,  # it may read copies of variables, which must be up to date
+        )
+        calls.append(call)
+        yield piece
+        yield call
+    operations = tuple(marked.string(COMBINES) for marked in cut.marked)
+    attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "operations": operations}
+    yield Node(
+        at(stage, replica, what="own_partials"),
+        OpName.COMBINE_PARTIALS,
+        tuple(Value(call.name, i) for i in range(len(types)) for call in calls),
+        types,
+        attributes({**attrs, "pieces": count}),
+    )
+    combined = Node(
+        at(stage, replica, what="all_partials"),
+        OpName.COMBINE_PARTIALS,
+        tuple(Value(at(stage, r, what="own_partials"), i) for i in range(len(types)) for r in range(replicas)),
+        types,
+        attributes({**attrs, "pieces": replicas}),
+    )
+    yield combined
+    results = {str(Value(marked.name)): value for marked, value in zip(cut.marked, combined.values(), strict=True)}
+    inputs = tuple(
+        results[port.name] if port.role == "once" else entering[port.role, port.name]
+        for port in cut.rest.inputs
+        if port.role != "variable"
+    )
+    yield dataclasses.replace(node, inputs=inputs)
