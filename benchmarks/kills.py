@@ -1,10 +1,10 @@
 """Jobs that are killed at random moments end in time, name the rank that failed, and resume bit for bit.
 
-``python -m benchmarks kills [--jobs N] [--seed S] [--launcher mpirun gloo] [--exchange native horovod] [--ranks 2 3 4]
-[--every STEPS]``. A job is ``dapple train`` on 2 to 4 ranks, which saves every tenth step (``--every 1``: kills hit
-saves); at a random moment between its launch and its end one rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the
-launcher SIGKILL, SIGTERM or SIGINT. Then the same command is run again to its end, and its losses are compared with
-those of a job that nothing happened to.
+``python -m benchmarks kills [--jobs N] [--first NUMBER] [--seed S] [--launcher mpirun gloo] [--exchange native horovod]
+[--ranks 2 3 4] [--every STEPS]``. A job, which its number and the seed decide, is ``dapple train`` on 2 to 4 ranks,
+which saves every tenth step (``--every 1``: kills hit saves). At a random moment between its launch and its end one
+rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the launcher SIGKILL, SIGTERM or SIGINT. Then the same command is run
+again to its end, and its losses are compared with those of a job that nothing happened to.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ def run(
     sizes: Sequence[int] = tuple(LAYOUTS),
     exchanges: Sequence[str] = EXCHANGES,
     every: int = EVERY,
+    first: int = 0,
 ) -> Iterator[Row]:
-    """Yield a row for each job, and one for all; ``sizes``: numbers of ranks; ``every``: steps from save to save."""
-    numbers = random.Random(seed)
+    """Yield a row for each job, and one for all.
+
+    ``sizes``: numbers of ranks; ``every``: steps from save to save; ``first``: number of the first job.
+    """
     usable = [launcher for launcher in launchers if launcher == "mpirun" or _has_horovodrun()]
     references: dict[Launch, Ended] = {}
     missed = 0
-    for job in range(jobs):
+    for job in range(first, first + jobs):
+        numbers = random.Random(f"{seed}/{job}")
         launcher, ranks = numbers.choice(usable), numbers.choice(sizes)
         launch = Launch(launcher, numbers.choice(LAYOUTS[ranks]), numbers.choice(exchanges), every)
         if launch not in references:
@@ -52,13 +56,16 @@ def run(
         row = _kill_and_resume(f"job {job}: {launch}", launch, kill, reference)
         missed += not row.ok
         yield row
-    yield Row(f"{jobs} jobs, seed {seed}", "all of them", f"{jobs - missed} of {jobs}", not missed)
+    yield Row(
+        f"jobs {first} to {first + jobs - 1}, seed {seed}", "all of them", f"{jobs - missed} of {jobs}", not missed
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table for the ``arguments``; return 1 if a job did not end as it must."""
     parser = argparse.ArgumentParser("python -m benchmarks kills", description=__doc__)
     parser.add_argument("--jobs", type=int, default=JOBS, help="jobs to kill")
+    parser.add_argument("--first", type=int, default=0, help="number of the first job: parts of a long run")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random choices")
     parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--ranks", nargs="+", type=int, choices=tuple(LAYOUTS), default=tuple(LAYOUTS))
@@ -67,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
     missed = 0
-    for row in run(options.jobs, options.seed, options.launcher, options.ranks, options.exchange, options.every):
+    chosen = options.launcher, options.ranks, options.exchange, options.every, options.first
+    for row in run(options.jobs, options.seed, *chosen):
         print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
         missed += not row.ok
     return 1 if missed else 0
