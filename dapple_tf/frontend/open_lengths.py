@@ -8,7 +8,7 @@ decides the same at longer and at shorter ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.result import BatchDependence
 
-_OTHER_LENGTHS = (1, -1)  # added to each unknown length of the batch; at both the analysis must find the same
+_STEPS = (1, -1)  # to other lengths, longer and shorter, at which the analysis must find the same
 
 
 def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.TensorSpec, ...]:
@@ -69,20 +69,27 @@ def serves_all_lengths(captured: Captured, found: BatchDependence, find: Callabl
 
 
 def _at_other_lengths(captured: Captured) -> Iterator[Captured]:
-    """Yield ``captured`` with other examples; equal lengths stay equal, and none becomes zero."""
-    for added in _OTHER_LENGTHS:
-        example = [
-            tf.TensorSpec(
-                [None, *(_other(n, added) if o is None else n for n, o in zip(e.shape[1:], s.shape[1:], strict=True))],
-                e.dtype,
-            )
-            for e, s in zip(captured.example, captured.signature, strict=True)
-        ]
+    """Yield ``captured`` with longer and with shorter examples; equal lengths stay equal, and none becomes zero.
+
+    The other lengths are those of no known dimension in the graph, for which a length could be mistaken.
+    """
+    values = [value for node in captured.graph.nodes for value in node.outputs]
+    known = {dim for value in values for dim in value.shape.dims or ()}
+    for step in _STEPS:
+        example = []
+        for spec, open_spec in zip(captured.example, captured.signature, strict=True):
+            pairs = zip(spec.shape[1:], open_spec.shape[1:], strict=True)
+            lengths = [_other(length, step, known) if opened is None else length for length, opened in pairs]
+            example.append(tf.TensorSpec([None, *lengths], spec.dtype))
         yield dataclasses.replace(captured, example=tuple(example))
 
 
-def _other(length: int, added: int) -> int:
-    return length + added if length + added > 0 else length + 2
+def _other(length: int, step: int, known: Collection[int | None]) -> int:
+    """Return the next length in steps of ``step`` that is not ``known``; the next longer one where none is shorter."""
+    found = length + step
+    while found in known and found > 0:
+        found += step
+    return found if found > 0 else _other(_other(length, 1, known), 1, known)
 
 
 def _equal(one: BatchDependence, other: BatchDependence) -> bool:

@@ -87,7 +87,12 @@ def _proportional_nodes(graph: Graph, node: Node) -> list[Node]:
 def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
     """Return the nodes that compute a size of the whole batch; the last one has the name and type of ``result``."""
 
-    def compute(rows: Any) -> Any:
-        return tf.cast(size.scale * rows[2] + size.offset, result.outputs[0].dtype.name)
+    def compute(rows: Any, *arguments: Any) -> Any:
+        found = size.scale * rows[2] + size.offset
+        for (place, _, axis), argument in zip(size.lengths, arguments, strict=True):
+            found += tf.one_hot(place, len(size.offset), dtype=tf.int64) * tf.shape(argument, tf.int64)[axis]
+        return tf.cast(found, result.outputs[0].dtype.name)
 
-    return replacement_nodes(result, compute, [(Value(ROWS_NAME), _ROWS)], set(graph.by_name))
+    arguments = [Value(name) for _, name, _ in size.lengths]
+    inputs = [(Value(ROWS_NAME), _ROWS), *((value, graph.type_of(value)) for value in arguments)]
+    return replacement_nodes(result, compute, inputs, set(graph.by_name))
