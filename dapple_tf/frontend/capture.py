@@ -29,11 +29,6 @@ from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
 
-def argument_name(number: int) -> str:
-    """Return the name of the node, and of the port, of a flattened argument."""
-    return f"input/{number}"
-
-
 @dataclass(frozen=True)
 class Captured:
     """A traced loss.
@@ -254,7 +249,7 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
     """
     found = _Inputs()
     for i, tensor in enumerate(func_graph.inputs[:arguments]):
-        found.nodes[tensor.op.name] = Node(argument_name(i), "arg", attrs=attributes({"port": argument_name(i)}))
+        found.nodes[tensor.op.name] = Node(f"input/{i}", "arg", attrs=attributes({"port": f"input/{i}"}))
     by_handle = {id(variable.handle): variable for variable in func_graph.variables}
     trainable = _trainable_variables(func_graph)
     # A variable may have the name of an op.

@@ -1,14 +1,13 @@
-"""Inner lengths that one trace leaves unknown, as TensorFlow leaves them for a tf.function: one build serves all.
+"""Inner lengths that one trace leaves unknown, as a tf.function with an ``input_signature`` does: one build serves all.
 
-TensorFlow does so where an ``input_signature`` says None and, with ``reduce_retracing=True``, from the second length
-on. The analysis of a loss is made at the lengths of the first batch. One build serves all lengths only if the analysis
+The analysis of a loss is made at the lengths of the first batch. One build serves all lengths only if the analysis
 decides the same at longer and at shorter ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,12 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.result import BatchDependence
+from dapple_tf.frontend.shapes import PROBE, infer_shapes
 
-_STEPS = (1, -1)  # to other lengths, longer and shorter, at which the analysis must find the same
+# Other lengths than n at which the analysis must find the same. The far ones, which show what depends on a threshold,
+# count only where the model accepts them.
+_NEAR: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: n - 1 if n > 1 else n + 2)
+_FAR: tuple[Callable[[int], int], ...] = (lambda n: 10 * n + 1, lambda n: 1)
 
 
 def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.TensorSpec, ...]:
@@ -30,24 +33,6 @@ def open_signature(function: Any, specs: Sequence[tf.TensorSpec]) -> tuple[tf.Te
     if len(declared) != len(specs):
         return tuple(specs)
     return tuple(_open(spec, given) for spec, given in zip(specs, declared, strict=True))
-
-
-def relax_signature(
-    function: Any, specs: Sequence[tf.TensorSpec], earlier: Sequence[Sequence[tf.TensorSpec]]
-) -> tuple[tf.TensorSpec, ...]:
-    """Return ``specs`` with None for each inner length that differs in ``earlier`` batches of the same types and ranks.
-
-    They stay as they are for what is no tf.function with ``reduce_retracing=True``, and where XLA compiles it, which
-    compiles for each length anyway.
-    """
-    if not internals.reduces_retracing(function) or internals.is_compiled_by_xla(function):
-        return tuple(specs)
-    relaxed = list(specs)
-    for other in earlier:
-        for i, (spec, before) in enumerate(zip(relaxed, other, strict=True)):
-            lengths = zip(spec.shape, before.shape, strict=True)
-            relaxed[i] = tf.TensorSpec([now if now == then else None for now, then in lengths], spec.dtype)
-    return tuple(relaxed)
 
 
 def _open(spec: tf.TensorSpec, declared: Any) -> tf.TensorSpec:
@@ -64,32 +49,24 @@ def has_open_lengths(captured: Captured) -> bool:
 
 
 def serves_all_lengths(captured: Captured, found: BatchDependence, find: Callable[[Captured], BatchDependence]) -> bool:
-    """Return whether ``found``, which ``find`` returned for ``captured``, is found at other inner lengths too."""
-    return all(_equal(find(other), found) for other in _at_other_lengths(captured))
+    """Return whether ``found``, which ``find`` returned for ``captured``, is found at other inner lengths too.
 
-
-def _at_other_lengths(captured: Captured) -> Iterator[Captured]:
-    """Yield ``captured`` with longer and with shorter examples; equal lengths stay equal, and none becomes zero.
-
-    The other lengths are those of no known dimension in the graph, for which a length could be mistaken.
+    These are samples: a loss with a threshold that none of them passes is not recognized.
     """
-    values = [value for node in captured.graph.nodes for value in node.outputs]
-    known = {dim for value in values for dim in value.shape.dims or ()}
-    for step in _STEPS:
-        example = []
-        for spec, open_spec in zip(captured.example, captured.signature, strict=True):
-            pairs = zip(spec.shape[1:], open_spec.shape[1:], strict=True)
-            lengths = [_other(length, step, known) if opened is None else length for length, opened in pairs]
-            example.append(tf.TensorSpec([None, *lengths], spec.dtype))
-        yield dataclasses.replace(captured, example=tuple(example))
+    near = [_at_length(captured, other) for other in _NEAR]
+    far = [_at_length(captured, other) for other in _FAR]
+    far = [other for other in far if infer_shapes(other, PROBE)]
+    return all(_equal(find(other), found) for other in (*near, *far))
 
 
-def _other(length: int, step: int, known: Collection[int | None]) -> int:
-    """Return the next length in steps of ``step`` that is not ``known``; the next longer one where none is shorter."""
-    found = length + step
-    while found in known and found > 0:
-        found += step
-    return found if found > 0 else _other(_other(length, 1, known), 1, known)
+def _at_length(captured: Captured, other: Callable[[int], int]) -> Captured:
+    """Return ``captured`` with another example; equal lengths stay equal."""
+    example = []
+    for spec, opened in zip(captured.example, captured.signature, strict=True):
+        pairs = zip(spec.shape[1:], opened.shape[1:], strict=True)
+        lengths = [other(length) if unknown is None else length for length, unknown in pairs]
+        example.append(tf.TensorSpec([None, *lengths], spec.dtype))
+    return dataclasses.replace(captured, example=tuple(example))
 
 
 def _equal(one: BatchDependence, other: BatchDependence) -> bool:

@@ -49,7 +49,7 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
     for node in graph.nodes:
         sizes = by_node.get(node.name, [])
         if any(size.operand is None for size in sizes):
-            nodes += _proportional_nodes(graph, node) if sizes[0].scale is None else _size_nodes(graph, node, sizes[0])
+            nodes += _size_nodes(graph, node, sizes[0])
             continue
         inputs = list(node.inputs)
         for size in sizes:
@@ -68,31 +68,10 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
     return graph.replace(nodes=tuple(nodes)).sorted()
 
 
-def _proportional_nodes(graph: Graph, node: Node) -> list[Node]:
-    """Return ``node`` under another name, and nodes under its name that scale its number to the whole batch.
-
-    The numbers are whole, and float64 holds their product with the batch size exactly up to 2^53.
-    """
-    own = dataclasses.replace(node, name=f"{node.name}/of_micro_batch")
-    (kind,) = node.outputs
-
-    def compute(rows: Any, size: Any) -> Any:
-        first, end, batch = (tf.cast(rows[i], tf.float64) for i in range(3))
-        return tf.cast(tf.cast(size, tf.float64) * batch / (end - first), kind.dtype.name)
-
-    taken = [(Value(ROWS_NAME), _ROWS), (Value(own.name), kind)]
-    return [own, *replacement_nodes(node, compute, taken, set(graph.by_name))]
-
-
 def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
     """Return the nodes that compute a size of the whole batch; the last one has the name and type of ``result``."""
 
-    def compute(rows: Any, *arguments: Any) -> Any:
-        found = size.scale * rows[2] + size.offset
-        for (place, _, axis), argument in zip(size.lengths, arguments, strict=True):
-            found += tf.one_hot(place, len(size.offset), dtype=tf.int64) * tf.shape(argument, tf.int64)[axis]
-        return tf.cast(found, result.outputs[0].dtype.name)
+    def compute(rows: Any) -> Any:
+        return tf.cast(size.scale * rows[2] + size.offset, result.outputs[0].dtype.name)
 
-    arguments = [Value(name) for _, name, _ in size.lengths]
-    inputs = [(Value(ROWS_NAME), _ROWS), *((value, graph.type_of(value)) for value in arguments)]
-    return replacement_nodes(result, compute, inputs, set(graph.by_name))
+    return replacement_nodes(result, compute, [(Value(ROWS_NAME), _ROWS)], set(graph.by_name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +13,13 @@ import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
-from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
-from dapple_tf.frontend.open_lengths import (
-    has_open_lengths,
-    open_signature,
-    relax_signature,
-    serves_all_lengths,
-)
+from dapple_tf.frontend.open_lengths import has_open_lengths, serves_all_lengths
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
@@ -73,32 +66,6 @@ def trace_loss(
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
     captured = dataclasses.replace(captured, graph=graph, dependence=dependence)
     return _REWRITES[batch_norm](captured)
-
-
-def trace_batch(
-    loss_fn: Callable[..., Any],
-    batch: Sequence[Any],
-    batch_size: int,
-    inexact: Inexact,
-    batch_loss: BatchLoss,
-    batch_norm: BatchNorm,
-    *,
-    trains: bool = True,
-    earlier: Sequence[Sequence[tf.TensorSpec]] = (),
-) -> Captured:
-    """Return what ``trace_loss`` does, with the inner lengths unknown that TensorFlow would leave unknown.
-
-    ``earlier``: the specs of batches that the loss was traced for before; see ``open_signature`` and
-    ``relax_signature``. A loss whose analysis needs a length that earlier batches had otherwise is traced for the
-    lengths of the batch.
-    """
-    declared = open_signature(loss_fn, batch_signature(batch))
-    relaxed = relax_signature(loss_fn, declared, earlier)
-    trace = partial(trace_loss, loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
-    if relaxed != declared:
-        with contextlib.suppress(ExactnessError):  # one that has another cause comes again below
-            return trace(signature=relaxed)
-    return trace(signature=declared)
 
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:

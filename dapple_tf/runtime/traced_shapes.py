@@ -44,10 +44,6 @@ class TracedShapes:
                 return model
         return None
 
-    def alike(self, key: Key) -> list[tuple[tf.TensorSpec, ...]]:
-        """Return the specs of the traces that are kept for batches that differ from this one in inner lengths only."""
-        return [kept[1] for kept in self._models if _is_alike(kept, key)]
-
     def add(self, key: Key, model: StagedModel) -> StagedModel | None:
         """Keep a new trace, made for a batch of this key, and return one that is dropped for it, or None.
 
@@ -80,7 +76,7 @@ def _advice(alike: Sequence[Key], key: Key) -> str:
     return (
         f"the step has been built for {len(alike)} inner shapes of the batch, the last one "
         f"{', '.join(str(spec.shape) for spec in key[1])}, and is built anew for each further one (the "
-        f"{MOST_TRACES} used last are kept). If the loss is a tf.function with reduce_retracing=True, or whose "
-        "input_signature has None for a length that varies (tf.TensorSpec([None, None], tf.int32)), and does not "
-        "compute with that length, one build serves all lengths; otherwise pad batches to a few lengths"
+        f"{MOST_TRACES} used last are kept). If the loss is a tf.function whose input_signature has None for a length "
+        "that varies (tf.TensorSpec([None, None], tf.int32)), and does not compute with that length, one build serves "
+        "all lengths; otherwise pad batches to a few lengths"
     )

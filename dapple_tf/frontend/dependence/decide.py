@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
-from dapple_tf.frontend.capture import Captured, CapturedTensors, argument_name
+from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.cut_tail import cut_tail
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
@@ -188,7 +187,6 @@ class _Decision:
 
     def _sizes(self) -> tuple[WholeSize, ...]:
         """Return the sizes to replace by the whole batch's: floats for all their users, integers for one operand."""
-        open_lengths = any(None in spec.shape[1:].as_list() for spec in self.captured.signature)
         found: dict[tuple[str, int | None], WholeSize] = {}
         for (name, operand), value in self.scope.sizes.items():
             coefficients = affine(self.scope.numbers[value], self.scope.batch)
@@ -198,10 +196,7 @@ class _Decision:
             key: tuple[str, int | None]
             number = self.graph.type_of(value).dtype.differentiable
             key = (value.node, None) if number else (name, operand)
-            if number and open_lengths and not offset.any():
-                found[key] = WholeSize(key[0], key[1], None, None)
-            else:
-                found[key] = WholeSize(key[0], key[1], scale, offset)
+            found[key] = WholeSize(key[0], key[1], scale, offset)
         return tuple(found.values())
 
     def _shapes(self, once: frozenset[str]) -> tuple[WholeSize, ...]:
@@ -216,27 +211,8 @@ class _Decision:
             coefficients = [affine(scope.numbers[value], scope.batch) for value in self.graph.node(name).values()]
             for index, pair in enumerate(coefficients):
                 if pair is not None:
-                    found.append(WholeSize(name, index, pair[0], *self._open_lengths(*pair)))
+                    found.append(WholeSize(name, index, *pair))
         return tuple(found)
-
-    def _open_lengths(self, scale: Any, offset: Any) -> tuple[Any, tuple[tuple[int, str, int], ...]]:
-        """Return the offset of a shape without what may be an unknown length of an argument, and these lengths.
-
-        That a dimension only has the same length by chance shows at other lengths (see ``serves_all_lengths``).
-        """
-        arguments = zip(self.captured.example, self.captured.signature, strict=True)
-        unknown = {
-            example.shape[axis]: (argument_name(number), axis)
-            for number, (example, spec) in reversed(list(enumerate(arguments)))
-            for axis in reversed(range(1, spec.shape.rank or 0))
-            if spec.shape[axis] is None
-        }
-        if not unknown or offset.ndim != 1:
-            return offset, ()
-        places = [p for p, length in enumerate(offset.tolist()) if not scale[p] and length in unknown]
-        kept = offset.copy()
-        kept[places] = 0
-        return kept, tuple((p, *unknown[int(offset[p])]) for p in places)
 
     def _add(self, reason: Inexactness) -> None:
         if reason not in self.reasons:

@@ -18,11 +18,6 @@ from graph_passes.passes.microbatch import MergeKind
 class WholeSize:
     """A size of the whole batch, ``scale`` x batch size + ``offset`` (NumPy arrays), that replaces the micro-batch's.
 
-    Both are None for a number that is proportional to the number of samples by a factor that inner lengths decide which
-    the trace leaves unknown: it is the micro-batch's size x batch size / samples of the micro-batch.
-    ``lengths``: positions of a vector that are, besides, an inner length of an argument which the trace leaves unknown:
-    position, the argument's node and axis.
-
     It replaces an operand of ``node``, given by its position, or the node's only output where ``operand`` is None.
     """
 
@@ -30,7 +25,6 @@ class WholeSize:
     operand: int | None
     scale: Any
     offset: Any
-    lengths: tuple[tuple[int, str, int], ...] = ()
 
 
 @dataclass(frozen=True)
