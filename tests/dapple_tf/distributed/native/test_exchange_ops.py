@@ -230,7 +230,8 @@ def test_bytes_in_flight_are_counted_until_an_op_takes_them(pair: Pair) -> None:
         pair.send([tf.ones([1000])])
     for _ in range(3):
         pair.receive([tf.float32])
-    assert 3 * 4000 <= pair.library.take_peak_bytes() <= 2 * 3 * 4000
+    # At least one: while a message is in the socket's buffer it counts nowhere, and a busy machine may leave it there.
+    assert 4000 <= pair.library.take_peak_bytes() <= 2 * 3 * 4000
     assert pair.library.take_peak_bytes() == 0
 
 
