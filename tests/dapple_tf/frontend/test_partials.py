@@ -1,4 +1,4 @@
-"""Which statistics of a loss's batch can be combined from those of disjoint rows, and by which operation."""
+"""The analysis finds the reductions over samples that ranks can compute from parts of the batch and then combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems with text: words that a lookup table numbers on several ranks, and sequences of lengths left open."""
+"""Problems with text: a lookup table that several ranks read, and sequences whose length is unknown in the trace."""
 
 from __future__ import annotations
 
