@@ -14,7 +14,7 @@ import tensorflow as tf
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.backward_writes import find_write_reasons
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Serves
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.loss_scale import scales_loss, trace_loss_scale
@@ -72,7 +72,8 @@ class StagedModel:
     optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
 
     Interface: ``signature``, the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown,
-    and ``example``, the same with the inner lengths of the batch for which it was traced; ``aux``, the nesting of the
+    and ``example``, the same with the inner lengths of the batch for which it was traced; ``serves``, whether it serves
+    other lengths (see ``Captured``); ``aux``, the nesting of the
     aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
     ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
     device's.
@@ -120,6 +121,7 @@ class StagedModel:
     frontier: tuple[TailInput, ...]
     statistics: bool
     traces: tuple[Any, ...]
+    serves: Serves | None = None
     narrow: tuple[Narrow, ...] = ()
     skips: bool = False
     backward_writes: tuple[tuple[int, Inexactness], ...] = ()
@@ -215,6 +217,7 @@ def stage_model(
         stages=len(stages.stages),
         signature=captured.signature,
         example=captured.example,
+        serves=captured.serves,
         merges=merge_kinds(captured),
         loss="mean" if captured.dependence is None else captured.dependence.loss,
         exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,

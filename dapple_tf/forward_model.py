@@ -37,6 +37,7 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
         stages=len(stages.stages),
         signature=captured.signature,
         example=captured.example,
+        serves=captured.serves,
         merges=merge_kinds(captured),
         loss="mean" if dependence is None else dependence.loss,
         exactness=Exactness() if dependence is None else dependence.exactness,

@@ -56,6 +56,11 @@ def input_signature(function: Any) -> Any:
     return function.input_signature
 
 
+def reduces_retracing(function: Any) -> bool:
+    """Return whether ``function`` is a tf.function with ``reduce_retracing=True`` (``Function._reduce_retracing``)."""
+    return bool(is_tf_function(function) and function._reduce_retracing)
+
+
 def is_compiled_by_xla(function: Any) -> bool:
     """Return whether ``function`` is a tf.function with ``jit_compile=True`` (``Function._jit_compile``)."""
     return bool(is_tf_function(function) and function._jit_compile)

@@ -1,8 +1,9 @@
-"""Check that the rows which the ranks of a job were given make one batch, and find its size."""
+"""Check that the rows which the ranks of a job were given make one batch, and find its size and unknown lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import share_error
@@ -11,26 +12,43 @@ from graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, descr
 from profiler.units import format_samples
 
 MISSING = -1
-"""In place of a number of rows: the argument is None."""
+"""In place of a number of rows, or of a length: the argument is None."""
+
+Place = tuple[str, int]
+"""An argument, and an axis of it whose length the step leaves unknown."""
 
 _REFUSED = -2  # in place of every number of rows: the rank's arguments are no local batch
 
 
-def agree_on_size(job: Job, needs: Sequence[InputNeeds], rows: Sequence[int] | BatchError) -> int:
-    """Return the number of samples of the batch of which every rank has the rows that it needs.
+@dataclass(frozen=True)
+class GivenRows:
+    """How many ``rows`` of each flattened argument a rank was given, and its unknown ``lengths``, or ``MISSING``."""
 
-    ``needs``: of all ranks. ``rows``: how many rows this rank was given of each flattened argument, or ``MISSING``; or
-    why its arguments are refused. Every rank must call it; where one was given other rows than it needs, BatchError on
-    all of them names rank, argument and rows.
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def agree_on_size(
+    job: Job, needs: Sequence[InputNeeds], rows: GivenRows | BatchError, places: Sequence[Place]
+) -> tuple[int, list[int]]:
+    """Return the number of samples of the batch of which every rank has the rows that it needs, and unknown lengths.
+
+    ``needs``: of all ranks. ``rows``: what this rank was given, or why its arguments are refused; ``places``: of its
+    lengths. A length is ``MISSING`` where no rank has the argument. Every rank must call it; where one was given other
+    rows than it needs, or two have different lengths, BatchError on all of them names ranks and argument.
     """
-    own = [_REFUSED] * len(needs[job.rank].arguments) if isinstance(rows, BatchError) else list(rows)
+    count = len(needs[job.rank].arguments)
+    refused_all = [_REFUSED] * (count + len(places))
+    own = refused_all if isinstance(rows, BatchError) else [*rows.rows, *rows.lengths]
     given = job.gather_integers("compare the rows of the batch", own)
     if any(_REFUSED in numbers for numbers in given):
         texts = job.gather(str(rows) if isinstance(rows, BatchError) else "")
         refused = [rank for rank, text in enumerate(texts) if text]
         raise share_error(BatchError("; ".join(f"rank {rank}: {texts[rank]}" for rank in refused)), refused[0])
     try:
-        return find_size(needs, given)
+        return find_size(needs, [numbers[:count] for numbers in given]), find_lengths(
+            places, [numbers[count:] for numbers in given]
+        )
     except BatchError as error:
         raise share_error(error, 0) from None
 
@@ -58,6 +76,19 @@ def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> in
         raise BatchError("the ranks were given no rows: the batch is empty, or the loss uses no argument of it")
     _check_shares(needs, given, size)
     return size
+
+
+def find_lengths(places: Sequence[Place], given: Sequence[Sequence[int]]) -> list[int]:
+    """Return the length at each place; ``given``: those of each rank. Raises BatchError where two ranks differ."""
+    found = []
+    for i, (argument, axis) in enumerate(places):
+        ranks = {numbers[i]: rank for rank, numbers in reversed(list(enumerate(given))) if numbers[i] != MISSING}
+        if len(ranks) > 1:
+            listed = ", ".join(f"{length} on rank {rank}" for length, rank in reversed(ranks.items()))
+            what = f"axis {axis} of argument {argument} has the length {listed}"
+            raise BatchError(f"the ranks were not given rows of one batch: {what}")
+        found.append(next(iter(ranks), MISSING))
+    return found
 
 
 def _batch_sizes(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> dict[str, int]:

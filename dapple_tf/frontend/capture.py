@@ -28,6 +28,9 @@ from dapple_tf.frontend.tables import find_misuse
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
+Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
+"""Tells of the specs of a batch's flattened tensors whether a trace serves their inner lengths."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -40,7 +43,8 @@ class Captured:
     ``example``: the same with all inner lengths known, those of the batch for which it was traced.
 
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
-    node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out.
+    node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out; ``serves``: for
+    which inner lengths, or None where all are known.
 
     ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``joined``: whether
     replicas join the statistics of such layers instead; ``dropped``: names of nodes of the trace that the graph no
@@ -57,6 +61,7 @@ class Captured:
     example: tuple[tf.TensorSpec, ...]
     rows: Any = None
     dependence: BatchDependence | None = None
+    serves: Serves | None = None
     batch_norms: tuple[BatchNormCall, ...] = ()
     joined: bool = False
     dropped: frozenset[str] = frozenset()

@@ -71,7 +71,13 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
 def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
     """Return the nodes that compute a size of the whole batch; the last one has the name and type of ``result``."""
 
-    def compute(rows: Any) -> Any:
-        return tf.cast(size.scale * rows[2] + size.offset, result.outputs[0].dtype.name)
+    def compute(rows: Any, *arguments: Any) -> Any:
+        scale, offset = size.scale, size.offset
+        for term, argument in zip(size.lengths, arguments, strict=True):
+            length = tf.shape(argument, tf.int64)[term.axis]
+            scale, offset = scale + term.scale * length, offset + term.offset * length
+        return tf.cast(scale * rows[2] + offset, result.outputs[0].dtype.name)
 
-    return replacement_nodes(result, compute, [(Value(ROWS_NAME), _ROWS)], set(graph.by_name))
+    values = [Value(ROWS_NAME), *(Value(term.argument) for term in size.lengths)]
+    types = [_ROWS, *map(graph.type_of, values[1:])]
+    return replacement_nodes(result, compute, list(zip(values, types, strict=True)), set(graph.by_name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,16 @@ import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
+from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
-from dapple_tf.frontend.open_lengths import has_open_lengths, serves_all_lengths
+from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature
 from dapple_tf.frontend.rows import use_rows
+from dapple_tf.frontend.served_lengths import Analysed, ServedLengths, with_lengths
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
 from graph_passes.ir.graph import Graph
@@ -46,26 +49,58 @@ def trace_loss(
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
     the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
-    ``BatchNorm``. ``trains``, ``signature``: see ``capture``. Where that rewriting depends on inner lengths that the
-    signature leaves unknown, the loss is traced for the lengths of the batch instead.
+    ``BatchNorm``. ``trains``, ``signature``: see ``capture``. Where the signature leaves inner lengths unknown, the
+    result says which lengths it serves (``serves``): those at which it would be rewritten alike.
 
     Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would
     differ from one device's and ``inexact`` is "error".
     """
     captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)
     find = partial(_find, batch_size=batch_size, batch_loss=batch_loss)
-    dependence = find(captured)
-    if has_open_lengths(captured) and not serves_all_lengths(captured, dependence, find):
-        return trace_loss(loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
-    if dependence.mixed and not dependence.exactness.undocumented:
-        captured = weigh_terms(captured, dependence)
-        dependence = find(captured)
+
+    def accepts(captured: Captured) -> bool:
+        return bool(probe_shapes(captured, batch_size)[1])
+
+    def analyse(captured: Captured) -> Analysed:
+        return Analysed(captured, with_lengths(captured, find(captured), find, accepts))
+
+    analysed = [analyse(captured)]
+    if analysed[0].dependence.mixed and not analysed[0].dependence.exactness.undocumented:
+        analysed.append(analyse(weigh_terms(captured, analysed[0].dependence)))
+    captured, dependence = analysed[-1].captured, analysed[-1].dependence
     _report(captured.graph.name, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
-    captured = dataclasses.replace(captured, graph=graph, dependence=dependence)
+    serves = ServedLengths(tuple(analysed), find).serves if has_open_lengths(captured.signature) else None
+    captured = dataclasses.replace(captured, graph=graph, dependence=dependence, serves=serves)
     return _REWRITES[batch_norm](captured)
+
+
+def trace_batch(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    batch_size: int,
+    inexact: Inexact,
+    batch_loss: BatchLoss,
+    batch_norm: BatchNorm,
+    *,
+    trains: bool = True,
+    earlier: Sequence[Sequence[tf.TensorSpec]] = (),
+) -> Captured:
+    """Return what ``trace_loss`` does, with the inner lengths unknown that TensorFlow would leave unknown.
+
+    ``earlier``: the signatures of traces of this loss that do not serve the batch and differ in inner lengths only. A
+    loss that cannot be exact where a length is unknown, or of whose traces one has the same unknown lengths, is traced
+    for the lengths of the batch.
+    """
+    known = batch_signature(batch)
+    opened = open_signature(loss_fn, known, earlier)
+    trace = partial(trace_loss, loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
+    if opened != known and opened not in earlier:
+        with contextlib.suppress(ExactnessError):  # one that has another cause comes again below
+            return trace(signature=opened)
+    return trace()
 
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:

@@ -74,7 +74,7 @@ def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool)
 def _named(function: Function, model: keras.Model) -> Any:
     """Return the tf.function, which has the model's name in messages; Keras does not convert its steps either.
 
-    XLA compiles it where XLA compiles the model.
+    XLA compiles it where XLA compiles the model. As in Keras's own steps, lengths that vary are left unknown.
     """
     function.__name__ = model.name
-    return tf.function(function, autograph=False, jit_compile=bool(model.jit_compile))
+    return tf.function(function, autograph=False, jit_compile=bool(model.jit_compile), reduce_retracing=True)

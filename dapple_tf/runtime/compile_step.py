@@ -18,9 +18,8 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
 from dapple_tf.errors import DappleWarning, LossError, UsageError
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
-from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import report_exactness, trace_loss
+from dapple_tf.frontend.trace import report_exactness, trace_batch
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.traced_shapes import Key, TracedShapes
@@ -125,7 +124,7 @@ def compile_step(
     def trace() -> StagedModel:
         with times.phase("trace"):
             options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
-            captured = trace_loss(loss_fn, batch, size, *options, signature=open_signature(loss_fn, key[1]))
+            captured = trace_batch(loss_fn, batch, size, *options, earlier=compiled.models.alike(key))
             micro_batch = autoplan.micro_batch_size(size)
             captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:

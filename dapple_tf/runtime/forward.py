@@ -15,13 +15,13 @@ from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
-from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.frontend.trace import trace_batch
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
+from dapple_tf.runtime.traced_shapes import Key
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.xla.choice import Xla, make_xla
 from graph_passes.analysis.layers import find_layers
@@ -78,7 +78,7 @@ class Forward:
         model = self._compiled.models.find(key)
         if model is None:
             target.announce("trace the model to run forward", size, key[1])
-            model, made = target.run_on_all(lambda: self._trace(key[1], batch, size))
+            model, made = target.run_on_all(lambda: self._trace(key, batch, size))
             self._compiled.add(key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
@@ -89,12 +89,12 @@ class Forward:
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
         return CompiledStep(planned, program, batch_form(batch, model.signature))
 
-    def _trace(self, specs: Sequence[tf.TensorSpec], batch: Sequence[Any], size: int) -> tuple[StagedModel, Plan]:
+    def _trace(self, key: Key, batch: Sequence[Any], size: int) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan
         options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
         with self.times.phase("trace"):
-            signature = open_signature(self.function, specs)
-            captured = trace_loss(self.function, batch, size, *options, trains=False, signature=signature)
+            earlier = self._compiled.models.alike(key)
+            captured = trace_batch(self.function, batch, size, *options, trains=False, earlier=earlier)
             captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         with self.times.phase("layers"):
             layers = find_layers(captured.graph)

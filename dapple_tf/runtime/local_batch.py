@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
-from dapple_tf.compiler import StepVariant
-from dapple_tf.distributed.local_rows import MISSING, agree_on_size
+from dapple_tf.compiler import StagedModel, StepVariant
+from dapple_tf.distributed.local_rows import MISSING, GivenRows, Place, agree_on_size
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
+from dapple_tf.frontend.batch import BatchForm
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, check_eager, compile_for_rows
 from graph_passes.analysis.input_needs import InputNeeds, Use
@@ -40,7 +41,8 @@ def compile_local(
     ``batch``: this rank's rows, or None, by argument; arguments that it does not need are ignored. The inputs are the
     flattened tensors, and the number of samples of the whole batch. ``last``: the step that ran, or was built, last;
     the rows must be of its types. Every rank must call it. Raises UsageError without a last step or inside a
-    tf.function, BatchError on every rank where these are not the rows of one batch.
+    tf.function, BatchError on every rank where these are not the rows of one batch, or have lengths that the step does
+    not serve.
     """
     if last is None:
         raise UsageError(
@@ -51,16 +53,43 @@ def compile_local(
     needs = find_needs(last, autoplan.plan)
     uses = needs[job.rank].inputs.uses
     leaves: list[Any] = []
-    rows: list[int] | BatchError
+    places = _unknown_lengths(last.form)
+    rows: GivenRows | BatchError
     try:
         leaves = last.form.flatten(batch, [use is not Use.NONE for use in uses])
-        rows = [MISSING if leaf is None else int(leaf.shape[0]) for leaf in leaves]
+        given = [(leaf, 0) for leaf in leaves] + [(leaves[i], axis) for i, axis in places]
+        numbers = [MISSING if leaf is None else int(leaf.shape[axis]) for leaf, axis in given]
+        rows = GivenRows(tuple(numbers[: len(leaves)]), tuple(numbers[len(leaves) :]))
     except BatchError as error:
         rows = error
-    samples = agree_on_size(job, needs, rows)
+    named: list[Place] = [(last.form.paths[i], axis) for i, axis in places]
+    samples, lengths = agree_on_size(job, needs, rows, named)
+    _check_lengths(last.planned.model, dict(zip(places, lengths, strict=True)))
     step = compile_for_rows(last, samples, autoplan, target, variant, compiled)
     tensors = [_no_rows(spec) if leaf is None else leaf for leaf, spec in zip(leaves, last.form.signature, strict=True)]
     return step, (*tensors, tf.constant(samples, tf.int64))
+
+
+def _unknown_lengths(form: BatchForm) -> list[tuple[int, int]]:
+    """Return the inner lengths that are unknown: number of the flattened argument, and axis."""
+    dims = [(i, axis, dim) for i, spec in enumerate(form.signature) for axis, dim in enumerate(spec.shape)]
+    return [(i, axis) for i, axis, dim in dims if axis and dim is None]
+
+
+def _check_lengths(model: StagedModel, lengths: Mapping[tuple[int, int], int]) -> None:
+    """Raise BatchError, on every rank alike, where the model does not serve these lengths."""
+    if model.serves is None:
+        return
+    shapes = [spec.shape.as_list() for spec in model.example]
+    for (i, axis), length in lengths.items():
+        shapes[i][axis] = shapes[i][axis] if length == MISSING else length
+    specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, model.example, strict=True)]
+    if not model.serves(tuple(specs)):
+        raise BatchError(
+            f"the step that was built last cannot run batches of the shapes {', '.join(str(s.shape) for s in specs)}, "
+            "for which the loss must be rewritten otherwise: call step.build with a whole batch of these lengths on "
+            "every rank"
+        )
 
 
 def _no_rows(spec: tf.TensorSpec) -> Any:

@@ -37,12 +37,16 @@ class TracedShapes:
         return list(self._models.values())
 
     def find(self, key: Key) -> StagedModel | None:
-        """Return the trace for batches of this key, made for their shapes or with unknown inner lengths, or None."""
+        """Return the trace that serves batches of this key, made for their shapes or with unknown lengths, or None."""
         for kept in [key, *self._models]:
-            if kept in self._models and _serves(kept, key):
+            if kept in self._models and _serves(kept, self._models[kept], key):
                 model = self._models[kept] = self._models.pop(kept)  # moved to the end: it is used last
                 return model
         return None
+
+    def alike(self, key: Key) -> list[tuple[tf.TensorSpec, ...]]:
+        """Return the signatures of the traces for batches that differ from those of this key in inner lengths only."""
+        return [kept[1] for kept in self._models if _is_alike(kept, key)]
 
     def add(self, key: Key, model: StagedModel) -> StagedModel | None:
         """Keep a new trace, made for a batch of this key, and return one that is dropped for it, or None.
@@ -58,9 +62,11 @@ class TracedShapes:
         return dropped
 
 
-def _serves(kept: Key, key: Key) -> bool:
+def _serves(kept: Key, model: StagedModel, key: Key) -> bool:
     fits = [a.dtype == b.dtype and a.shape.is_compatible_with(b.shape) for a, b in zip(kept[1], key[1], strict=False)]
-    return kept[0] == key[0] and len(kept[1]) == len(key[1]) and all(fits)
+    if kept[0] != key[0] or len(kept[1]) != len(key[1]) or not all(fits):
+        return False
+    return model.serves is None or model.serves(key[1])
 
 
 def _is_alike(kept: Key, key: Key) -> bool:
@@ -76,7 +82,7 @@ def _advice(alike: Sequence[Key], key: Key) -> str:
     return (
         f"the step has been built for {len(alike)} inner shapes of the batch, the last one "
         f"{', '.join(str(spec.shape) for spec in key[1])}, and is built anew for each further one (the "
-        f"{MOST_TRACES} used last are kept). If the loss is a tf.function whose input_signature has None for a length "
-        "that varies (tf.TensorSpec([None, None], tf.int32)), and does not compute with that length, one build serves "
-        "all lengths; otherwise pad batches to a few lengths"
+        f"{MOST_TRACES} used last are kept). If the loss is a tf.function with reduce_retracing=True, or whose "
+        "input_signature has None for a length that varies (tf.TensorSpec([None, None], tf.int32)), one build serves "
+        "all lengths at which the loss does not change its form; otherwise pad batches to a few lengths"
     )

@@ -134,6 +134,12 @@ def test_input_signature_is_the_declared_one_or_none() -> None:
     assert internals.input_signature(tf.function(lambda x: x, input_signature=[spec])) == (spec,)
 
 
+def test_reduces_retracing_is_what_a_tf_function_was_declared_with() -> None:
+    assert internals.reduces_retracing(tf.function(lambda x: x, reduce_retracing=True))
+    assert not internals.reduces_retracing(tf.function(lambda x: x))
+    assert not internals.reduces_retracing(lambda x: x)
+
+
 # --- Keras layers
 
 

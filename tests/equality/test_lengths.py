@@ -1,6 +1,7 @@
-"""Batches of other inner lengths: one build serves all that the loss's ``input_signature`` leaves open.
+"""Batches of other inner lengths: one build serves all lengths that TensorFlow would leave unknown.
 
-Where the rewriting depends on a length, each length gets a build of its own. Either way a pipeline equals one device.
+Where the rewriting changes its form at some length, that length gets a build of its own. Either way a pipeline equals
+one device.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def batch(rows: int, length: int) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant(draw.integers(1, 9, (rows, length))), tf.constant(draw.normal(size=rows))
 
 
-def problem(*, tokens: bool = False, signature: Sequence[tf.TensorSpec] | None = OPEN) -> Problem:
-    """``tokens``: the loss is divided by one more than the tokens of the batch, which no micro-batch has."""
+def problem(
+    *, tokens: int | None = None, signature: Sequence[tf.TensorSpec] | None = OPEN, reduce_retracing: bool = False
+) -> Problem:
+    """``tokens``: the loss is divided by as many more than the tokens of the batch, which no micro-batch has."""
     keras.utils.set_random_seed(7)
     embedding = layers.Embedding(9, WIDTH, dtype="float64", name="embedding")
     dense = [layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(2)]
@@ -42,11 +45,11 @@ def problem(*, tokens: bool = False, signature: Sequence[tf.TensorSpec] | None =
         scores = tf.einsum("btw,bsw->bts", hidden, hidden)
         hidden = dense[1](tf.nn.softmax(scores) @ hidden)
         errors = tf.square(tf.reduce_sum(hidden, 2) - y[:, tf.newaxis])
-        if tokens:
-            return tf.reduce_sum(errors) / tf.cast(tf.size(x) + 1, tf.float64)
+        if tokens is not None:
+            return tf.reduce_sum(errors) / tf.cast(tf.size(x) + tokens, tf.float64)
         return tf.reduce_mean(tf.reduce_mean(errors, 1))
 
-    function = tf.function(loss_fn, input_signature=signature)
+    function = tf.function(loss_fn, input_signature=signature, reduce_retracing=reduce_retracing)
     variables = [v for layer in (embedding, *dense, drop) for v in layer.variables]
     return Problem(function, {v.path: v for v in variables}, lambda: keras.optimizers.Adam(0.01))
 
@@ -70,9 +73,21 @@ def test_one_build_serves_all_lengths(data: st.DataObject) -> None:
     assert count_builds(found.step) == 1
 
 
-def test_a_loss_that_computes_with_a_length_is_built_for_each() -> None:
-    batches = [batch(5, length) for length in (4, 3)]
-    found = compare(problem(tokens=True), batches, stages=["dense_1"], micro_batches=2)
+@pytest.mark.parametrize("tokens", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [[1, 1], pytest.param([2, 1], marks=pytest.mark.slow)])
+def test_one_build_serves_a_loss_that_computes_with_the_tokens_of_the_batch(tokens: int, replicas: list[int]) -> None:
+    batches = [batch(5, length) for length in (4, 3, 6)]
+    found = compare(problem(tokens=tokens), batches, stages=["dense_1"], replicas=replicas, micro_batches=2)
+    found.check(TOLERANCE["float64"])
+    assert count_builds(found.step) == 1
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], pytest.param([2, 1], marks=pytest.mark.slow)])
+def test_the_second_build_serves_all_lengths_where_tensorflow_would_not_trace_again(replicas: list[int]) -> None:
+    """The first length is traced as it is, as by TensorFlow."""
+    batches = [batch(5, length) for length in (4, 3, 7, 4, 1)]
+    own = problem(tokens=2, signature=None, reduce_retracing=True)
+    found = compare(own, batches, stages=["dense_1"], replicas=replicas, micro_batches=2)
     found.check(TOLERANCE["float64"])
     assert count_builds(found.step) == 2
 
@@ -84,21 +99,72 @@ def test_a_loss_without_a_signature_is_built_for_each_length() -> None:
     assert count_builds(found.step) == 2
 
 
-def test_a_loss_of_what_follows_a_prompt_is_built_for_each() -> None:
-    """At lengths of up to 10 the divisor is 1, whatever the number of samples."""
+def of_sequences(loss_fn: Any, *ranks: int) -> tuple[Problem, Any]:
+    """Return the problem of a loss of sequences of vectors, all lengths unknown, and a function that draws batches."""
     w = tf.Variable(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), name="w")
-
-    def loss_fn(x: Any) -> Any:
-        errors = tf.reduce_sum(tf.square(tf.einsum("nlc,cd->nld", x, w)), 2)
-        tokens = tf.shape(x)[0] * (tf.shape(x)[1] - 10)
-        return tf.reduce_sum(errors[:, 10:]) / tf.cast(tf.maximum(tokens, 1), tf.float64)
-
-    function = tf.function(loss_fn, input_signature=[tf.TensorSpec([None, None, WIDTH], tf.float64)])
+    specs = [tf.TensorSpec([None] * (rank - 1) + [WIDTH], tf.float64) for rank in ranks]
+    function = tf.function(lambda *batch: loss_fn(w, *batch), input_signature=specs)
     draw = np.random.default_rng(1)
-    batches = [(tf.constant(draw.normal(size=(8, length, WIDTH))),) for length in (8, 21)]
-    found = compare(Problem(function, {"w": w}, lambda: keras.optimizers.SGD(0.01)), batches, stages=1, micro_batches=2)
+
+    def draw_batch(*lengths: Sequence[int]) -> tuple[tf.Tensor, ...]:
+        return tuple(tf.constant(draw.normal(size=(7, *inner, WIDTH))) for inner in lengths)
+
+    return Problem(function, {"w": w}, lambda: keras.optimizers.SGD(0.01)), draw_batch
+
+
+def squared(w: Any, x: Any) -> Any:
+    return tf.reduce_sum(tf.square(tf.einsum("...c,cd->...d", x, w)), -1)
+
+
+@pytest.mark.parametrize(("prompt", "lengths"), [(10, (8, 21, 9)), (500, (8, 520, 400))])
+def test_a_loss_that_changes_its_form_at_a_length_is_built_on_both_sides(prompt: int, lengths: Sequence[int]) -> None:
+    """Of up to ``prompt`` tokens none counts, and the divisor is 1, whatever the number of samples."""
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        tokens = tf.shape(x)[0] * (tf.shape(x)[1] - prompt)
+        return tf.reduce_sum(squared(w, x)[:, prompt:]) / tf.cast(tf.maximum(tokens, 1), tf.float64)
+
+    own, draw = of_sequences(loss_fn, 3)
+    found = compare(own, [draw([length]) for length in lengths], stages=1, micro_batches=3)
     found.check(TOLERANCE["float64"])
     assert count_builds(found.step) == 2
+
+
+def test_a_loss_that_is_divided_by_a_product_of_lengths() -> None:
+    """A size that is not affine in the lengths."""
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return tf.reduce_sum(squared(w, x)) / tf.cast(tf.size(x) + 1, tf.float64)
+
+    own, draw = of_sequences(loss_fn, 4)
+    found = compare(own, [draw(inner) for inner in ([3, 5], [2, 2])], stages=1, micro_batches=3)
+    found.check(TOLERANCE["float64"])
+
+
+def test_a_mean_over_chosen_samples_is_built_for_each_length() -> None:
+    """The number of entries of a chosen sample must be known."""
+    w = tf.Variable(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), name="w")
+
+    @tf.function(reduce_retracing=True)
+    def loss_fn(x: Any, chosen: Any) -> Any:
+        return tf.reduce_mean(tf.boolean_mask(squared(w, x), chosen)) + 0.1 * tf.reduce_sum(tf.square(w))
+
+    draw = np.random.default_rng(1)
+    batches = [(tf.constant(draw.normal(size=(7, n, WIDTH))), tf.constant(np.arange(7) % 3 > 0)) for n in (3, 5)]
+    found = compare(Problem(loss_fn, {"w": w}, lambda: keras.optimizers.SGD(0.01)), batches, stages=1, micro_batches=3)
+    found.check(TOLERANCE["float64"])
+    assert count_builds(found.step) == 2
+
+
+def test_lengths_that_were_equal_at_first() -> None:
+    def loss_fn(w: Any, x: Any, y: Any) -> Any:
+        tokens = tf.size(x[:, :, 0]) + 3 * tf.size(y[:, :, 0]) + 1
+        return (tf.reduce_sum(squared(w, x)) + tf.reduce_sum(squared(w, y))) / tf.cast(tokens, tf.float64)
+
+    own, draw = of_sequences(loss_fn, 3, 3)
+    found = compare(own, [draw([a], [b]) for a, b in ((3, 3), (4, 4), (3, 5), (5, 2))], stages=1, micro_batches=2)
+    found.check(TOLERANCE["float64"])
+    assert count_builds(found.step) == 1
 
 
 def test_forward_runs_all_lengths_with_one_build() -> None:

@@ -15,16 +15,31 @@ from graph_passes.passes.microbatch import MergeKind
 
 
 @dataclass(frozen=True)
+class LengthTerm:
+    """What a size has in addition for each unit of an unknown length: of ``scale`` and of ``offset``.
+
+    The length is that of ``axis`` of the input node ``argument``.
+    """
+
+    argument: str
+    axis: int
+    scale: Any
+    offset: Any
+
+
+@dataclass(frozen=True)
 class WholeSize:
     """A size of the whole batch, ``scale`` x batch size + ``offset`` (NumPy arrays), that replaces the micro-batch's.
 
     It replaces an operand of ``node``, given by its position, or the node's only output where ``operand`` is None.
+    ``lengths``: what ``scale`` and ``offset`` have in addition where the trace leaves inner lengths unknown.
     """
 
     node: str
     operand: int | None
     scale: Any
     offset: Any
+    lengths: tuple[LengthTerm, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         for ranks, names in HOROVOD_CASES.items()
     },
     "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "other calls"])]),
-    "three ranks with local rows of replicas": JobLaunch(3, [("local_rows", ["1:2", "1:2, largest", "whole batches"])]),
+    "three ranks with local rows of replicas": JobLaunch(
+        3, [("local_rows", ["1:2", "1:2, largest", "whole batches", "lengths"])]
+    ),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()
     },

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapple_tf.distributed.local_rows import MISSING, find_size
+from dapple_tf.distributed.local_rows import MISSING, find_lengths, find_size
 from dapple_tf.errors import BatchError
 from graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
 from tests.dapple_tf.distributed.launches import Launches
@@ -17,6 +17,7 @@ from tests.processes import needs_horovod
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
 REPLICATED = ("1:2", "1:2, largest", "whole batches")
+OTHERS = (*REPLICATED, "lengths")
 
 
 def ranks(*inputs: RankInputs) -> list[InputNeeds]:
@@ -90,11 +91,19 @@ def test_a_loss_without_arguments_has_no_size() -> None:
         find_size(ranks(RankInputs((NONE, NONE)), RankInputs((NONE, NONE), 1)), [(N, N), (N, N)])
 
 
+def test_a_length_is_that_of_the_ranks_that_have_the_argument() -> None:
+    places = [("0", 1), ("1", 1), ("1", 2)]
+    assert find_lengths(places, [(5, N, N), (N, 5, 7), (5, N, N)]) == [5, 5, 7]
+    assert find_lengths(places[:1], [(N,), (N,)]) == [N]
+    with pytest.raises(BatchError, match=r"axis 1 of argument 0 has the length 5 on rank 0, 6 on rank 2"):
+        find_lengths(places, [(5, N, N), (N, 5, 7), (6, N, N)])
+
+
 # --- jobs
 
 
 def results(launches: Launches, case: str) -> list[Any]:
-    launch = "three ranks with local rows" + (" of replicas" if case in REPLICATED else "")
+    launch = "three ranks with local rows" + (" of replicas" if case in OTHERS else "")
     return [found[case] for found in launches.results(launch, "local_rows")]
 
 
@@ -144,6 +153,18 @@ def test_the_first_replica_reads_all_rows_of_a_mask_only_where_its_statistic_can
         "  argument 1[1]: rows 0, 2",
         "  argument 1[1]: rows 1, 3-4",
     ]
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_local_rows_of_other_lengths_equal_one_device_or_are_refused(launches: Launches) -> None:
+    """The labels' rank knows the length that the first rank has; the middle rank knows none."""
+    found = results(launches, "lengths")
+    for result in found:
+        assert max(result["errors"].values()) <= TOLERANCE["float64"], result["errors"]
+        assert result["messages"] == found[0]["messages"]
+    assert "cannot run batches of the shapes (None, 8, 4), (None, 8)" in found[0]["messages"]["of another form"]
+    assert "length" in found[0]["messages"]["two lengths"]
 
 
 @needs_horovod

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,6 @@ def scaled(x: Any) -> Any:
     return tf.reduce_sum(W) * tf.square(x)
 
 
-def lengths_after(loss: Callable[[Any], Any], spec: tf.TensorSpec = UNKNOWN) -> list[int | None]:
-    """Return the axes of the argument in the trace of ``loss``, with ``spec`` as its input signature."""
-    function = tf.function(loss, input_signature=[spec])
-    signature = open_signature(function, batch_signature(BATCH))
-    return list(trace_loss(function, BATCH, 6, signature=signature).signature[0].shape)
-
-
 @pytest.mark.parametrize(
     ("function", "axes"),
     [
@@ -45,22 +37,25 @@ def test_lengths_that_the_signature_leaves_open_are_unknown(function: Any, axes:
     assert list(spec.shape) == axes
 
 
-def test_a_mean_serves_all_lengths() -> None:
-    assert lengths_after(lambda x: tf.reduce_mean(scaled(x))) == [None, None]
+def specs(*shape: int | None) -> tuple[tf.TensorSpec, ...]:
+    return (tf.TensorSpec(shape, tf.float64),)
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("options", "earlier", "shape"),
     [
-        lambda x: tf.reduce_sum(scaled(x)) / tf.cast(tf.size(x) + 1, tf.float64),
-        lambda x: tf.reduce_mean(
-            tf.nn.experimental.stateless_dropout(tf.reshape(scaled(x), [-1]), 0.5, seed=[1, 2])  # rows of 4 tokens
-        ),
+        ({"reduce_retracing": True}, [], (None, 4, 7)),
+        ({"reduce_retracing": True}, [(None, 3, 7)], (None, None, 7)),
+        ({"reduce_retracing": True}, [(None, 3, 7), (None, 3, 8)], (None, None, None)),
+        ({"reduce_retracing": True}, [(None, None, 7)], (None, None, 7)),
+        ({"reduce_retracing": True, "jit_compile": True}, [(None, 3, 7)], (None, 4, 7)),
+        ({}, [(None, 3, 7)], (None, 4, 7)),
     ],
-    ids=["whole size", "rows of a draw"],
+    ids=["the first", "the second", "two lengths", "unknown already", "XLA", "not asked for"],
 )
-def test_a_loss_whose_rewriting_depends_on_a_length_is_traced_for_it(loss: Callable[[Any], Any]) -> None:
-    assert lengths_after(loss) == [None, 4]
+def test_lengths_that_differ_from_earlier_batches_are_unknown(options: Any, earlier: Any, shape: Any) -> None:
+    function = tf.function(scaled, **options)
+    assert open_signature(function, specs(None, 4, 7), [specs(*other) for other in earlier]) == specs(*shape)
 
 
 def test_a_length_that_equals_the_micro_batch_is_no_batch_axis() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dapple_tf as dapple
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, SAMPLES, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
@@ -171,3 +172,37 @@ def test_training_stops_at_a_loss_that_is_not_a_number() -> None:
         return [len(values) for values in found.history.values()]
 
     assert assert_equal_to_plain(models.sequential, use) == [1]
+
+
+def sentences() -> tf.data.Dataset:
+    """Batches of 8 sentences, of lengths that vary."""
+
+    def generate_sentences() -> Iterator[Any]:
+        random = np.random.default_rng(0)
+        for length in (8, 5, 7, 8, 10):
+            yield random.integers(0, 11, (8, length)).astype("int32"), random.integers(0, 3, (8, length))
+
+    specs = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.int64)
+    batches = tf.data.Dataset.from_generator(generate_sentences, output_signature=specs)
+    return batches.apply(tf.data.experimental.assert_cardinality(5))
+
+
+def open_tagger() -> keras.Model:
+    """A masked model of sentences of any length."""
+    ids = keras.Input([None], dtype="int32")
+    x = keras.layers.Embedding(11, 6, mask_zero=True)(ids)
+    x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(2, 9)(x, x))
+    model = keras.Model(ids, keras.layers.Dense(3, "softmax")(x))
+    model.compile(keras.optimizers.Adam(0.01), CROSS_ENTROPY, metrics=["accuracy"])
+    return model
+
+
+def test_sentences_of_any_length() -> None:
+    assert_equal_to_plain(open_tagger, lambda model: fit_batches(model, sentences, shuffle=False))
+
+
+def test_two_builds_serve_sentences_of_all_lengths() -> None:
+    model = open_tagger()
+    step = dapple.keras.pipeline(model, stages=2, micro_batches=2)
+    model.fit(sentences(), verbose=0, shuffle=False)
+    assert len(step._compiled.models) == 2

@@ -13,9 +13,10 @@ from dapple_tf.runtime.traced_shapes import MOST_TRACES, Key, TracedShapes
 
 @dataclasses.dataclass(eq=False)
 class Trace:
-    """A traced model, of which the cache reads only the signature."""
+    """A traced model, of which the cache reads only the signature and which lengths it serves."""
 
     signature: tuple[tf.TensorSpec, ...]
+    serves: Any = None
 
 
 def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key:
@@ -51,6 +52,14 @@ def test_a_trace_with_unknown_lengths_serves_all_of_its_rank_dtype_and_nesting()
     assert [cache.find(other) for other in others] == [None] * 5
 
 
+def test_a_trace_with_unknown_lengths_says_itself_which_it_serves() -> None:
+    cache = TracedShapes()
+    cache.add(key(3), Trace(key(None)[1], lambda specs: specs[0].shape[1] < 5))
+    assert cache.find(key(4)) is not None
+    assert cache.find(key(5)) is None
+    assert cache.alike(key(5)) == [key(None)[1]]
+
+
 def test_the_trace_that_was_used_longest_ago_is_dropped() -> None:
     keys = [key(n) for n in range(1, MOST_TRACES + 1)]
     cache, traces, dropped = filled(keys)
@@ -70,6 +79,8 @@ def test_many_lengths_are_warned_of_once() -> None:
     cache.add(key(1), traced(key(1)))
     cache.add(key(2), traced(key(2)))
     cache.add(key(2, dtype=tf.int64), traced(key(2, dtype=tf.int64)))
-    with pytest.warns(DappleWarning, match=r"built for 3 inner shapes .*\(None, 3\).*input_signature has None"):
+    with pytest.warns(
+        DappleWarning, match=r"built for 3 inner shapes .*\(None, 3\).*reduce_retracing=True, .*has None"
+    ):
         cache.add(key(3), traced(key(3)))
     cache.add(key(4), traced(key(4)))  # a warning would be an error

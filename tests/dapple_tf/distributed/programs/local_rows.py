@@ -28,6 +28,7 @@ def run(*names: str) -> dict[str, Any]:
         "1:2": lambda: train(job, (1, 2)),
         "1:2, largest": lambda: train(job, (1, 2), masked_by_the_largest),
         "whole batches": compare_with_whole_batches,
+        "lengths": lambda: train_lengths(job),
         "other calls": lambda: run_other_calls(job),
     }
     return {name: cases[name]() for name in names}
@@ -143,6 +144,51 @@ def train(job: Job, replicas: Sequence[int], divisor: Callable[[Any], Any] = cou
     losses, values, step = train_pipeline(replicas, files.batches, local=True, divisor=divisor)
     errors = compare((losses, values), (one_device.losses, one_device.values))
     return {"errors": errors, "needs": str(step.needs), "read": files.read}
+
+
+def prompted_problem() -> Problem:
+    """Sequences of unknown length; the tokens behind a prompt of 10 count, and are counted."""
+    random = np.random.default_rng(0)
+    matrices = [tf.Variable(random.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{i}") for i in range(3)]
+    specs = [tf.TensorSpec([None, None, WIDTH], tf.float64), tf.TensorSpec([None, None], tf.float64)]
+
+    @tf.function(input_signature=specs)
+    def loss_fn(x: Any, y: Any) -> Any:
+        for i, matrix in enumerate(matrices):
+            with tf.name_scope(f"layer{i}"):
+                x = tf.tanh(tf.einsum("btw,wv->btv", x, matrix))
+        tokens = tf.maximum(tf.shape(y)[0] * (tf.shape(y)[1] - 10), 1)
+        return tf.reduce_sum(tf.square(tf.reduce_sum(x, 2) - y)) / tf.cast(tokens, tf.float64)
+
+    return Problem(loss_fn, {f"w{i}": matrix for i, matrix in enumerate(matrices)}, lambda: keras.optimizers.Adam(0.01))
+
+
+def sequences(length: int) -> Batch:
+    random = np.random.default_rng(length)
+    return tf.constant(random.normal(size=(BATCH, length, WIDTH))), tf.constant(random.normal(size=(BATCH, length)))
+
+
+def train_lengths(job: Job) -> dict[str, Any]:
+    """Train on local rows of lengths that one build serves, and try those that it does not, on three ranks."""
+    problem, lengths = prompted_problem(), (12, 15, 11)
+    one_device = job.run_on_rank_0(lambda: train_on_one_device(problem, [sequences(n) for n in lengths]))
+    if job.rank:
+        problem.make_optimizer()
+    other = prompted_problem()
+    step = make_step(other, other.make_optimizer(), (1, 1, 1))
+    step.build(*sequences(12))
+    own = [lambda x, y: (x, None), lambda x, y: (None, None), lambda x, y: (None, y)][job.rank]
+    losses = [float(step(*own(*sequences(n)), local=True)) for n in lengths]
+    step.gather()
+    values = {name: variable.numpy() for name, variable in other.variables.items()}
+    wanted = {name: one_device.values[name] for name in values}
+    messages = {}
+    for case, (of_x, of_y) in {"of another form": (8, 8), "two lengths": (12, 15)}.items():
+        try:
+            step(*own(sequences(of_x)[0], sequences(of_y)[1]), local=True)
+        except BatchError as error:
+            messages[case] = str(error)
+    return {"errors": compare((losses, values), (one_device.losses, wanted)), "messages": messages}
 
 
 def compare_with_whole_batches() -> dict[str, float]:
