@@ -10,11 +10,12 @@ import keras
 from dapple_tf import internals
 from dapple_tf.distributed import membership
 from dapple_tf.errors import CaptureError, PlanError, UsageError
+from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
 from dapple_tf.keras.loops import Loops
 from dapple_tf.keras.rank_batches import BatchCheck
-from dapple_tf.keras.ranks import METHODS, adapt_to_ranks
+from dapple_tf.keras.read_ahead import METHODS, read_ahead
 from dapple_tf.pipeline import pipeline as pipeline_step
 from dapple_tf.runtime.step import PipelinedStep
 
@@ -59,8 +60,9 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
         setattr(model, f"make_{kind}_function", _maker(model, kind, function))
+    read_ahead(model)
     if job is not None and check is not None:
-        adapt_to_ranks(model, step, job, check)
+        ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
         step.build(names.name(tuple(example_batch)))
     return step
@@ -78,7 +80,7 @@ def restore(model: keras.Model) -> None:
     if step.built:
         step.release()
     delattr(model, _STEP)
-    for name in METHODS:
+    for name in {*METHODS, *ranks.METHODS}:
         if name in vars(model):
             delattr(model, name)
     for kind in _KINDS:

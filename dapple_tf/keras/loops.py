@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.metrics import MetricsUpdate
-from dapple_tf.keras.prefetch import Prefetch
 
 
 class Loops:
@@ -37,15 +36,14 @@ class Loops:
         self._predict = predict
         self._check = check
         self._update = MetricsUpdate(model)
-        self._prefetch = {"train": Prefetch(), "test": Prefetch()}
 
     def train_function(self, batches: Iterable[Any]) -> Any:
         """Train on the next batches, and return the metrics; StopIteration where there is none."""
-        return self._run(batches, self._prefetch["train"], self._train)
+        return self._run(batches, self._train)
 
     def test_function(self, batches: Iterable[Any]) -> Any:
         """Evaluate the next batches, and return the metrics; StopIteration where there is none."""
-        return self._run(batches, self._prefetch["test"], self._test)
+        return self._run(batches, self._test)
 
     def predict_function(self, batches: Iterable[Any]) -> Any:
         """Return the model's outputs for ``batches``, put together on axis 0."""
@@ -54,9 +52,9 @@ class Loops:
             return found[0]
         return keras.tree.map_structure(lambda *tensors: tf.concat(tensors, 0), *found)
 
-    def _run(self, batches: Iterable[Any], prefetch: Prefetch, step: Callable[[dict[str, Any]], Any]) -> Any:
+    def _run(self, batches: Iterable[Any], step: Callable[[dict[str, Any]], Any]) -> Any:
         samples, logs = _fixed_samples(batches), None
-        for data in _next_batches(iter(batches), prefetch, self._model.steps_per_execution):
+        for data in _next_batches(iter(batches), self._model.steps_per_execution):
             named = self._name(data)
             loss, aux = step(named)
             logs = self._update(self._names.nest(named), loss, aux, samples)
@@ -69,18 +67,9 @@ class Loops:
         return named
 
 
-def _next_batches(batches: Iterator[Any], prefetch: Prefetch, count: int) -> Iterator[Any]:
+def _next_batches(batches: Iterator[Any], count: int) -> Iterator[Any]:
     """Return an iterator over the next ``count`` batches, or fewer; StopIteration where there is none."""
-    first = prefetch.next(batches)
-
-    def following() -> Iterator[Any]:
-        for _ in range(count - 1):
-            try:
-                yield prefetch.next(batches)
-            except StopIteration:
-                return
-
-    return itertools.chain([first], following())
+    return itertools.chain([next(batches)], itertools.islice(batches, count - 1))
 
 
 def _fixed_samples(batches: Iterable[Any]) -> int | None:
