@@ -10,3 +10,7 @@ import pytest
 needs_keras_hub = pytest.mark.skipif(
     importlib.util.find_spec("keras_hub") is None, reason="keras_hub is not installed: pip install keras-hub"
 )
+
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed: pip install tensorboard"
+)

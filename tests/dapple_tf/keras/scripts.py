@@ -20,7 +20,7 @@ class InterruptedRunError(Exception):
 
 
 def _train_with_callbacks(model: keras.Model, folder: Path) -> Any:
-    """Every stock callback at once; TensorBoard needs a package that is not installed here."""
+    """Every stock callback at once but TensorBoard, which needs a package of its own."""
     seen: list[Any] = []
 
     def note(epoch: int, logs: Any) -> None:
