@@ -405,17 +405,21 @@ def capture_of(graph: Any, tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def without_specialisation() -> Iterator[None]:
+def without_specialisation(*, only_callees: bool = False) -> Iterator[None]:
     """In the block, this thread calls functions without Grappler's specialisation of their callees for each call.
 
-    Specialisation optimises and instantiates a separate body for each of the S x M calls of a stage function. The
-    public option is for the whole process (``tf.config.optimizer``); this sets the thread's call options
+    Specialisation optimises and instantiates a separate body for each of the S x M calls of a stage function.
+    ``only_callees``: Grappler does not optimise the functions that the thread calls at all, but each function that
+    these call: once, where otherwise it would do so twice.
+
+    The public options are for the whole process (``tf.config.optimizer``); this sets the thread's call options
     (``context.function_call_options``).
     """
     options = context.context().function_call_options
     before = options.config_proto_serialized
     config = config_pb2.ConfigProto.FromString(before)
     config.graph_options.rewrite_options.function_optimization = rewriter_config_pb2.RewriterConfig.OFF
+    config.graph_options.rewrite_options.disable_meta_optimizer |= only_callees
     context.context().function_call_options = context.FunctionCallOptions(
         executor_type=options.executor_type, config_proto=config
     )

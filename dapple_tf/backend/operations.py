@@ -36,11 +36,12 @@ _REDUCE: Mapping[str, Callable[[Any, int], Any]] = MappingProxyType(
 class Operations:
     """The handlers for one pipelined graph, whose stage functions are built.
 
-    ``inline``: whether TensorFlow may inline stage functions that are called once (see ``build_function``); it may
-    always inline those whose calls have the attribute ``inline``. It may inline no function of a stage whose backward
-    writes variables: a call that is one op waits for all its inputs, so backward cannot write before forward has read.
-    ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``: the functions that XLA
-    compiles.
+    ``inline``: whether TensorFlow may inline the stage functions of a graph that calls each of them once (see
+    ``build_function``); it may always inline those whose calls have the attribute ``inline``. It may inline no function
+    of a stage whose backward writes variables: a call that is one op waits for all its inputs, so backward cannot write
+    before forward has read. ``only_calls``: whether TensorFlow inlines none, so that the graph itself has nothing to
+    optimise. ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``: the functions
+    that XLA compiles.
     """
 
     def __init__(
@@ -57,17 +58,21 @@ class Operations:
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
+        inline = inline and set(calls.values()) <= {1}
         never_inlined = _never_inlined(graph)
-        functions = {}
+        functions, inlinable = {}, set()
         for built in self._branches:
             function, every = built.function, {**library, **built.library}
             name = function.name
             if name in compiled:
                 functions[name] = build_compiled_function(function, constants, every, compiled[name])
             else:
-                whole = name in never_inlined or (name not in inlined and (not inline or calls[name] > 1))
+                whole = name in never_inlined or (name not in inlined and not inline)
+                if not whole:
+                    inlinable.add(name)
                 functions[name] = build_function(function, constants, every, whole=whole)
-        self._context = Context(graph, bindings, functions, ranks)
+        self.only_calls = not inlinable
+        self._context = Context(graph, bindings, functions, ranks, whole=functions.keys() - inlinable)
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:
         """Build the TensorFlow ops of ``node``, or run them where TensorFlow is eager."""
@@ -106,7 +111,7 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
         context.bindings.variable(node, port.name).handle if port.role == "variable" else next(values)
         for port in function.inputs
     ]
-    return call(context.functions[function.name], arguments)
+    return call(context.functions[function.name], arguments, whole=function.name in context.whole)
 
 
 def _join(context: Context, node: Node, inputs: list[Any]) -> Outcome:

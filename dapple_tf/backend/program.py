@@ -48,7 +48,7 @@ class Program:
         Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
         try:
-            with internals.without_specialisation():
+            with internals.without_specialisation(only_callees=self.operations.only_calls):
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
             state, cause = self._describe_variables(), find_cause(error.message)

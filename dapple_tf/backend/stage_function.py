@@ -21,8 +21,8 @@ def build_function(function: Function, constants: Constants, library: Library, *
 
     ``constants``: values of ``capture`` nodes by name. ``library``: serialised functions that ops call, by name.
     ``whole``: TensorFlow does not inline calls of the function, so that the graph that runs does not grow with the
-    model's size times the micro-batches. A function with one call is better inlined: its ops are then optimised
-    together with their neighbours. TensorFlow's automatic control dependencies order side effects inside.
+    model's size times the micro-batches. Where each function is called once, inlined ops are optimised together with
+    their neighbours. TensorFlow's automatic control dependencies order side effects inside.
     """
     return _build(function, constants, library, whole=whole, jit_compile=None)
 

@@ -535,6 +535,25 @@ def test_callees_are_not_specialised_for_each_call() -> None:
         assert len(callees()) == 1
 
 
+def test_only_callees_are_optimised_where_that_is_asked_for() -> None:
+    """Grappler folds the constant product of the callee, and leaves that of the graph which calls it."""
+
+    @tf.function(input_signature=[tf.TensorSpec([])], experimental_attributes={internals.NO_INLINE: True})
+    def body(x: tf.Tensor) -> tf.Tensor:
+        return x + tf.constant(2.0) * tf.constant(3.0)
+
+    @tf.function
+    def outer(x: tf.Tensor) -> tf.Tensor:
+        return body(x) + tf.constant(5.0) * tf.constant(7.0)
+
+    def products(only_callees: bool) -> int:
+        with internals.without_specialisation(only_callees=only_callees):
+            return [node.op for node in executed_nodes(outer, tf.constant(1.0))].count("Mul")
+
+    assert products(False) == 0
+    assert products(True) == 1
+
+
 def test_inlined_calls_wait_for_their_control_inputs_without_specialisation() -> None:
     """With it, Grappler inlines calls so that their writes may run before the call's control inputs."""
     read, written = tf.Variable(0.0), tf.Variable(0.0)
