@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.backend.emit import emit
+from dapple_tf.backend.handler import call
 from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
@@ -153,22 +154,30 @@ def test_calls_wait_for_the_calls_that_the_graph_says(
     assert any(found[name] & calls.keys() for name in calls) == (micro_batches > 1)
 
 
-def test_edges_from_a_call_wait_for_its_results() -> None:
-    """TensorFlow may inline a call, and an edge from the call op waits only for its side effects."""
+def test_edges_from_a_call_start_at_its_op_where_nothing_is_inlined() -> None:
     step = build(3, 4, "gpipe", (1, 2, 1))
     definition = step.graph_def
     by_name = {op.name: op for op in definition.node}
     owner = owners(definition, step.graph)
     waits = 0
     for op in by_name.values():
-        if op.op not in ("StatefulPartitionedCall", "PartitionedCall") or owner[op.name].rsplit("/")[-1] not in CALLS:
-            continue
         sources = [by_name[name[1:]] for name in op.input if name.startswith("^")]
-        for call in {owner[source.name] for source in sources if owner[source.name].endswith(CALLS)}:
-            kinds = {source.op for source in sources if owner[source.name] == call}
-            assert "IdentityN" in kinds, (op.name, call)
+        named = [(owner[source.name], source.op) for source in sources if source.name in owner]
+        for source in {name for name, _ in named if name.endswith(CALLS) and name != owner.get(op.name)}:
+            kinds = {kind for name, kind in named if name == source}
+            assert kinds <= {"StatefulPartitionedCall", "PartitionedCall"}, (op.name, source)
             waits += 1
     assert waits > 3 * 4
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_call_that_may_be_inlined_has_ended_with_its_results_too(whole: bool) -> None:
+    """Where TensorFlow inlines a call, an edge from the call op waits only for its side effects."""
+    function = tf.function(lambda x: (x + 1.0, x * 2.0)).get_concrete_function(tf.TensorSpec([]))
+    with tf.Graph().as_default():
+        outputs, ends = call(function, [tf.constant(1.0)], whole=whole)
+    assert len(outputs) == 2
+    assert [op.type for op in ends] == ["PartitionedCall", *([] if whole else ["IdentityN"])]
 
 
 def test_each_control_edge_of_the_graph_is_an_edge_of_the_graph_def() -> None:
