@@ -23,6 +23,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util
+from tensorflow.python.ops.ragged import row_partition, segment_id_ops
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
 # so that only explicit control edges order the function's ops.
@@ -427,6 +428,69 @@ def without_specialisation(*, only_callees: bool = False) -> Iterator[None]:
         yield
     finally:
         context.context().function_call_options = options
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """What is known of a ragged tensor: the row of each value, the length of each row, ``rows`` and the ``longest``."""
+
+    row_ids: Any
+    lengths: Any
+    rows: Any
+    longest: Any
+
+
+KnownRows = dict[int, RaggedRows]
+"""What is known of ragged tensors, by the identity of the tensor of their row splits."""
+
+
+@contextlib.contextmanager
+def known_ragged_rows() -> Iterator[KnownRows]:
+    """In the block, ops of ragged tensors take what is known of their rows from the dictionary yielded.
+
+    TensorFlow computes the row of each value from the row splits otherwise, which span samples
+    (``segment_id_ops.row_splits_to_segment_ids``), and pads rows to the longest of those that are there
+    (``RaggedTensor.to_tensor``).
+    """
+    known: KnownRows = {}
+    find_row_ids, to_tensor = segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor
+
+    def known_row_ids(splits: Any, name: str | None = None, out_type: Any = None) -> Any:
+        if id(splits) not in known:
+            return find_row_ids(splits, name=name, out_type=out_type)
+        found = known[id(splits)].row_ids
+        return found if out_type is None else tf.cast(found, out_type)
+
+    def pad(self: Any, default_value: Any = None, name: str | None = None, shape: Any = None) -> Any:
+        if shape is None and id(self.row_splits) in known:
+            rows = known[id(self.row_splits)]
+            inner = tf.cast(tf.shape(self.flat_values)[1:], tf.int64)
+            shape = tf.concat([tf.cast(tf.stack([rows.rows, rows.longest]), tf.int64), inner], 0)
+        return to_tensor(self, default_value, name, shape)
+
+    segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor = known_row_ids, pad
+    try:
+        yield known
+    finally:
+        segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor = find_row_ids, to_tensor
+
+
+def ragged_tensor(values: Any, facts: RaggedRows, known: KnownRows) -> tf.RaggedTensor:
+    """Return a ragged tensor of ``values``, of which everything is known; ``facts`` are added to ``known``.
+
+    TensorFlow's public functions take one of the facts and compute the others from it (``RowPartition``).
+    """
+    lengths = tf.cast(facts.lengths, tf.int64)
+    splits = tf.concat([tf.zeros([1], tf.int64), tf.cumsum(lengths)], 0)
+    known[id(splits)] = facts
+    partition = row_partition.RowPartition(
+        row_splits=splits,
+        row_lengths=lengths,
+        value_rowids=facts.row_ids,
+        nrows=facts.rows,
+        internal=row_partition._row_partition_factory_key,
+    )
+    return tf.RaggedTensor(values=values, row_partition=partition, internal=True)
 
 
 def call_model(model: keras.Model, x: Any, *, training: bool) -> Any:

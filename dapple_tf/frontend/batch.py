@@ -11,14 +11,6 @@ import tensorflow as tf
 
 from dapple_tf.errors import BatchError
 
-# What to give instead of tensors that are not cut by rows.
-_DENSE = {
-    tf.RaggedTensor: "give its to_tensor() and its row_lengths(), and let the loss mask the padding with "
-    "tf.sequence_mask(row_lengths, tf.shape(padded)[1])",
-    tf.SparseTensor: "give tf.sparse.to_dense of it, or the ids and weights of each row, padded to the longest row",
-    tf.IndexedSlices: "give tf.convert_to_tensor of it",
-}
-
 
 @dataclass(frozen=True)
 class BatchForm:
@@ -140,10 +132,9 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
 
 def _tensor(path: str, leaf: Any) -> Any:
     """Return the leaf, converted to a tensor where it has no shape or dtype."""
-    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
+    if isinstance(leaf, tf.IndexedSlices):
         raise BatchError(
-            f"argument {path} is a {type(leaf).__name__}, and only dense tensors are cut into micro-batches: "
-            f"{_DENSE[type(leaf)]}"
+            f"argument {path} is a tf.IndexedSlices, which is not cut by rows: give tf.convert_to_tensor of it"
         )
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf

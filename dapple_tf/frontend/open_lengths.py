@@ -6,7 +6,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +23,15 @@ def open_signature(
     where the ``input_signature`` is missing, gives no rank, or does not fit; tracing reports a misfit.
     """
     return _relax(function, _declared(function, specs), earlier)
+
+
+def with_unknown(specs: Sequence[tf.TensorSpec], unknown: Collection[tuple[int, int]]) -> tuple[tf.TensorSpec, ...]:
+    """Return the specs with None for the ``unknown`` lengths: number of the tensor, and axis."""
+    found = []
+    for i, spec in enumerate(specs):
+        dims = [None if (i, axis) in unknown else dim for axis, dim in enumerate(spec.shape)]
+        found.append(tf.TensorSpec(dims, spec.dtype))
+    return tuple(found)
 
 
 def has_open_lengths(signature: Sequence[tf.TensorSpec]) -> bool:

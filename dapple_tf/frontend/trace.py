@@ -16,12 +16,13 @@ from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
-from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature
+from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.served_lengths import Analysed, ServedLengths, with_lengths
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
@@ -95,7 +96,9 @@ def trace_batch(
     for the lengths of the batch.
     """
     known = batch_signature(batch)
-    opened = open_signature(loss_fn, known, earlier)
+    opened = with_unknown(open_signature(loss_fn, known, earlier), unknown_lengths(batch))
+    if takes_rows(batch):
+        loss_fn = taking_rows(loss_fn)
     trace = partial(trace_loss, loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
     if opened != known and opened not in earlier:
         with contextlib.suppress(ExactnessError):  # one that has another cause comes again below

@@ -15,6 +15,7 @@ from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
+from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_batch
 from dapple_tf.plan import Plan
@@ -61,6 +62,7 @@ class Forward:
     def run(self, batch: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
         check_not_forked()
+        batch = as_rows(batch)
         with COMPILING:
             compiled = self.compile(batch, target)
         variables = compiled.planned.model.variables.values()

@@ -25,6 +25,7 @@ from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
+from dapple_tf.frontend.composite import as_rows
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
@@ -368,6 +369,7 @@ class PipelinedStep:
 
     def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
         """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
+        batch = as_rows(batch)
         if not local or self._job is None:
             return self._compile(batch, variant), tf.nest.flatten(tuple(batch))
         check_not_forked()
@@ -379,6 +381,7 @@ class PipelinedStep:
 
     def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
         check_not_forked()
+        batch = as_rows(batch)
         with COMPILING:
             self._last = compile_step(
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled

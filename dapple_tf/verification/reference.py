@@ -92,11 +92,11 @@ class OneDevice:
             return loss, tape.gradient(scaled, variables)
 
         function, tensors = tf.function(differentiate), _as_tensors(batch)
-        size = len(tf.nest.flatten(tensors)[0])
+        size = parts[-1].stop
         results, shares = [], []
         with tf.device(self.device):
             for part in parts:
-                arguments = tf.nest.map_structure(lambda tensor, part=part: tensor[part], tensors)
+                arguments = tf.nest.map_structure(lambda tensor, part=part: _rows_of(tensor, part), tensors)
                 results.append(_run(function, arguments))
                 shares.append((part.stop - part.start) / size)
             gradients = [
@@ -146,7 +146,16 @@ def _loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 def _as_tensors(batch: Sequence[Any]) -> Any:
-    return tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    return tf.nest.map_structure(
+        lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) else tf.convert_to_tensor(leaf),
+        tuple(batch),
+    )
+
+
+def _rows_of(tensor: Any, part: slice) -> Any:
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.slice(tensor, [part.start, 0], [part.stop - part.start, tensor.dense_shape[1]])
+    return tensor[part]
 
 
 def _add_weighted(parts: Sequence[Any], shares: Sequence[float]) -> Any:

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random, reshape, slicing
+from dapple_tf.frontend.dependence import (
+    contract,
+    control_flow,
+    elementwise,
+    layout,
+    pick,
+    ragged,
+    random,
+    reshape,
+    slicing,
+)
 from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
@@ -32,12 +42,13 @@ _RULES = {
     **slicing.RULES,
     **contract.RULES,
     **pick.RULES,
+    **ragged.RULES,
     **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
 }
 # Ops whose rules say what an operand made of sizes of the micro-batch means; most ops combine sizes to a size.
 _TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
-    {*layout.RULES, *reshape.RULES, *slicing.RULES, "GatherV2", "Gather", "GatherNd", "ScatterNd", "OneHot"}
-    | {"Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
+    {*layout.RULES, *ragged.RULES, *reshape.RULES, *slicing.RULES, "GatherV2", "Gather", "GatherNd", "ScatterNd"}
+    | {"OneHot", "Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
     | {"DepthwiseConv2dNativeBackpropInput", "AvgPoolGrad", "AvgPool3DGrad", "UnsortedSegmentSum"}
 )
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows
+from dapple_tf.frontend.dependence.ragged import reduce_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Node, Value
@@ -162,8 +163,10 @@ def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not only_rows(kinds):
         return scope.couple(node, "sums a total over the batch by label") if any(k.total for k in kinds) else shared()
     data, labels, count = kinds
+    if labels.slope:
+        return reduce_rows(scope, node, kinds)
     aligned = data.rows and labels.rows and data.axis == labels.axis == 0 and data.layout == labels.layout
-    if aligned and not data.slope and not labels.slope and count.shared:
+    if aligned and not data.slope and count.shared:
         return Kind(Form.SUM)
     return scope.couple(node, "sums samples by label")
 

@@ -34,8 +34,7 @@ def test_nested_arguments_are_flattened_in_order() -> None:
         (({"a": X, "b": X[:1]},), r"not batched alike on axis 0: argument 0\[0\]: 4, argument 0\[1\]: 1"),
         ((None,), "argument 0 is a NoneType; every argument must be an array or a dense tensor"),
         ((X, object()), "argument 1 is a object; every argument must be an array"),
-        ((tf.ragged.constant([[1], [2, 3]]),), "argument 0 is a RaggedTensor, .*give its to_tensor"),
-        ((tf.sparse.eye(3),), "argument 0 is a SparseTensor, .*give tf.sparse.to_dense"),
+        ((tf.IndexedSlices(X, tf.range(4)),), "argument 0 is a tf.IndexedSlices, .*give tf.convert_to_tensor"),
     ],
 )
 def test_batches_that_are_refused(batch: tuple[Any, ...], message: str) -> None:

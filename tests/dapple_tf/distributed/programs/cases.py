@@ -18,6 +18,8 @@ from tests.dapple_tf.distributed.programs.text_cases import (
     batches_of_lengths,
     looked_up,
     of_open_lengths,
+    of_ragged_and_sparse,
+    ragged_and_sparse_batches,
     word_batches,
 )
 from tests.dapple_tf.distributed.programs.writing_cases import totals
@@ -420,6 +422,9 @@ CASES: dict[str, Case] = {
         )
         for r in ((1, 1), (2, 1))
     },
+    "ragged and sparse, 1:1": Case(
+        of_ragged_and_sparse, ragged_and_sparse_batches, {"stages": ["second"], "replicas": [1, 1], "micro_batches": 2}
+    ),
     "one micro-batch": Case(Chain(), batches(), layout(1, 1, micro_batches=1)),
     "gpipe": Case(Chain(), batches(), layout(1, 1, micro_batches=4, schedule="gpipe")),
     "dapple-b": Case(Chain(), batches(), layout(1, 1, 1, micro_batches=5, schedule="dapple-b")),

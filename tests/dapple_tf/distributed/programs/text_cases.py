@@ -64,6 +64,31 @@ def of_open_lengths() -> Problem:
     return Problem(loss_fn, {**found, **weights}, lambda: keras.optimizers.Adam(0.01))
 
 
+def of_ragged_and_sparse() -> Problem:
+    """Ragged words, embedded in the first stage and reduced in the second, and a sparse matrix in the second."""
+    found = _matrices("table")
+    w = tf.Variable(np.random.default_rng(3).normal(size=(len(WORDS) + 1, WIDTH)), name="w")
+
+    def loss_fn(words: Any, features: Any, y: Any) -> Any:
+        with tf.name_scope("first"):
+            h = tf.ragged.map_flat_values(tf.tanh, tf.gather(found["table"], words))
+        with tf.name_scope("second"):
+            h = tf.reduce_sum(h, axis=1) + tf.sparse.sparse_dense_matmul(features, w)
+            return tf.reduce_mean(tf.square(tf.reduce_sum(h, 1) - y))
+
+    return Problem(loss_fn, {**found, "w": w}, lambda: keras.optimizers.Adam(0.01))
+
+
+def ragged_and_sparse_batches() -> Sequence[tuple[Any, ...]]:
+    random, batches = np.random.default_rng(5), []
+    for samples, longest in ((11, 5), (11, 9), (7, 2)):
+        lengths = random.integers(0, longest + 1, samples)
+        words = tf.RaggedTensor.from_row_lengths(random.integers(0, 5, lengths.sum()), lengths)
+        features = random.normal(size=(samples, 5)) * (random.random((samples, 5)) < 0.3)
+        batches.append((words, tf.sparse.from_dense(features), tf.constant(random.normal(size=samples))))
+    return batches
+
+
 def batches_of_lengths() -> Sequence[tuple[Any, ...]]:
     random = np.random.default_rng(4)
     sizes = ((11, 5), (11, 9), (7, 2), (11, 5))

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.errors import BatchError
+from dapple_tf.frontend.composite import RaggedRows, SparseRows, as_rows, takes_rows, taking_rows, unknown_lengths
+
+RAGGED = tf.ragged.constant([[1, 2], [], [3]])
+SPARSE = tf.sparse.SparseTensor([[2, 0], [0, 4], [0, 1]], [3.0, 2.0, 1.0], [3, 6])
+
+
+def test_a_ragged_tensor_is_its_padded_rows_and_their_lengths() -> None:
+    (rows,) = as_rows([RAGGED])
+    assert isinstance(rows, RaggedRows)
+    np.testing.assert_array_equal(rows.padded, [[1, 2], [0, 0], [3, 0]])
+    np.testing.assert_array_equal(rows.lengths, [2, 0, 1])
+
+
+def test_a_sparse_matrix_is_its_rows_in_their_order() -> None:
+    (rows,) = as_rows([SPARSE])
+    assert isinstance(rows, SparseRows)
+    np.testing.assert_array_equal(rows.values, [[1, 2], [0, 0], [3, 0]])
+    np.testing.assert_array_equal(rows.columns, [[1, 4], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(rows.lengths, [2, 0, 1])
+    assert rows.width.shape == (3, 0, 6)
+
+
+def test_other_arguments_stay_as_they_are() -> None:
+    batch = tf.ones([3]), {"words": RAGGED, "y": [tf.zeros([3])]}
+    first, second = as_rows(batch)
+    assert first is batch[0]
+    assert second["y"][0] is batch[1]["y"][0]
+    assert takes_rows((first, second))
+    assert not takes_rows((first, second["y"]))
+    # Flattened: the first argument, then the dictionary by its keys: padded rows, lengths, y.
+    assert unknown_lengths((first, second)) == {(1, 1)}
+    assert unknown_lengths(as_rows([SPARSE])) == {(0, 1), (1, 1)}
+
+
+def test_the_loss_gets_what_was_given() -> None:
+    @tf.function
+    def loss_fn(words: tf.RaggedTensor, others: dict[str, tf.SparseTensor]) -> list[tf.Tensor]:
+        parts = [words.values, words.row_splits, words.row_lengths(), words.value_rowids()]
+        return [*parts, tf.sparse.to_dense(others["matrix"])]
+
+    *parts, dense = tf.function(taking_rows(loss_fn))(*as_rows([RAGGED, {"matrix": SPARSE}]))
+    for value, wanted in zip(parts, [[1, 2, 3], [0, 2, 2, 3], [2, 0, 1], [0, 0, 2]], strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    np.testing.assert_array_equal(dense, [[0, 1, 0, 0, 2, 0], [0] * 6, [3, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (tf.ragged.constant([[[1], [2, 3]], []]), "has 2 ragged axes, and only one can be cut by rows"),
+        (tf.sparse.SparseTensor([[0, 0, 0]], [1.0], [2, 2, 2]), "has 3 axes, and only matrices are cut by rows"),
+    ],
+)
+def test_what_cannot_be_cut_by_rows_is_refused(argument: tf.Tensor, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        as_rows([argument])
