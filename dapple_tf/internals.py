@@ -332,14 +332,22 @@ def is_stateful_op(name: str) -> bool:
 def function_graph(graph: Any, name: str) -> Any:
     """Return the FuncGraph of a function that ops of the FuncGraph ``graph`` call (``Graph._get_function``).
 
-    A function without a FuncGraph of its own (TensorFlow defines some by ``Defun``) is read from its definition
-    (``function_def_to_graph``).
+    A function is read from its definition (``function_def_to_graph``) where it has no FuncGraph of its own (TensorFlow
+    defines some by ``Defun``), or where its FuncGraph has changed since: the gradient of a loop adds inputs to the
+    FuncGraph of its body, for another function that takes the place of this one.
     """
     function = graph._get_function(name)
-    if hasattr(function, "graph"):
-        return function.graph
+    own = getattr(function, "graph", None)
+    if own is not None:
+        signature = function.cached_definition.signature
+        if (len(own.inputs), len(own.outputs)) == (len(signature.input_arg), len(signature.output_arg)):
+            return own
     with graph.as_default():
-        return function_def_to_graph.function_def_to_graph(function.definition)
+        read = function_def_to_graph.function_def_to_graph(function.definition)
+    # Inputs that were added stand behind the others.
+    for before, after in zip([] if own is None else own.inputs, read.inputs, strict=False):
+        handle_data_util.copy_handle_data(before, after)
+    return read
 
 
 def placeholder_like(tensor: Any, shape: Any) -> Any:
@@ -406,12 +414,12 @@ def capture_of(graph: Any, tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def without_specialisation(*, only_callees: bool = False) -> Iterator[None]:
+def without_specialisation(*, optimise_caller: bool = True) -> Iterator[None]:
     """In the block, this thread calls functions without Grappler's specialisation of their callees for each call.
 
     Specialisation optimises and instantiates a separate body for each of the S x M calls of a stage function.
-    ``only_callees``: Grappler does not optimise the functions that the thread calls at all, but each function that
-    these call: once, where otherwise it would do so twice.
+    Without ``optimise_caller`` Grappler does not optimise the graph of a function that the thread calls, and optimises
+    each function that this one calls once, not twice.
 
     The public options are for the whole process (``tf.config.optimizer``); this sets the thread's call options
     (``context.function_call_options``).
@@ -420,7 +428,7 @@ def without_specialisation(*, only_callees: bool = False) -> Iterator[None]:
     before = options.config_proto_serialized
     config = config_pb2.ConfigProto.FromString(before)
     config.graph_options.rewrite_options.function_optimization = rewriter_config_pb2.RewriterConfig.OFF
-    config.graph_options.rewrite_options.disable_meta_optimizer |= only_callees
+    config.graph_options.rewrite_options.disable_meta_optimizer |= not optimise_caller
     context.context().function_call_options = context.FunctionCallOptions(
         executor_type=options.executor_type, config_proto=config
     )

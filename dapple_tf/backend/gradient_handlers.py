@@ -21,7 +21,7 @@ def _accumulate(context: Context, node: Node, inputs: list[Any]) -> Outcome:
         with tf.init_scope():
             context.accumulators[key] = _build_accumulator([value.dtype for value in inputs], first)
     handles = [variable.handle for variable in context.bindings.accumulators(node)]
-    return call(context.accumulators[key], [*handles, *inputs], whole=True)
+    return call(context.accumulators[key], [*handles, *inputs], not_inlined=True)
 
 
 def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:

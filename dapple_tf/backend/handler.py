@@ -75,8 +75,8 @@ has only some.
 class Context:
     """The data that handlers have access to.
 
-    ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``whole``: the names of those that
-    TensorFlow does not inline. ``ranks``: None where the whole graph
+    ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``not_inlined``: the names of
+    those whose calls stay one op. ``ranks``: None where the whole graph
     runs in this process. ``accumulators``: functions built so far that add gradients to buffers.
     """
 
@@ -85,7 +85,7 @@ class Context:
     functions: dict[str, Any]
     ranks: RankCommunication | None
     accumulators: dict[tuple[int, int | None, bool], Any] = field(default_factory=dict)
-    whole: Collection[str] = frozenset()
+    not_inlined: Collection[str] = frozenset()
 
     @property
     def communication(self) -> RankCommunication:
@@ -98,12 +98,12 @@ Handler = Callable[[Context, Node, list[Any]], Outcome]
 """Builds the TensorFlow ops of a node from the tensors of its inputs (or runs them, where TensorFlow is eager)."""
 
 
-def call(function: Any, arguments: Sequence[Any], *, whole: bool = False) -> Outcome:
+def call(function: Any, arguments: Sequence[Any], *, not_inlined: bool = False) -> Outcome:
     """Call a ConcreteFunction: its outputs, and in a graph the ops that mark its end.
 
-    ``whole``: TensorFlow does not inline the function: the call has ended with its op. Where TensorFlow inlines the
-    call, an edge from the call op waits only for side effects, and an edge from an IdentityN of all outputs for the
-    rest: both ops are needed.
+    ``not_inlined``: the call stays one op, which ends once all outputs are there. Where TensorFlow inlines the call, an
+    edge from the call op waits only for side effects, and an edge from an IdentityN of all outputs for the rest: both
+    ops are needed.
     """
     if tf.executing_eagerly():
         return list(function(*arguments) or ()), []
@@ -111,7 +111,7 @@ def call(function: Any, arguments: Sequence[Any], *, whole: bool = False) -> Out
     before = len(graph.get_operations())
     outputs = function(*arguments)
     ops = [op for op in graph.get_operations()[before:] if op.type in internals.CALL_OPS]
-    if whole or not outputs:
+    if not_inlined or not outputs:
         return list(outputs or ()), ops
     return list(outputs), [*ops, tf.identity_n(list(outputs))[0].op]
 

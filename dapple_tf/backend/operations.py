@@ -39,9 +39,11 @@ class Operations:
     ``inline``: whether TensorFlow may inline the stage functions of a graph that calls each of them once (see
     ``build_function``); it may always inline those whose calls have the attribute ``inline``. It may inline no function
     of a stage whose backward writes variables: a call that is one op waits for all its inputs, so backward cannot write
-    before forward has read. ``only_calls``: whether TensorFlow inlines none, so that the graph itself has nothing to
-    optimise. ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``: the functions
-    that XLA compiles.
+    before forward has read. ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``:
+    the functions that XLA compiles.
+
+    The attribute ``inlines_nothing``: TensorFlow may inline no stage function, so the graph itself has nothing to
+    optimise.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class Operations:
                 if not whole:
                     inlinable.add(name)
                 functions[name] = build_function(function, constants, every, whole=whole)
-        self.only_calls = not inlinable
-        self._context = Context(graph, bindings, functions, ranks, whole=functions.keys() - inlinable)
+        self.inlines_nothing = not inlinable
+        self._context = Context(graph, bindings, functions, ranks, not_inlined=functions.keys() - inlinable)
 
     def run(self, node: Node, inputs: list[Any]) -> Outcome:
         """Build the TensorFlow ops of ``node``, or run them where TensorFlow is eager."""
@@ -111,7 +113,7 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
         context.bindings.variable(node, port.name).handle if port.role == "variable" else next(values)
         for port in function.inputs
     ]
-    return call(context.functions[function.name], arguments, whole=function.name in context.whole)
+    return call(context.functions[function.name], arguments, not_inlined=function.name in context.not_inlined)
 
 
 def _join(context: Context, node: Node, inputs: list[Any]) -> Outcome:

@@ -48,7 +48,7 @@ class Program:
         Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
         try:
-            with internals.without_specialisation(only_callees=self.operations.only_calls):
+            with internals.without_specialisation(optimise_caller=not self.operations.inlines_nothing):
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
             state, cause = self._describe_variables(), find_cause(error.message)
@@ -77,8 +77,8 @@ def build_program(
 ) -> Program:
     """Move the variables to their stages, create copies and buffers, and emit the TensorFlow function.
 
-    ``inline``: TensorFlow may inline stage functions that are called once, as in a step of one micro-batch. ``choose``
-    returns the functions that XLA compiles; without it, none.
+    ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch.
+    ``choose`` returns the functions that XLA compiles; without it, none.
     """
     move_to_stages(graph, model.variables)
     bindings = StepVariables(graph, model.variables, buffers)

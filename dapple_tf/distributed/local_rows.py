@@ -14,8 +14,8 @@ from profiler.units import format_samples
 MISSING = -1
 """In place of a number of rows, or of a length: the argument is None."""
 
-Place = tuple[str, int]
-"""An argument, and an axis of it whose length the step leaves unknown."""
+LengthAxis = tuple[str, int]
+"""The path of an argument, and an axis of it whose length the step leaves unknown."""
 
 _REFUSED = -2  # in place of every number of rows: the rank's arguments are no local batch
 
@@ -29,26 +29,25 @@ class GivenRows:
 
 
 def agree_on_size(
-    job: Job, needs: Sequence[InputNeeds], rows: GivenRows | BatchError, places: Sequence[Place]
+    job: Job, needs: Sequence[InputNeeds], given: GivenRows | BatchError, axes: Sequence[LengthAxis]
 ) -> tuple[int, list[int]]:
     """Return the number of samples of the batch of which every rank has the rows that it needs, and unknown lengths.
 
-    ``needs``: of all ranks. ``rows``: what this rank was given, or why its arguments are refused; ``places``: of its
+    ``needs``: of all ranks. ``given``: what this rank was given, or why its arguments are refused; ``axes``: of its
     lengths. A length is ``MISSING`` where no rank has the argument. Every rank must call it; where one was given other
     rows than it needs, or two have different lengths, BatchError on all of them names ranks and argument.
     """
     count = len(needs[job.rank].arguments)
-    refused_all = [_REFUSED] * (count + len(places))
-    own = refused_all if isinstance(rows, BatchError) else [*rows.rows, *rows.lengths]
-    given = job.gather_integers("compare the rows of the batch", own)
-    if any(_REFUSED in numbers for numbers in given):
-        texts = job.gather(str(rows) if isinstance(rows, BatchError) else "")
+    refusal = [_REFUSED] * (count + len(axes))
+    own = refusal if isinstance(given, BatchError) else [*given.rows, *given.lengths]
+    found = job.gather_integers("compare the rows of the batch", own)
+    if any(_REFUSED in numbers for numbers in found):
+        texts = job.gather(str(given) if isinstance(given, BatchError) else "")
         refused = [rank for rank, text in enumerate(texts) if text]
         raise share_error(BatchError("; ".join(f"rank {rank}: {texts[rank]}" for rank in refused)), refused[0])
     try:
-        return find_size(needs, [numbers[:count] for numbers in given]), find_lengths(
-            places, [numbers[count:] for numbers in given]
-        )
+        samples = find_size(needs, [numbers[:count] for numbers in found])
+        return samples, find_lengths(axes, [numbers[count:] for numbers in found])
     except BatchError as error:
         raise share_error(error, 0) from None
 
@@ -78,10 +77,13 @@ def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> in
     return size
 
 
-def find_lengths(places: Sequence[Place], given: Sequence[Sequence[int]]) -> list[int]:
-    """Return the length at each place; ``given``: those of each rank. Raises BatchError where two ranks differ."""
+def find_lengths(axes: Sequence[LengthAxis], given: Sequence[Sequence[int]]) -> list[int]:
+    """Return the length of each axis, ``MISSING`` where no rank has the argument; ``given``: those of each rank.
+
+    Raises BatchError where two ranks differ.
+    """
     found = []
-    for i, (argument, axis) in enumerate(places):
+    for i, (argument, axis) in enumerate(axes):
         ranks = {numbers[i]: rank for rank, numbers in reversed(list(enumerate(given))) if numbers[i] != MISSING}
         if len(ranks) > 1:
             listed = ", ".join(f"{length} on rank {rank}" for length, rank in reversed(ranks.items()))

@@ -29,7 +29,7 @@ from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
 Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
-"""Tells of the specs of a batch's flattened tensors whether a trace serves their inner lengths."""
+"""Whether a trace may run batches whose flattened tensors have these specs, with all inner lengths known."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Captured:
 
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
     node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out; ``serves``: for
-    which inner lengths, or None where all are known.
+    which inner lengths, None where the trace knows all.
 
     ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``joined``: whether
     replicas join the statistics of such layers instead; ``dropped``: names of nodes of the trace that the graph no

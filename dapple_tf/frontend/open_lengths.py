@@ -19,8 +19,9 @@ def open_signature(
 ) -> tuple[tf.TensorSpec, ...]:
     """Return the specs of a batch's tensors, with None for each inner length that the trace leaves unknown.
 
-    ``earlier``: the specs for which the function was traced before, of the same types and ranks. A spec stays as it is
-    where the ``input_signature`` is missing, gives no rank, or does not fit; tracing reports a misfit.
+    ``earlier``: the specs for which the function was traced before, of the same types and ranks: with
+    ``reduce_retracing=True`` a length that differs from an earlier one is unknown. An ``input_signature`` that gives no
+    rank, or does not fit, is ignored; tracing reports a misfit.
     """
     return _relax(function, _declared(function, specs), earlier)
 

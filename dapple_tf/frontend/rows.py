@@ -42,6 +42,7 @@ def _has_layer(node: Node) -> bool:
 
 
 def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
+    """Return the graph in which nodes that compute sizes of the whole batch replace those of the micro-batch."""
     by_node: dict[str, list[WholeSize]] = {}
     for size in dependence.sizes:
         by_node.setdefault(size.node, []).append(size)
@@ -76,7 +77,8 @@ def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
         for term, argument in zip(size.lengths, arguments, strict=True):
             length = tf.shape(argument, tf.int64)[term.axis]
             scale, offset = scale + term.scale * length, offset + term.offset * length
-        return tf.cast(scale * rows[2] + offset, result.outputs[0].dtype.name)
+        batch_size = rows[2]
+        return tf.cast(scale * batch_size + offset, result.outputs[0].dtype.name)
 
     values = [Value(ROWS_NAME), *(Value(term.argument) for term in size.lengths)]
     types = [_ROWS, *map(graph.type_of, values[1:])]

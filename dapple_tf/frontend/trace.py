@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning, ExactnessError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
+from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
@@ -24,7 +25,7 @@ from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
 from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
-from dapple_tf.frontend.served_lengths import Analysed, ServedLengths, with_lengths
+from dapple_tf.frontend.served_lengths import Analysed, ServedLengths
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.tail import mark_tail
 from graph_passes.ir.graph import Graph
@@ -63,7 +64,7 @@ def trace_loss(
         return bool(probe_shapes(captured, batch_size)[1])
 
     def analyse(captured: Captured) -> Analysed:
-        return Analysed(captured, with_lengths(captured, find(captured), find, accepts))
+        return Analysed(captured, fit_sizes(captured, find(captured), find, accepts))
 
     analysed = [analyse(captured)]
     if analysed[0].dependence.mixed and not analysed[0].dependence.exactness.undocumented:
@@ -73,7 +74,8 @@ def trace_loss(
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
-    serves = ServedLengths(tuple(analysed), find).serves if has_open_lengths(captured.signature) else None
+    served = ServedLengths(tuple(analysed), find, {captured.example: True})
+    serves = served.serves if has_open_lengths(captured.signature) else None
     captured = dataclasses.replace(captured, graph=graph, dependence=dependence, serves=serves)
     return _REWRITES[batch_norm](captured)
 
@@ -88,22 +90,31 @@ def trace_batch(
     *,
     trains: bool = True,
     earlier: Sequence[Sequence[tf.TensorSpec]] = (),
+    compiled: bool = False,
 ) -> Captured:
     """Return what ``trace_loss`` does, with the inner lengths unknown that TensorFlow would leave unknown.
 
-    ``earlier``: the signatures of traces of this loss that do not serve the batch and differ in inner lengths only. A
-    loss that cannot be exact where a length is unknown, or of whose traces one has the same unknown lengths, is traced
-    for the lengths of the batch.
+    ``earlier``: the signatures of traces of this loss that differ in inner lengths only and do not serve the batch;
+    ``compiled``: XLA compiles the stages, so lengths that differ from earlier ones stay known. The loss is traced for
+    the lengths of the batch where it is exact only so, or where an earlier trace has the same unknown lengths. Other
+    parameters: see ``trace_loss``.
     """
     known = batch_signature(batch)
-    opened = with_unknown(open_signature(loss_fn, known, earlier), unknown_lengths(batch))
+    opened = with_unknown(open_signature(loss_fn, known, () if compiled else earlier), unknown_lengths(batch))
     if takes_rows(batch):
         loss_fn = taking_rows(loss_fn)
-    trace = partial(trace_loss, loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains)
-    if opened != known and opened not in earlier:
-        with contextlib.suppress(ExactnessError):  # one that has another cause comes again below
-            return trace(signature=opened)
-    return trace()
+
+    def trace(inexact: Inexact, signature: Sequence[tf.TensorSpec]) -> Captured:
+        return trace_loss(
+            loss_fn, batch, batch_size, inexact, batch_loss, batch_norm, trains=trains, signature=signature
+        )
+
+    if opened == known or opened in earlier:
+        return trace(inexact, known)
+    for signature in (opened, known):
+        with contextlib.suppress(ExactnessError):
+            return trace("error", signature)
+    return trace(inexact, opened)  # inexact either way: it raises, warns or goes on as the user wants
 
 
 def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:

@@ -1,4 +1,4 @@
-"""Have tf.data read batches while steps run on those before.
+"""Prefetch batches of tf.data sets, so that they are read while steps run.
 
 Keras reads arrays, generators and PyDatasets ahead itself, but takes a ``tf.data.Dataset`` as it is: its batches are
 read between the steps unless the user has called ``prefetch``.
@@ -20,7 +20,7 @@ _BATCHES = 2  # with one, each step would wait whenever its batch takes a little
 
 
 def read_ahead(model: keras.Model) -> None:
-    """Replace the methods of the model to which data sets are given, on the model itself."""
+    """Replace ``fit``, ``evaluate`` and ``predict`` on this model: they prefetch from every data set they are given."""
     for name in METHODS:
         setattr(model, name, _reading_ahead(getattr(model, name)))
 

@@ -124,7 +124,8 @@ def compile_step(
     def trace() -> StagedModel:
         with times.phase("trace"):
             options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
-            captured = trace_batch(loss_fn, batch, size, *options, earlier=compiled.models.alike(key))
+            earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
+            captured = trace_batch(loss_fn, batch, size, *options, earlier=earlier, compiled=by_xla)
             micro_batch = autoplan.micro_batch_size(size)
             captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:

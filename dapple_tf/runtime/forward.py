@@ -95,8 +95,8 @@ class Forward:
         autoplan = self.autoplan
         options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
         with self.times.phase("trace"):
-            earlier = self._compiled.models.alike(key)
-            captured = trace_batch(self.function, batch, size, *options, trains=False, earlier=earlier)
+            earlier, by_xla = self._compiled.models.alike(key), self._compiled.xla is not None
+            captured = trace_batch(self.function, batch, size, *options, trains=False, earlier=earlier, compiled=by_xla)
             captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
         with self.times.phase("layers"):
             layers = find_layers(captured.graph)

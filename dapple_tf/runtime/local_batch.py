@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.compiler import StagedModel, StepVariant
-from dapple_tf.distributed.local_rows import MISSING, GivenRows, Place, agree_on_size
+from dapple_tf.distributed.local_rows import MISSING, GivenRows, LengthAxis, agree_on_size
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.frontend.batch import BatchForm
@@ -19,7 +19,7 @@ from graph_passes.analysis.input_needs import InputNeeds, Use
 
 
 def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
-    """Return the rows that each rank needs (in one process there is one rank); ``plan``: of whole batches."""
+    """Return the rows that each rank needs (one rank in one process); ``plan``: not fitted to a short batch."""
     form, planned = compiled.form, compiled.planned
     return tuple(
         InputNeeds(form.paths, inputs, plan.micro_batches, max(plan.replicas), planned.batch_size)
@@ -40,9 +40,10 @@ def compile_local(
 
     ``batch``: this rank's rows, or None, by argument; arguments that it does not need are ignored. The inputs are the
     flattened tensors, and the number of samples of the whole batch. ``last``: the step that ran, or was built, last;
-    the rows must be of its types. Every rank must call it. Raises UsageError without a last step or inside a
-    tf.function, BatchError on every rank where these are not the rows of one batch, or have lengths that the step does
-    not serve.
+    the rows must be of its types. Other parameters: see ``compile_step``. Every rank must call it.
+
+    Raises UsageError without a last step or inside a tf.function, and BatchError on every rank where these are not the
+    rows of one batch, or have lengths that the step does not serve.
     """
     if last is None:
         raise UsageError(
@@ -53,7 +54,7 @@ def compile_local(
     needs = find_needs(last, autoplan.plan)
     uses = needs[job.rank].inputs.uses
     leaves: list[Any] = []
-    places = _unknown_lengths(last.form)
+    places = _unknown_axes(last.form)
     rows: GivenRows | BatchError
     try:
         leaves = last.form.flatten(batch, [use is not Use.NONE for use in uses])
@@ -62,7 +63,7 @@ def compile_local(
         rows = GivenRows(tuple(numbers[: len(leaves)]), tuple(numbers[len(leaves) :]))
     except BatchError as error:
         rows = error
-    named: list[Place] = [(last.form.paths[i], axis) for i, axis in places]
+    named: list[LengthAxis] = [(last.form.paths[i], axis) for i, axis in places]
     samples, lengths = agree_on_size(job, needs, rows, named)
     _check_lengths(last.planned.model, dict(zip(places, lengths, strict=True)))
     step = compile_for_rows(last, samples, autoplan, target, variant, compiled)
@@ -70,8 +71,8 @@ def compile_local(
     return step, (*tensors, tf.constant(samples, tf.int64))
 
 
-def _unknown_lengths(form: BatchForm) -> list[tuple[int, int]]:
-    """Return the inner lengths that are unknown: number of the flattened argument, and axis."""
+def _unknown_axes(form: BatchForm) -> list[tuple[int, int]]:
+    """Return the axes whose length is unknown: number of the flattened argument, and axis."""
     dims = [(i, axis, dim) for i, spec in enumerate(form.signature) for axis, dim in enumerate(spec.shape)]
     return [(i, axis) for i, axis, dim in dims if axis and dim is None]
 
@@ -86,11 +87,12 @@ def _check_lengths(model: StagedModel, lengths: Mapping[tuple[int, int], int]) -
     specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, model.example, strict=True)]
     if not model.serves(tuple(specs)):
         raise BatchError(
-            f"the step that was built last cannot run batches of the shapes {', '.join(str(s.shape) for s in specs)}, "
-            "for which the loss must be rewritten otherwise: call step.build with a whole batch of these lengths on "
-            "every rank"
+            f"the step that was built last cannot run batches of the shapes {', '.join(str(s.shape) for s in specs)}: "
+            "the loss depends on the batch in another way at these lengths. Call step.build with a whole batch of them "
+            "on every rank"
         )
 
 
 def _no_rows(spec: tf.TensorSpec) -> Any:
+    """Return a tensor without rows, for an argument that this rank does not need."""
     return tf.zeros([dim or 0 for dim in spec.shape], spec.dtype)

@@ -23,7 +23,7 @@ Key = tuple[str, tuple[tf.TensorSpec, ...]]
 
 @dataclass
 class TracedShapes:
-    """The traces of one loss by the batches that they serve, in the order of their last use."""
+    """The traces of one loss by the nesting of arguments and signature, the one used longest ago first."""
 
     _models: dict[Key, StagedModel] = field(default_factory=dict)
     _warned: bool = False
@@ -37,7 +37,7 @@ class TracedShapes:
         return list(self._models.values())
 
     def find(self, key: Key) -> StagedModel | None:
-        """Return the trace that serves batches of this key, made for their shapes or with unknown lengths, or None."""
+        """Return a trace whose signature fits this key and which serves its inner lengths, or None."""
         for kept in [key, *self._models]:
             if kept in self._models and _serves(kept, self._models[kept], key):
                 model = self._models[kept] = self._models.pop(kept)  # moved to the end: it is used last
@@ -81,8 +81,8 @@ def _dtypes_and_ranks(specs: Sequence[tf.TensorSpec]) -> list[Any]:
 def _advice(alike: Sequence[Key], key: Key) -> str:
     return (
         f"the step has been built for {len(alike)} inner shapes of the batch, the last one "
-        f"{', '.join(str(spec.shape) for spec in key[1])}, and is built anew for each further one (the "
+        f"{', '.join(str(spec.shape) for spec in key[1])}, and is built for each further one that no build serves (the "
         f"{MOST_TRACES} used last are kept). If the loss is a tf.function with reduce_retracing=True, or whose "
         "input_signature has None for a length that varies (tf.TensorSpec([None, None], tf.int32)), one build serves "
-        "all lengths at which the loss does not change its form; otherwise pad batches to a few lengths"
+        "all lengths at which the analysis of the loss gives the same result; otherwise pad batches to a few lengths"
     )

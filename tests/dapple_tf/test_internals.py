@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import gradients_util, handle_data_util
 
 from dapple_tf import internals
 from tests.dapple_tf.builders import executed_nodes
@@ -535,6 +535,29 @@ def test_callees_are_not_specialised_for_each_call() -> None:
         assert len(callees()) == 1
 
 
+def test_the_body_of_a_loop_is_as_it_was_before_its_gradient() -> None:
+    """The gradient of a loop adds inputs to the FuncGraph of its body."""
+    w = tf.Variable(2.0)
+
+    @tf.function
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * w), (0, x))[1]
+
+    graph = loss.get_concrete_function(tf.TensorSpec([])).graph
+    (loop,) = (op for op in graph.get_operations() if op.type in ("While", "StatelessWhile"))
+    name = loop.get_attr("body").name
+    before = internals.function_graph(graph, name)
+    inputs = len(before.inputs)
+    with graph.as_default():
+        tf.gradients([tensor for tensor in loop.outputs if tensor.dtype == tf.float32], graph.inputs[0])
+    assert len(before.inputs) > inputs
+    after = internals.function_graph(graph, name)
+    assert len(after.inputs) == inputs
+    (handle,) = (tensor for tensor in after.inputs if tensor.dtype == tf.resource)
+    data = handle_data_util.get_resource_handle_data(handle)
+    assert [tf.as_dtype(item.dtype) for item in data.shape_and_type] == [tf.float32]
+
+
 def test_a_ragged_tensor_of_which_all_is_given_is_that_of_tensorflow() -> None:
     wanted = tf.RaggedTensor.from_row_lengths([1.0, 2.0, 3.0], [2, 0, 1])
     facts = internals.RaggedRows(wanted.value_rowids(), wanted.row_lengths(), wanted.nrows(), tf.constant(2))
@@ -571,12 +594,12 @@ def test_only_callees_are_optimised_where_that_is_asked_for() -> None:
     def outer(x: tf.Tensor) -> tf.Tensor:
         return body(x) + tf.constant(5.0) * tf.constant(7.0)
 
-    def products(only_callees: bool) -> int:
-        with internals.without_specialisation(only_callees=only_callees):
+    def products(optimise_caller: bool) -> int:
+        with internals.without_specialisation(optimise_caller=optimise_caller):
             return [node.op for node in executed_nodes(outer, tf.constant(1.0))].count("Mul")
 
-    assert products(False) == 0
-    assert products(True) == 1
+    assert products(True) == 0
+    assert products(False) == 1
 
 
 def test_inlined_calls_wait_for_their_control_inputs_without_specialisation() -> None:

@@ -32,7 +32,7 @@ def batch(rows: int, length: int) -> tuple[tf.Tensor, tf.Tensor]:
 def problem(
     *, tokens: int | None = None, signature: Sequence[tf.TensorSpec] | None = OPEN, reduce_retracing: bool = False
 ) -> Problem:
-    """``tokens``: the loss is divided by as many more than the tokens of the batch, which no micro-batch has."""
+    """``tokens``: the loss is divided by as many more than the tokens of the batch; None: it is a mean."""
     keras.utils.set_random_seed(7)
     embedding = layers.Embedding(9, WIDTH, dtype="float64", name="embedding")
     dense = [layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(2)]
@@ -99,10 +99,10 @@ def test_a_loss_without_a_signature_is_built_for_each_length() -> None:
     assert count_builds(found.step) == 2
 
 
-def of_sequences(loss_fn: Any, *ranks: int) -> tuple[Problem, Any]:
+def of_sequences(loss_fn: Any, *dims: int) -> tuple[Problem, Any]:
     """Return the problem of a loss of sequences of vectors, all lengths unknown, and a function that draws batches."""
     w = tf.Variable(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)), name="w")
-    specs = [tf.TensorSpec([None] * (rank - 1) + [WIDTH], tf.float64) for rank in ranks]
+    specs = [tf.TensorSpec([None] * (rank - 1) + [WIDTH], tf.float64) for rank in dims]
     function = tf.function(lambda *batch: loss_fn(w, *batch), input_signature=specs)
     draw = np.random.default_rng(1)
 
@@ -163,6 +163,22 @@ def test_lengths_that_were_equal_at_first() -> None:
 
     own, draw = of_sequences(loss_fn, 3, 3)
     found = compare(own, [draw([a], [b]) for a, b in ((3, 3), (4, 4), (3, 5), (5, 2))], stages=1, micro_batches=2)
+    found.check(TOLERANCE["float64"])
+    assert count_builds(found.step) == 1
+
+
+@pytest.mark.parametrize(
+    "recur",
+    [
+        lambda w, x: tf.scan(lambda h, step: tf.tanh(h @ w) + step, x),
+        pytest.param(lambda w, x: tf.map_fn(lambda step: tf.tanh(step @ w), x), marks=pytest.mark.slow),
+    ],
+    ids=["scan", "map_fn"],
+)
+def test_a_loop_over_an_unknown_length(recur: Any) -> None:
+    """Its gradient adds inputs to the FuncGraph of its body, which is analysed again at each length."""
+    own, draw = of_sequences(lambda w, x: tf.reduce_mean(tf.square(recur(w, tf.transpose(x, [1, 0, 2])))), 3)
+    found = compare(own, [draw([length]) for length in (4, 4, 3, 6)], stages=1, micro_batches=3)
     found.check(TOLERANCE["float64"])
     assert count_builds(found.step) == 1
 

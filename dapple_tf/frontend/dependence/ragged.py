@@ -21,7 +21,7 @@ def reduce_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     a_row_a_sample = (0, 1) in scope.batch_axes(Value(node.name))
     if a_row_a_sample and _of_equal_rows(values, row_ids) and not values.slope and row_ids.slope == (1,):
         return rows(0)
-    return scope.couple(node, "combines entries by the positions of samples")
+    return scope.couple(node, "sums samples by label, or combines entries by the positions of samples")
 
 
 def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:

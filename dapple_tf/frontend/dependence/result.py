@@ -16,7 +16,7 @@ from graph_passes.passes.microbatch import MergeKind
 
 @dataclass(frozen=True)
 class LengthTerm:
-    """What a size has in addition for each unit of an unknown length: of ``scale`` and of ``offset``.
+    """A term of a size, whose ``scale`` and ``offset`` grow by these for each unit of a length.
 
     The length is that of ``axis`` of the input node ``argument``.
     """
@@ -31,8 +31,9 @@ class LengthTerm:
 class WholeSize:
     """A size of the whole batch, ``scale`` x batch size + ``offset`` (NumPy arrays), that replaces the micro-batch's.
 
-    It replaces an operand of ``node``, given by its position, or the node's only output where ``operand`` is None.
-    ``lengths``: what ``scale`` and ``offset`` have in addition where the trace leaves inner lengths unknown.
+    In ``BatchDependence.sizes`` it replaces an operand of ``node``, given by its position, or the node's only output
+    where ``operand`` is None; in ``BatchDependence.shapes`` it is the output at position ``operand``. ``lengths``:
+    terms to add where the trace leaves inner lengths unknown.
     """
 
     node: str

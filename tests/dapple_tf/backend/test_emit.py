@@ -170,14 +170,14 @@ def test_edges_from_a_call_start_at_its_op_where_nothing_is_inlined() -> None:
     assert waits > 3 * 4
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_call_that_may_be_inlined_has_ended_with_its_results_too(whole: bool) -> None:
+@pytest.mark.parametrize("not_inlined", [True, False])
+def test_a_call_that_may_be_inlined_has_ended_with_its_results_too(not_inlined: bool) -> None:
     """Where TensorFlow inlines a call, an edge from the call op waits only for its side effects."""
     function = tf.function(lambda x: (x + 1.0, x * 2.0)).get_concrete_function(tf.TensorSpec([]))
     with tf.Graph().as_default():
-        outputs, ends = call(function, [tf.constant(1.0)], whole=whole)
+        outputs, ends = call(function, [tf.constant(1.0)], not_inlined=not_inlined)
     assert len(outputs) == 2
-    assert [op.type for op in ends] == ["PartitionedCall", *([] if whole else ["IdentityN"])]
+    assert [op.type for op in ends] == ["PartitionedCall", *([] if not_inlined else ["IdentityN"])]
 
 
 def test_each_control_edge_of_the_graph_is_an_edge_of_the_graph_def() -> None:

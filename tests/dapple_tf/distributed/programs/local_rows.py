@@ -147,7 +147,7 @@ def train(job: Job, replicas: Sequence[int], divisor: Callable[[Any], Any] = cou
 
 
 def prompted_problem() -> Problem:
-    """Sequences of unknown length; the tokens behind a prompt of 10 count, and are counted."""
+    """Sequences of unknown length: the sum of all squared errors, divided by the number of tokens behind the tenth."""
     random = np.random.default_rng(0)
     matrices = [tf.Variable(random.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{i}") for i in range(3)]
     specs = [tf.TensorSpec([None, None, WIDTH], tf.float64), tf.TensorSpec([None, None], tf.float64)]

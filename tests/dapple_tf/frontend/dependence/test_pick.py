@@ -132,7 +132,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         "sums samples by label",
     ),
     "as many segments as samples": (lambda b: tf.math.unsorted_segment_sum(b.z, b.y, b.n), "sums samples by label"),
-    "segment maximum": (lambda b: tf.math.unsorted_segment_max(b.z, b.y, 4), "not known to treat samples one by one"),
+    "segment maximum": (lambda b: tf.math.unsorted_segment_max(b.z, b.y, 4), "combines samples by label"),
     "scatter to labels": (
         lambda b: tf.tensor_scatter_nd_update(b.z, b.y[:, None], b.x),
         "writes samples to positions of others",

@@ -1,0 +1,141 @@
+"""Express the sizes that a loss computes with as functions of the inner lengths that its trace leaves unknown.
+
+The analysis finds sizes of the whole batch at the lengths of one batch. It is made again with each unknown length a
+little longer, and each size is taken to be affine in the lengths. That must be checked at each length (see
+``served_lengths``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.dependence.result import BatchDependence, LengthTerm, WholeSize
+from graph_passes.ir.graph import ancestors
+
+Analyse = Callable[[Captured], BatchDependence]
+"""The analysis of a loss, at the lengths of ``Captured.example``."""
+
+_ArgumentAxis = tuple[int, int]
+"""The number of an argument, and an axis of it."""
+
+
+def fit_sizes(
+    captured: Captured, found: BatchDependence, analyse: Analyse, accepts: Callable[[Captured], bool]
+) -> BatchDependence:
+    """Return ``found``, the analysis at the lengths of the example, with sizes that are functions of unknown lengths.
+
+    ``accepts``: whether the loss can run at the lengths of the example.
+    """
+    graph = captured.graph
+    probes = [_probe(captured, axes, analyse) for axes in _find_independent(captured, accepts)]
+
+    def source(size: WholeSize) -> str:
+        return size.node if size.operand is None else graph.node(size.node).inputs[size.operand].node
+
+    return dataclasses.replace(
+        found,
+        sizes=tuple(_fit(each, ancestors(graph, [source(each)]), probes, "sizes") for each in found.sizes),
+        shapes=tuple(_fit(each, ancestors(graph, [each.node]), probes, "shapes") for each in found.shapes),
+    )
+
+
+def evaluate_sizes(dependence: BatchDependence, captured: Captured) -> BatchDependence:
+    """Return the decisions with the sizes for the lengths of the example of ``captured``."""
+    lengths = {name: spec.shape for name, spec in zip(captured.graph.inputs, captured.example, strict=True)}
+
+    def evaluate(size: WholeSize) -> WholeSize:
+        scale, offset = size.scale, size.offset
+        for term in size.lengths:
+            length = lengths[term.argument][term.axis]
+            scale, offset = scale + term.scale * length, offset + term.offset * length
+        return dataclasses.replace(size, scale=scale, offset=offset, lengths=())
+
+    sizes, shapes = (tuple(map(evaluate, found)) for found in (dependence.sizes, dependence.shapes))
+    return dataclasses.replace(dependence, sizes=sizes, shapes=shapes)
+
+
+def _find_independent(captured: Captured, accepts: Callable[[Captured], bool]) -> list[list[_ArgumentAxis]]:
+    """Return the axes of unknown length in groups that can be made longer independently of each other.
+
+    Axes that the loss does not accept to be longer alone are grouped by their length in the example.
+    """
+    found, equal = [], dict[int, list[_ArgumentAxis]]()
+    for i, (example, spec) in enumerate(zip(captured.example, captured.signature, strict=True)):
+        for axis in range(1, spec.shape.rank):
+            if spec.shape[axis] is None and accepts(_make_longer(captured, [(i, axis)])):
+                found.append([(i, axis)])
+            elif spec.shape[axis] is None:
+                equal.setdefault(example.shape[axis], []).append((i, axis))
+    return [*found, *equal.values()]
+
+
+def _make_longer(captured: Captured, axes: Sequence[_ArgumentAxis]) -> Captured:
+    """Return ``captured`` with a longer example on these axes, which have equal lengths."""
+    values = [value for node in captured.graph.nodes for value in node.outputs]
+    taken = {dim for value in values for dim in value.shape.dims or ()}  # it must not be mistaken for a width
+    taken |= {dim for spec in captured.example for dim in spec.shape}
+    shapes = [spec.shape.as_list() for spec in captured.example]
+    (first, own), *_ = axes
+    longer = next(other for other in itertools.count(shapes[first][own] + 1) if other not in taken)
+    for i, axis in axes:
+        shapes[i][axis] = longer
+    example = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, captured.example, strict=True)]
+    return dataclasses.replace(captured, example=tuple(example))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The analysis ``found`` where ``length``, on axes of input nodes (``places``), was replaced by ``longer``."""
+
+    places: tuple[tuple[str, int], ...]
+    length: int
+    longer: int
+    found: BatchDependence
+
+
+def _probe(captured: Captured, axes: Sequence[_ArgumentAxis], analyse: Analyse) -> _Probe:
+    other = _make_longer(captured, axes)
+    (first, axis), *_ = axes
+    length, longer = (each.example[first].shape[axis] for each in (captured, other))
+    return _Probe(tuple((captured.graph.inputs[i], axis) for i, axis in axes), length, longer, analyse(other))
+
+
+def _fit(size: WholeSize, sources: Collection[str], probes: Iterable[_Probe], kind: str) -> WholeSize:
+    """Return ``size``, which is for the lengths of the example, with a term for each length on which it depends.
+
+    ``kind``: the field of ``BatchDependence`` that has it. A length is taken from one of the ``sources``, from which
+    the trace computes the size, where one has it: the stage needs these anyway. Returned unchanged where it does not
+    grow by a whole number for each unit of a length.
+    """
+    terms = []
+    for probe in probes:
+        others = (o for o in getattr(probe.found, kind) if (o.node, o.operand) == (size.node, size.operand))
+        other = next(others, size)
+        scale = _growth(size.scale, other.scale, probe.longer - probe.length)
+        offset = _growth(size.offset, other.offset, probe.longer - probe.length)
+        if scale is None or offset is None:
+            return size
+        if scale.any() or offset.any():
+            place = next((place for place in probe.places if place[0] in sources), probe.places[0])
+            terms.append((probe.length, LengthTerm(*place, scale, offset)))
+    return dataclasses.replace(
+        size,
+        scale=size.scale - sum(term.scale * length for length, term in terms),
+        offset=size.offset - sum(term.offset * length for length, term in terms),
+        lengths=tuple(term for _, term in terms),
+    )
+
+
+def _growth(one: Any, other: Any, units: int) -> Any | None:
+    """Return the growth for each unit, a NumPy array; None where it is no whole number, or the shapes differ."""
+    if np.shape(one) != np.shape(other) or ((other - one) % units).any():
+        return None
+    return (other - one) // units
