@@ -94,8 +94,8 @@ def train(
             if kill is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(kill.seconds)
+                _send(kill, process, mark)
                 begin, patience = time.monotonic(), timeout + 20.0
-                _send(kill, process.pid, mark)
             while (process.poll() is None or find_marked(mark)) and time.monotonic() < begin + patience:
                 time.sleep(0.05)  # ranks are no children of this process, so it cannot wait for them
             seconds, ended = time.monotonic() - begin, process.poll() is not None and not find_marked(mark)
@@ -133,10 +133,16 @@ def _environments() -> Iterator[tuple[int, list[bytes]]]:
             continue
 
 
-def _send(kill: Kill, launcher: int, mark: str) -> None:
-    """Send the signal; a rank's goes to its first process, which is Python. Nothing is sent where that has ended."""
-    ranks = [number for number, rank in sorted(find_marked(mark).items()) if rank is not None and rank == kill.rank]
-    target = launcher if kill.rank is None else next(iter(ranks), None)
+def _send(kill: Kill, launcher: subprocess.Popen[bytes], mark: str) -> None:
+    """Send the signal; a rank's goes to its first process, which is Python, as soon as the launcher has started it.
+
+    Nothing is sent where the job has ended.
+    """
+    target = launcher.pid if kill.rank is None else None
+    while target is None and launcher.poll() is None:
+        ranks = [number for number, rank in sorted(find_marked(mark).items()) if rank is not None and rank == kill.rank]
+        target = next(iter(ranks), None)
+        time.sleep(0.02)
     if target is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(target, getattr(signal, f"SIG{kill.name}"))

@@ -20,12 +20,15 @@ def start_tensorflow(devices: int | None) -> None:
 
 @contextlib.contextmanager
 def hide_startup_messages() -> Iterator[None]:
-    """Keep what is written to stderr inside the block, and show it only if the block fails.
+    """Keep what libraries write to stderr inside the block, and show it only if the block fails.
 
-    While they start, TensorFlow's libraries print notes about the processor, past Python's ``sys.stderr``.
+    While they start, TensorFlow's libraries print notes about the processor, past Python's ``sys.stderr``. What Python
+    writes is shown: in the block ``sys.stderr`` is another stream to the same place, which stays open, since handlers
+    of logs may keep it.
     """
     sys.stderr.flush()
-    stderr = os.dup(2)
+    before, stderr = sys.stderr, os.dup(2)
+    sys.stderr = open(os.dup(2), "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     with tempfile.TemporaryFile() as hidden:
         os.dup2(hidden.fileno(), 2)
         try:
@@ -38,3 +41,4 @@ def hide_startup_messages() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
+            sys.stderr = before

@@ -52,8 +52,12 @@ class ProcessExit:
 
 
 def print_line(text: str) -> None:
-    """Write a line to stderr, past all buffers: the process is about to end."""
-    os.write(2, f"dapple: {text}\n".encode())
+    """Write a line to Python's stderr, past all buffers: the process is about to end."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # replaced by an object without one, or closed
+        descriptor = 2
+    os.write(descriptor, f"dapple: {text}\n".encode())
 
 
 def _flush_output() -> None:
