@@ -146,11 +146,11 @@ def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact
         raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{table}")
     if reasons and inexact == "warn":
         message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(tuple(reasons))}"
-        warnings.warn(message, DappleWarning, stacklevel=10)
+        warnings.warn(message, DappleWarning, stacklevel=12)
 
 
 def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
     report_exactness(name, dependence.exactness.undocumented, inexact)
     if dependence.grows and trains:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
-        warnings.warn(message, DappleWarning, stacklevel=10)
+        warnings.warn(message, DappleWarning, stacklevel=12)
