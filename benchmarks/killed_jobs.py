@@ -142,7 +142,7 @@ def _send(kill: Kill, launcher: subprocess.Popen[bytes], mark: str) -> None:
     while target is None and launcher.poll() is None:
         ranks = [number for number, rank in sorted(find_marked(mark).items()) if rank is not None and rank == kill.rank]
         target = next(iter(ranks), None)
-        time.sleep(0.02)
+        time.sleep(0.02)  # the launcher tells nobody when it has started a rank
     if target is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(target, getattr(signal, f"SIG{kill.name}"))

@@ -439,8 +439,12 @@ def without_specialisation(*, optimise_caller: bool = True) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class RaggedRows:
-    """What is known of a ragged tensor: the row of each value, the length of each row, ``rows`` and the ``longest``."""
+class RaggedPartition:
+    """The partition of a ragged tensor's values into rows.
+
+    ``row_ids``: the number of the row of each value; ``lengths``: of each row; ``rows``: how many there are;
+    ``longest``: the length to which rows are padded.
+    """
 
     row_ids: Any
     lengths: Any
@@ -448,19 +452,19 @@ class RaggedRows:
     longest: Any
 
 
-KnownRows = dict[int, RaggedRows]
-"""What is known of ragged tensors, by the identity of the tensor of their row splits."""
+Partitions = dict[int, RaggedPartition]
+"""Partitions of ragged tensors, by the ``id`` of their ``row_splits`` tensor."""
 
 
 @contextlib.contextmanager
-def known_ragged_rows() -> Iterator[KnownRows]:
-    """In the block, ops of ragged tensors take what is known of their rows from the dictionary yielded.
+def use_ragged_partitions() -> Iterator[Partitions]:
+    """In the block, reductions and paddings of ragged tensors use the partitions in the dictionary yielded.
 
     TensorFlow computes the row of each value from the row splits otherwise, which span samples
     (``segment_id_ops.row_splits_to_segment_ids``), and pads rows to the longest of those that are there
     (``RaggedTensor.to_tensor``).
     """
-    known: KnownRows = {}
+    known: Partitions = {}
     find_row_ids, to_tensor = segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor
 
     def known_row_ids(splits: Any, name: str | None = None, out_type: Any = None) -> Any:
@@ -483,22 +487,22 @@ def known_ragged_rows() -> Iterator[KnownRows]:
         segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor = find_row_ids, to_tensor
 
 
-def ragged_tensor(values: Any, facts: RaggedRows, known: KnownRows) -> tf.RaggedTensor:
-    """Return a ragged tensor of ``values``, of which everything is known; ``facts`` are added to ``known``.
+def ragged_tensor(values: Any, partition: RaggedPartition, known: Partitions) -> tf.RaggedTensor:
+    """Return a ragged tensor of ``values`` with this partition, which is added to ``known``.
 
-    TensorFlow's public functions take one of the facts and compute the others from it (``RowPartition``).
+    TensorFlow's public functions take a part of it and compute the rest (``RowPartition``).
     """
-    lengths = tf.cast(facts.lengths, tf.int64)
+    lengths = tf.cast(partition.lengths, tf.int64)
     splits = tf.concat([tf.zeros([1], tf.int64), tf.cumsum(lengths)], 0)
-    known[id(splits)] = facts
-    partition = row_partition.RowPartition(
+    known[id(splits)] = partition
+    rows = row_partition.RowPartition(
         row_splits=splits,
         row_lengths=lengths,
-        value_rowids=facts.row_ids,
-        nrows=facts.rows,
+        value_rowids=partition.row_ids,
+        nrows=partition.rows,
         internal=row_partition._row_partition_factory_key,
     )
-    return tf.RaggedTensor(values=values, row_partition=partition, internal=True)
+    return tf.RaggedTensor(values=values, row_partition=rows, internal=True)
 
 
 def call_model(model: keras.Model, x: Any, *, training: bool) -> Any:

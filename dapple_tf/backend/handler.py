@@ -75,9 +75,9 @@ has only some.
 class Context:
     """The data that handlers have access to.
 
-    ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``not_inlined``: the names of
-    those whose calls stay one op. ``ranks``: None where the whole graph
-    runs in this process. ``accumulators``: functions built so far that add gradients to buffers.
+    ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``not_inlined``: the names of those
+    whose calls stay one op. ``ranks``: None where the whole graph runs in this process. ``accumulators``: functions
+    built so far that add gradients to buffers.
     """
 
     graph: Graph

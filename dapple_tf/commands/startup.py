@@ -28,6 +28,7 @@ def hide_startup_messages() -> Iterator[None]:
     """
     sys.stderr.flush()
     before, stderr = sys.stderr, os.dup(2)
+    # Not closed, so no context manager: see above.
     sys.stderr = open(os.dup(2), "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     with tempfile.TemporaryFile() as hidden:
         os.dup2(hidden.fileno(), 2)

@@ -22,7 +22,11 @@ _REFUSED = -2  # in place of every number of rows: the rank's arguments are no l
 
 @dataclass(frozen=True)
 class GivenRows:
-    """How many ``rows`` of each flattened argument a rank was given, and its unknown ``lengths``, or ``MISSING``."""
+    """The sizes of the arguments that a rank was given, ``MISSING`` for an argument that it was not given.
+
+    ``rows``: the number of rows of each flattened argument. ``lengths``: of each axis whose length the
+    step leaves unknown.
+    """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]

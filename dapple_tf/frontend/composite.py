@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import BatchError
+from dapple_tf.frontend.batch import argument_paths
 
 
 class RaggedRows(NamedTuple):
@@ -42,7 +43,8 @@ def as_rows(batch: Sequence[Any]) -> tuple[Any, ...]:
     Raises BatchError for what cannot be cut by rows: ragged tensors of several ragged axes, sparse ones that are no
     matrices.
     """
-    return tuple(tf.nest.map_structure(_as_rows, argument) for argument in batch)
+    paths = iter(argument_paths(batch))
+    return tuple(tf.nest.map_structure(lambda leaf: _as_rows(next(paths), leaf), argument) for argument in batch)
 
 
 def takes_rows(batch: Sequence[Any]) -> bool:
@@ -70,7 +72,7 @@ def taking_rows(loss_fn: Any) -> Callable[..., Any]:
     function = loss_fn.python_function if internals.is_tf_function(loss_fn) else loss_fn
 
     def loss(*batch: Any) -> Any:
-        with internals.known_ragged_rows() as known:
+        with internals.use_ragged_partitions() as known:
             return function(*_put_together(batch, known))
 
     name = getattr(function, "__name__", "")
@@ -79,21 +81,23 @@ def taking_rows(loss_fn: Any) -> Callable[..., Any]:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow is not typed
-def _put_together(batch: tuple[Any, ...], known: internals.KnownRows) -> tuple[Any, ...]:
+def _put_together(batch: tuple[Any, ...], known: internals.Partitions) -> tuple[Any, ...]:
     return tuple(_map_rows(lambda rows: _from_rows(rows, known), batch))
 
 
-def _as_rows(leaf: Any) -> Any:
+def _as_rows(path: str, leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         if leaf.ragged_rank != 1:
             raise BatchError(
-                f"a ragged argument has {leaf.ragged_rank} ragged axes, and only one can be cut by rows: give "
+                f"argument {path} has {leaf.ragged_rank} ragged axes, and only one can be cut by rows: give "
                 "the inner ones padded (to_tensor of its values), with their lengths as another argument"
             )
         return RaggedRows(leaf.to_tensor(), leaf.row_lengths())
     if isinstance(leaf, tf.SparseTensor):
         if leaf.shape.rank != 2:
-            raise BatchError(f"a sparse argument has {leaf.shape.rank} axes, and only matrices are cut by rows")
+            raise BatchError(
+                f"argument {path} is sparse and has {leaf.shape.rank} axes, but only matrices are cut by rows"
+            )
         ordered = tf.sparse.reorder(leaf)
         rows, columns = tf.unstack(ordered.indices, 2, axis=1)
         samples, width = (int(size) for size in leaf.dense_shape)
@@ -116,13 +120,13 @@ def _map_rows(function: Callable[[Any], Any], argument: Any) -> Any:
     return argument
 
 
-def _from_rows(rows: Any, known: internals.KnownRows) -> Any:
+def _from_rows(rows: Any, known: internals.Partitions) -> Any:
     padded = rows[0]
     samples, longest = tf.unstack(tf.shape(padded, tf.int64)[:2])
     chosen = tf.where(tf.sequence_mask(rows.lengths, longest))
     row_ids = chosen[:, 0]
     if isinstance(rows, RaggedRows):
-        facts = internals.RaggedRows(row_ids, rows.lengths, samples, longest)
+        facts = internals.RaggedPartition(row_ids, rows.lengths, samples, longest)
         return internals.ragged_tensor(tf.gather_nd(padded, chosen), facts, known)
     places = tf.stack([row_ids, tf.gather_nd(rows.columns, chosen)], 1)
     width = tf.constant(rows.width.shape[2], tf.int64)

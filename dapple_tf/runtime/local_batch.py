@@ -13,6 +13,7 @@ from dapple_tf.distributed.local_rows import MISSING, GivenRows, LengthAxis, agr
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.frontend.batch import BatchForm
+from dapple_tf.frontend.composite import as_rows
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, check_eager, compile_for_rows
 from graph_passes.analysis.input_needs import InputNeeds, Use
@@ -57,7 +58,7 @@ def compile_local(
     places = _unknown_axes(last.form)
     rows: GivenRows | BatchError
     try:
-        leaves = last.form.flatten(batch, [use is not Use.NONE for use in uses])
+        leaves = last.form.flatten(as_rows(batch), [use is not Use.NONE for use in uses])
         given = [(leaf, 0) for leaf in leaves] + [(leaves[i], axis) for i, axis in places]
         numbers = [MISSING if leaf is None else int(leaf.shape[axis]) for leaf, axis in given]
         rows = GivenRows(tuple(numbers[: len(leaves)]), tuple(numbers[len(leaves) :]))

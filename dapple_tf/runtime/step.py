@@ -369,8 +369,8 @@ class PipelinedStep:
 
     def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
         """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
-        batch = as_rows(batch)
         if not local or self._job is None:
+            batch = as_rows(batch)
             return self._compile(batch, variant), tf.nest.flatten(tuple(batch))
         check_not_forked()
         with COMPILING:

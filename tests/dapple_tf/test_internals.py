@@ -560,7 +560,7 @@ def test_the_body_of_a_loop_is_as_it_was_before_its_gradient() -> None:
 
 def test_a_ragged_tensor_of_which_all_is_given_is_that_of_tensorflow() -> None:
     wanted = tf.RaggedTensor.from_row_lengths([1.0, 2.0, 3.0], [2, 0, 1])
-    facts = internals.RaggedRows(wanted.value_rowids(), wanted.row_lengths(), wanted.nrows(), tf.constant(2))
+    facts = internals.RaggedPartition(wanted.value_rowids(), wanted.row_lengths(), wanted.nrows(), tf.constant(2))
     found = internals.ragged_tensor(wanted.values, facts, {})
     assert found.to_list() == wanted.to_list()
     assert found.value_rowids() is facts.row_ids
@@ -569,9 +569,9 @@ def test_a_ragged_tensor_of_which_all_is_given_is_that_of_tensorflow() -> None:
 def test_ragged_tensors_are_reduced_and_padded_by_what_is_known_in_the_block_only() -> None:
     values, lengths = tf.constant([1.0, 2.0, 3.0]), tf.constant([2, 0, 1], tf.int64)
     row_ids, rows, longest = tf.constant([0, 0, 2], tf.int64), tf.constant(3, tf.int64), tf.constant(4, tf.int64)
-    with internals.known_ragged_rows() as known:
-        ragged = internals.ragged_tensor(values, internals.RaggedRows(row_ids, lengths, rows, longest), known)
-        turned = internals.ragged_tensor(values, internals.RaggedRows(2 - row_ids, lengths, rows, longest), known)
+    with internals.use_ragged_partitions() as known:
+        ragged = internals.ragged_tensor(values, internals.RaggedPartition(row_ids, lengths, rows, longest), known)
+        turned = internals.ragged_tensor(values, internals.RaggedPartition(2 - row_ids, lengths, rows, longest), known)
         other = tf.ragged.constant([[1.0], [2.0]])
         assert tf.reduce_sum(turned, axis=1).numpy().tolist() == [3.0, 0.0, 3.0]
         assert tf.reduce_max(turned, axis=1).numpy().tolist()[0] == 3.0

@@ -54,8 +54,11 @@ def test_the_loss_gets_what_was_given() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (tf.ragged.constant([[[1], [2, 3]], []]), "has 2 ragged axes, and only one can be cut by rows"),
-        (tf.sparse.SparseTensor([[0, 0, 0]], [1.0], [2, 2, 2]), "has 3 axes, and only matrices are cut by rows"),
+        (tf.ragged.constant([[[1], [2, 3]], []]), "argument 0 has 2 ragged axes, and only one can be cut by rows"),
+        (
+            tf.sparse.SparseTensor([[0, 0, 0]], [1.0], [2, 2, 2]),
+            "argument 0 is sparse and has 3 axes, but only matrices are cut by rows",
+        ),
     ],
 )
 def test_what_cannot_be_cut_by_rows_is_refused(argument: tf.Tensor, message: str) -> None:
