@@ -420,15 +420,33 @@ def without_specialisation(*, optimise_caller: bool = True) -> Iterator[None]:
     Specialisation optimises and instantiates a separate body for each of the S x M calls of a stage function.
     Without ``optimise_caller`` Grappler does not optimise the graph of a function that the thread calls, and optimises
     each function that this one calls once, not twice.
+    """
+    turned_off = {"disable_meta_optimizer": True} if not optimise_caller else {}
+    with _rewriter_options(function_optimization=rewriter_config_pb2.RewriterConfig.OFF, **turned_off):
+        yield
+
+
+@contextlib.contextmanager
+def one_optimiser_round() -> Iterator[None]:
+    """In the block, Grappler makes one round, not two, over functions that this thread calls or whose calls it traces.
+
+    The second round costs nearly as much as the first, and finds next to nothing in the graph of a stage.
+    """
+    with _rewriter_options(meta_optimizer_iterations=rewriter_config_pb2.RewriterConfig.ONE):
+        yield
+
+
+@contextlib.contextmanager
+def _rewriter_options(**changes: Any) -> Iterator[None]:
+    """In the block, this thread calls functions with these fields of Grappler's ``RewriterConfig``.
 
     The public options are for the whole process (``tf.config.optimizer``); this sets the thread's call options
     (``context.function_call_options``).
     """
     options = context.context().function_call_options
-    before = options.config_proto_serialized
-    config = config_pb2.ConfigProto.FromString(before)
-    config.graph_options.rewrite_options.function_optimization = rewriter_config_pb2.RewriterConfig.OFF
-    config.graph_options.rewrite_options.disable_meta_optimizer |= not optimise_caller
+    config = config_pb2.ConfigProto.FromString(options.config_proto_serialized)
+    for name, value in changes.items():
+        setattr(config.graph_options.rewrite_options, name, value)
     context.context().function_call_options = context.FunctionCallOptions(
         executor_type=options.executor_type, config_proto=config
     )

@@ -17,7 +17,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.planner.api import check_schedule, make_problem
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.profiling.measured import profile
+from dapple_tf.profiling.measured import profile_layers
 from profiler.cluster import Cluster
 
 # Where M is "auto", times are measured at the micro-batch sizes of these M.
@@ -92,12 +92,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     shares = {max(1, each // r) for each in measured for r in replicas}
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
     return make_problem(
-        profile(
-            inputs.loss_fn,
-            rows,
-            batch_sizes=sorted((measured | shares) - {size}),
-            batch_loss=request.batch_loss,
-        ),
+        profile_layers(inputs.loss_fn, rows, sorted((measured | shares) - {size}), request.batch_loss),
         cluster,
         global_batch_size=samples if any_size else micro_batches * size,
         micro_batch_size=None if any_size else size,

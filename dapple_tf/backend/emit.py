@@ -23,7 +23,8 @@ def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operation
     """
 
     def step(*batch: Any) -> list[Any]:
-        return _Emitter(graph, operations).run(batch)
+        with internals.one_optimiser_round():
+            return _Emitter(graph, operations).run(batch)
 
     traced = tf.function(
         step,

@@ -48,7 +48,8 @@ class Program:
         Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
         try:
-            with internals.without_specialisation(optimise_caller=not self.operations.inlines_nothing):
+            optimise_caller = not self.operations.inlines_nothing
+            with internals.without_specialisation(optimise_caller=optimise_caller), internals.one_optimiser_round():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
             state, cause = self._describe_variables(), find_cause(error.message)

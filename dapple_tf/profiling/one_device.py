@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.devices import list_devices
 from profiler.cores import limit_to_cores
+from profiler.peaks import CPU_CORE, PEAKS, Peak
 
 
 def cores_per_device() -> int:
@@ -27,6 +29,18 @@ def limit_to_one_device() -> Iterator[float | None]:
     cores = cores_per_device()
     with limit_to_cores(cores):
         yield 1.0 if cores == 1 else None
+
+
+def roofline_of_device() -> Peak:
+    """Return figures that are no lower than those of the device: of the fastest known GPU, or of the device's cores."""
+    if tf.config.list_logical_devices("GPU"):
+        return max(PEAKS, key=lambda peak: peak.flops_per_second)
+    cores = cores_per_device()
+    return dataclasses.replace(
+        CPU_CORE,
+        flops_per_second=cores * CPU_CORE.flops_per_second,
+        bytes_per_second=cores * CPU_CORE.bytes_per_second,
+    )
 
 
 def describe_device() -> str:

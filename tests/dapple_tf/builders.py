@@ -61,6 +61,7 @@ def executed_nodes(function: Callable[..., object], *arguments: tf.Tensor) -> li
     """Call a function, and return the NodeDefs of the graphs that ran, after inlining."""
     context.context().enable_run_metadata()
     try:
+        context.context().export_run_metadata()  # forget what ran before
         function(*arguments)
         metadata = context.context().export_run_metadata()
     finally:

@@ -602,6 +602,37 @@ def test_only_callees_are_optimised_where_that_is_asked_for() -> None:
     assert products(False) == 1
 
 
+def test_the_optimiser_makes_one_round_where_that_is_asked_for() -> None:
+    """Two constants are added in the second round: in the first, transposes stood between their sums."""
+
+    def body(x: tf.Tensor) -> tf.Tensor:
+        return tf.transpose(tf.transpose(x + tf.constant(2.0))) + tf.constant(3.0)
+
+    function = tf.function(body).get_concrete_function(tf.TensorSpec([2, 3]))
+
+    def sums() -> int:
+        return [node.op for node in executed_nodes(function, tf.ones([2, 3]))].count("AddV2")
+
+    assert sums() == 1
+    with internals.one_optimiser_round():
+        assert sums() == 2
+
+
+def test_a_call_traced_for_one_optimiser_round_says_so_where_it_runs() -> None:
+    inner = tf.function(lambda x: x + 1.0, experimental_attributes={internals.NO_INLINE: True})
+
+    def rounds() -> int:
+        outer = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec([]))
+        (op,) = (op for op in outer.graph.get_operations() if op.type in internals.CALL_OPS)
+        options = config_pb2.ConfigProto.FromString(op.get_attr("config_proto")).graph_options.rewrite_options
+        return int(options.meta_optimizer_iterations)
+
+    assert rounds() == rewriter_config_pb2.RewriterConfig.DEFAULT_NUM_ITERS
+    with internals.one_optimiser_round():
+        assert rounds() == rewriter_config_pb2.RewriterConfig.ONE
+    assert rounds() == rewriter_config_pb2.RewriterConfig.DEFAULT_NUM_ITERS
+
+
 def test_inlined_calls_wait_for_their_control_inputs_without_specialisation() -> None:
     """With it, Grappler inlines calls so that their writes may run before the call's control inputs."""
     read, written = tf.Variable(0.0), tf.Variable(0.0)

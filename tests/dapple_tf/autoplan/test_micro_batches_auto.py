@@ -14,7 +14,6 @@ from profiler.presets import config
 from tests.equality.small_models import chain, data, sgd, weights
 
 # Tiny models measure badly, which is not what these tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore:the layers of:dapple_tf.errors.DappleWarning")
 
 
 def test_given_stages_get_their_schedule_from_a_cluster() -> None:

@@ -15,7 +15,6 @@ from profiler.presets import config
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 # Tiny models measure badly, which is not what these tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore:the layers of:dapple_tf.errors.DappleWarning")
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,14 +21,6 @@ from tests.dapple_tf.distributed.programs import automatic_plan
 from tests.dapple_tf.distributed.train_command import MODEL, losses_of_one_process
 from tests.equality.small_models import chain, data, sgd, values, weights
 from tests.processes import needs_horovod, run_ranks
-
-
-@pytest.fixture
-def ignore_inaccurate_profiles() -> Iterator[None]:
-    """Ignore the warning that the times of tiny models vary: these tests examine plans."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the layers of", DappleWarning)
-        yield
 
 
 @needs_horovod
@@ -78,7 +68,6 @@ def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bo
     return choose_stages(inputs).plan
 
 
-@pytest.mark.usefixtures("ignore_inaccurate_profiles")
 def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
     """Over a link that takes seconds one device is fastest."""
     link = Link(bandwidth=1e6, latency=1.0)
@@ -88,7 +77,6 @@ def test_a_plan_uses_all_ranks_even_where_fewer_are_faster() -> None:
     assert sorted(device for stage in found.stages for device in stage.devices) == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("ignore_inaccurate_profiles")
 def test_more_ranks_than_a_plan_can_use_are_an_error() -> None:
     with pytest.raises(
         PlanError, match=r"no plan that fits uses all 8 ranks of the job: the model's result depends on"

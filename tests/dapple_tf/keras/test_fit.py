@@ -187,7 +187,6 @@ def test_an_output_without_a_loss_equals_plain_keras() -> None:
 
 
 @slow
-@pytest.mark.filterwarnings("ignore:the layers of net sum to:dapple_tf.errors.DappleWarning")  # of so small a model
 def test_a_plan_is_made_or_taken() -> None:
     make = partial(models.sequential, metrics=["mae"])
     assert_equal_to_plain(make, fit(X, Y), stages="auto", devices=[0, 1])
