@@ -74,6 +74,6 @@ def nominal_ends(schedule: Schedule) -> dict[Action, float]:
     ends = run_schedule(schedule, lambda action: units[action.kind])
     return {
         action: end
-        for actions, stage_ends in zip(schedule.stages, ends, strict=True)
-        for action, end in zip(actions, stage_ends, strict=True)
+        for actions, worker_ends in zip(schedule.workers, ends, strict=True)
+        for action, end in zip(actions, worker_ends, strict=True)
     }

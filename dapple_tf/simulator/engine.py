@@ -3,43 +3,73 @@
 ``run`` and ``step_seconds`` are the compiled twins of ``graph_passes.schedules.schedule.run_schedule``; the tests hold
 all three equal. The first keeps the times of all events, the second only the end of the step.
 
-Letters: S stages, M micro-batches. An *order* is an array int32 [S, 2M] with the actions of each stage in the order in
-which its devices run them: entry m is the forward of micro-batch m, -1 - m its backward. Where weight gradients are
-actions of their own it is [S, 3M], and -1 - M - m is the one of micro-batch m. Row s of an array of transfers is the
-boundary between stages s and s + 1, whose two directions are two channels.
+Letters: S stages, M micro-batches. Row s of an array of transfers is the boundary between stages s and s + 1, whose two
+directions are two channels; between stages on one worker nothing is sent.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, inlined
-from graph_passes.schedules.schedule import Action, Schedule
+from graph_passes.schedules.schedule import Action, Kind, Schedule
 
-Order = NDArray[np.int32]
 Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
+
+# An action in an int64: the stage above bit 34, the kind in bits 32 and 33, the micro-batch below.
+_FORWARD, _BACKWARD, _WEIGHTS = 0, 1, 2
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+_KIND_SHIFT, _STAGE_SHIFT = 32, 34
+_MICRO_BATCH_MASK, _KIND_MASK = (1 << _KIND_SHIFT) - 1, 3
+_NONE = -1  # behind the last action of a worker that has fewer than others
+
+
+class Order(NamedTuple):
+    """A schedule as arrays: the ``actions`` of each worker (see ``encode``), and the worker of each stage."""
+
+    actions: NDArray[np.int64]
+    worker_of: NDArray[np.int64]
+    micro_batches: int
+
+    @property
+    def size(self) -> int:
+        """The number of actions."""
+        return int(np.count_nonzero(self.actions != _NONE))
 
 
 def encode(schedule: Schedule) -> Order:
     """Return the order of a schedule."""
-    sign, first = {"F": 1, "B": -1, "W": -1}, {"F": 0, "B": -1, "W": -1 - schedule.micro_batches}
-    return np.array(
-        [[first[a.kind] + sign[a.kind] * a.micro_batch for a in actions] for actions in schedule.stages], dtype=np.int32
-    )
+    rows = [[_code(a.stage, _KINDS.index(a.kind), a.micro_batch) for a in actions] for actions in schedule.workers]
+    longest = max(map(len, rows))
+    actions = np.array([row + [_NONE] * (longest - len(row)) for row in rows], np.int64)
+    return Order(actions, np.array(schedule.worker_map.worker_of, np.int64), schedule.micro_batches)
+
+
+def _code(stage: int, kind: int, micro_batch: int) -> int:
+    return (stage << _STAGE_SHIFT) | (kind << _KIND_SHIFT) | micro_batch
 
 
 def has_weights(order: Order) -> bool:
-    """Return whether weight gradients are actions of their own in an order: only their entries are below -M."""
-    return bool(-order.min() > order.shape[1] // 2)
+    """Return whether weight gradients are actions of their own in an order."""
+    kinds = (order.actions >> _KIND_SHIFT) & _KIND_MASK
+    return bool(np.any((kinds == _WEIGHTS) & (order.actions != _NONE)))
 
 
-def decode(action: int, stage: int, micro_batches: int) -> Action:
-    """Return the action of ``stage`` that an entry of an order stands for."""
-    if action >= 0:
-        return Action(stage, "F", action)
-    m = -1 - action
-    return Action(stage, "B", m) if m < micro_batches else Action(stage, "W", m - micro_batches)
+def decode(code: int) -> Action:
+    """Return the action that an entry of ``Order.actions`` stands for."""
+    return Action(code >> _STAGE_SHIFT, _KINDS[(code >> _KIND_SHIFT) & _KIND_MASK], code & _MICRO_BATCH_MASK)
+
+
+def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of each worker."""
+    return tuple(
+        tuple(decode(code) for code in itertools.takewhile(lambda code: code != _NONE, row))
+        for row in order.actions.tolist()
+    )
 
 
 @compiled
@@ -51,37 +81,38 @@ def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
     backwards.
     """
     stages = warm_up.shape[0]
-    order = np.empty((stages, 2 * micro_batches), np.int32)
+    actions = np.empty((stages, 2 * micro_batches), np.int64)
     for s in range(stages):
-        k = warm_up[s]
+        k, forward = warm_up[s], s << _STAGE_SHIFT
+        backward = forward | (_BACKWARD << _KIND_SHIFT)
         for m in range(k):
-            order[s, m] = m
+            actions[s, m] = forward | m
         place = k
         for m in range(micro_batches):
-            order[s, place] = -1 - m
+            actions[s, place] = backward | m
             place += 1
             if k + m < micro_batches:
-                order[s, place] = k + m
+                actions[s, place] = forward | (k + m)
                 place += 1
-    return order
+    return Order(actions, np.arange(stages), micro_batches)
 
 
 @inlined
-def _all_stages(stages: int) -> Integers:
-    """Return the stack of stages that may run an action, the first stage on top.
+def _all_workers(workers: int, stages: int) -> Integers:
+    """Return the stack of workers that may run an action, the first on top.
 
-    A stage is pushed again only by the one event that it waits for, so it has room for every stage twice.
+    A worker is pushed again only by an event that its next action waits for, of which there are two for each stage.
     """
-    stack = np.empty(2 * stages, np.int64)
-    for s in range(stages):
-        stack[s] = stages - 1 - s
+    stack = np.empty(workers + 2 * stages, np.int64)
+    for w in range(workers):
+        stack[w] = workers - 1 - w
     return stack
 
 
 @inlined
-def _waits_for(order: Order, head: Integers, stage: int, action: int) -> bool:
-    """Return whether ``action`` (an entry of ``order``) is the next one of ``stage``; ``head``: see ``run``."""
-    return bool(head[stage] < order.shape[1] and order[stage, head[stage]] == action)
+def _waits_for(actions: Integers, head: Integers, worker: int, code: int) -> bool:
+    """Return whether ``code`` is the next action of ``worker``; ``head``: see ``run``."""
+    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] == code)
 
 
 @compiled
@@ -91,14 +122,14 @@ def run(
     """Return starts and ends of forwards, backwards, weight gradients, transfers forward and backward [S, M], seconds.
 
     ``forward`` to ``send_backward``: seconds of each stage (the last entry of a transfer is not read); ``weights`` has
-    size 0 where the order has no such actions, as have their starts and ends. A stage runs its actions strictly in
+    size 0 where the order has no such actions, as have their starts and ends. A worker runs its actions strictly in
     order. A forward waits for its transfer from the previous stage, a backward for its transfer from the next stage. A
-    transfer starts when its producer has ended and its channel is free, first in first out; it occupies no device. The
-    times of what never ran are NaN (also the last row of transfers). The last result is the number of actions that
-    ran: if it is less than the order has, the order deadlocks.
+    transfer starts when its producer has ended and its channel is free, first in first out; it occupies no device. On
+    one worker it takes no time and no channel. The times of what never ran are NaN (also the last row of transfers).
+    The last result is the number of actions that ran: if it is less than the order has, the order deadlocks.
     """
-    stages, length = order.shape
-    micro_batches = length // 3 if len(weights) else length // 2
+    actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
+    (workers, length), stages = actions.shape, len(worker_of)
     start_f = np.full((stages, micro_batches), np.nan)
     end_f = np.full((stages, micro_batches), np.nan)
     start_b = np.full((stages, micro_batches), np.nan)
@@ -109,20 +140,22 @@ def run(
     end_send_f = np.full((stages, micro_batches), np.nan)
     start_send_b = np.full((stages, micro_batches), np.nan)
     end_send_b = np.full((stages, micro_batches), np.nan)
-    head = np.zeros(stages, np.int64)  # index in the order of each stage's next action
-    now = np.zeros(stages)  # end of its last action
+    head = np.zeros(workers, np.int64)  # index in the order of each worker's next action
+    now = np.zeros(workers)  # end of its last action
     free_f = np.zeros(stages)  # when the channel to the next stage is free
     free_b = np.zeros(stages)  # when the channel from the next stage is free
-    waiting = _all_stages(stages)
-    count, done = stages, 0
+    waiting = _all_workers(workers, stages)
+    count, done = workers, 0
     while count:
         count -= 1
-        s = int(waiting[count])
-        while head[s] < length:
-            action = int(order[s, head[s]])
-            start = now[s]
-            if action >= 0:
-                m = action
+        w = int(waiting[count])
+        while head[w] < length:
+            code = actions[w, head[w]]
+            if code == _NONE:
+                break
+            s, kind, m = code >> _STAGE_SHIFT, (code >> _KIND_SHIFT) & _KIND_MASK, code & _MICRO_BATCH_MASK
+            start = now[w]
+            if kind == _FORWARD:
                 if s:
                     arrival = end_send_f[s - 1, m]
                     if np.isnan(arrival):
@@ -131,20 +164,22 @@ def run(
                 end = start + forward[s]
                 start_f[s, m], end_f[s, m] = start, end
                 if s + 1 < stages:
-                    begin = max(end, free_f[s])
-                    free_f[s] = begin + send_forward[s]
-                    start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
-                    if _waits_for(order, head, s + 1, action):
-                        waiting[count] = s + 1
-                        count += 1
-            elif action < -micro_batches:
-                m = -1 - action - micro_batches
+                    to = worker_of[s + 1]
+                    if to == w:
+                        start_send_f[s, m], end_send_f[s, m] = end, end
+                    else:
+                        begin = max(end, free_f[s])
+                        free_f[s] = begin + send_forward[s]
+                        start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
+                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT)):
+                            waiting[count] = to
+                            count += 1
+            elif kind == _WEIGHTS:
                 if np.isnan(end_b[s, m]):
                     break
                 end = start + weights[s]
                 start_w[s, m], end_w[s, m] = start, end
             else:
-                m = -1 - action
                 if np.isnan(end_f[s, m]):
                     break
                 if s + 1 < stages:
@@ -155,14 +190,18 @@ def run(
                 end = start + backward[s]
                 start_b[s, m], end_b[s, m] = start, end
                 if s:
-                    begin = max(end, free_b[s - 1])
-                    free_b[s - 1] = begin + send_backward[s - 1]
-                    start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
-                    if _waits_for(order, head, s - 1, action):
-                        waiting[count] = s - 1
-                        count += 1
-            now[s] = end
-            head[s] += 1
+                    to = worker_of[s - 1]
+                    if to == w:
+                        start_send_b[s - 1, m], end_send_b[s - 1, m] = end, end
+                    else:
+                        begin = max(end, free_b[s - 1])
+                        free_b[s - 1] = begin + send_backward[s - 1]
+                        start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
+                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT)):
+                            waiting[count] = to
+                            count += 1
+            now[w] = end
+            head[w] += 1
             done += 1
     return start_f, end_f, start_b, end_b, start_w, end_w, start_send_f, end_send_f, start_send_b, end_send_b, done
 
@@ -181,56 +220,68 @@ def step_seconds(
 
     The arguments are as in ``run``. Infinite for an order that deadlocks.
     """
-    stages, length = order.shape
-    micro_batches = length // 3 if len(weights) else length // 2
+    actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
+    (workers, length), stages = actions.shape, len(worker_of)
     arrival_f = np.full((stages, micro_batches), np.inf)
     arrival_b = np.full((stages, micro_batches), np.inf)
     arrival_f[0] = 0.0  # at the last stage, a backward's input arrives when its forward ends
     ended = -1.0  # replaces the arrival of a backward that has run
-    head = np.zeros(stages, np.int64)
-    now = np.zeros(stages)
+    head = np.zeros(workers, np.int64)
+    now = np.zeros(workers)
+    last = np.zeros(stages)
     free_f = np.zeros(stages)
     free_b = np.zeros(stages)
-    waiting = _all_stages(stages)
-    count, done = stages, 0
+    waiting = _all_workers(workers, stages)
+    count = workers
     while count:
         count -= 1
-        s = int(waiting[count])
-        while head[s] < length:
-            action = int(order[s, head[s]])
-            if action >= 0:
-                if arrival_f[s, action] == np.inf:
+        w = int(waiting[count])
+        while head[w] < length:
+            code = actions[w, head[w]]
+            if code == _NONE:
+                break
+            s, kind, m = code >> _STAGE_SHIFT, (code >> _KIND_SHIFT) & _KIND_MASK, code & _MICRO_BATCH_MASK
+            if kind == _FORWARD:
+                if arrival_f[s, m] == np.inf:
                     break
-                now[s] = max(now[s], arrival_f[s, action]) + forward[s]
+                now[w] = max(now[w], arrival_f[s, m]) + forward[s]
                 if s + 1 < stages:
-                    free_f[s] = max(now[s], free_f[s]) + send_forward[s]
-                    arrival_f[s + 1, action] = free_f[s]
-                    if _waits_for(order, head, s + 1, action):
-                        waiting[count] = s + 1
-                        count += 1
+                    to = worker_of[s + 1]
+                    if to == w:
+                        arrival_f[s + 1, m] = now[w]
+                    else:
+                        free_f[s] = max(now[w], free_f[s]) + send_forward[s]
+                        arrival_f[s + 1, m] = free_f[s]
+                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT)):
+                            waiting[count] = to
+                            count += 1
                 else:
-                    arrival_b[s, action] = now[s]
-            elif action < -micro_batches:
-                if arrival_b[s, -1 - action - micro_batches] != ended:
+                    arrival_b[s, m] = now[w]
+            elif kind == _WEIGHTS:
+                if arrival_b[s, m] != ended:
                     break
-                now[s] += weights[s]
+                now[w] += weights[s]
             else:
-                m = -1 - action
                 if arrival_b[s, m] == np.inf:
                     break
-                now[s] = max(now[s], arrival_b[s, m]) + backward[s]
+                now[w] = max(now[w], arrival_b[s, m]) + backward[s]
                 arrival_b[s, m] = ended
                 if s:
-                    free_b[s - 1] = max(now[s], free_b[s - 1]) + send_backward[s - 1]
-                    arrival_b[s - 1, m] = free_b[s - 1]
-                    if _waits_for(order, head, s - 1, action):
-                        waiting[count] = s - 1
-                        count += 1
-            head[s] += 1
-            done += 1
-    if done < stages * length:
-        return np.inf
-    last = 0.0
+                    to = worker_of[s - 1]
+                    if to == w:
+                        arrival_b[s - 1, m] = now[w]
+                    else:
+                        free_b[s - 1] = max(now[w], free_b[s - 1]) + send_backward[s - 1]
+                        arrival_b[s - 1, m] = free_b[s - 1]
+                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT)):
+                            waiting[count] = to
+                            count += 1
+            last[s] = now[w]
+            head[w] += 1
+    for w in range(workers):
+        if head[w] < length and actions[w, head[w]] != _NONE:
+            return np.inf
+    end = 0.0
     for s in range(stages):
-        last = max(last, now[s] + exposed[s])
-    return last
+        end = max(end, last[s] + exposed[s])
+    return end

@@ -10,8 +10,9 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.engine import Order, has_weights, run
+from dapple_tf.simulator.engine import Order, decode_order, has_weights, run
 from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +40,21 @@ class Execution:
     @property
     def stages(self) -> int:
         """S."""
-        return int(self.order.shape[0])
+        return len(self.order.worker_of)
 
     @property
     def micro_batches(self) -> int:
         """M."""
-        return int(self.start_forward.shape[1])
+        return self.order.micro_batches
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each worker, in order."""
+        return decode_order(self.order)
+
+    def stage_actions(self, stage: int) -> tuple[Action, ...]:
+        """Return the actions of ``stage``, in the order in which its worker runs them."""
+        return tuple(action for action in self.actions[self.order.worker_of[stage]] if action.stage == stage)
 
     @property
     def splits(self) -> bool:
@@ -72,8 +82,9 @@ def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
 
     Raises ScheduleError for an order that deadlocks, or that has another number of stages.
     """
-    if len(costs) != order.shape[0]:
-        raise ScheduleError(f"the schedule has {order.shape[0]} stages, but there are costs of {len(costs)}")
+    stages = len(order.worker_of)
+    if len(costs) != stages:
+        raise ScheduleError(f"the schedule has {stages} stages, but there are costs of {len(costs)}")
     split = has_weights(order)
     weights = np.array([cost.weights_seconds for cost in costs if split], np.float64)
     *times, done = run(

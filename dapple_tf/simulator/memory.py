@@ -11,19 +11,27 @@ from dapple_tf.simulator.execution import Execution
 def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     """Return times (seconds, the first 0), and the bytes that one device of ``stage`` holds from each on.
 
-    Weights, gradients, slots and the largest working set count all the time. A forward adds a stash when it starts; the
-    backward of the micro-batch frees it when it ends, or its weight gradients where they are actions of their own.
+    Weights, gradients and slots of all stages on the device count all the time, and the largest of their working sets.
+    A forward adds a stash when it starts; the backward of the micro-batch frees it when it ends, or its weight
+    gradients where they are actions of their own.
     """
-    order, cost, m = execution.order[stage], execution.costs[stage], execution.micro_batches
-    ends, frees = (execution.end_weights, -1 - m) if execution.splits else (execution.end_backward, -1)
-    order = order[(order >= 0) | (order <= frees)]  # without actions that change nothing
-    forwards = order >= 0
-    micro_batch = np.where(forwards, order, frees - order)
-    # A stage runs one action at a time, so these times are in order.
-    times = np.where(forwards, execution.start_forward[stage, micro_batch], ends[stage, micro_batch])
-    in_flight = np.cumsum(np.where(forwards, 1, -1))
-    base = cost.fixed_bytes + cost.working_bytes
-    return np.concatenate(([0.0], times)), np.concatenate(([base], base + in_flight * cost.stash_bytes))
+    worker = execution.order.worker_of[stage]
+    stages = [s for s, w in enumerate(execution.order.worker_of) if w == worker]
+    costs = [execution.costs[s] for s in stages]
+    freeing, ends = ("W", execution.end_weights) if execution.splits else ("B", execution.end_backward)
+    times, changes = [0.0], [[0] * len(stages)]
+    # A worker runs one action at a time, so these times are in order.
+    for action in execution.actions[worker]:
+        if action.kind == "F":
+            times.append(execution.start_forward[action.stage, action.micro_batch])
+        elif action.kind == freeing:
+            times.append(ends[action.stage, action.micro_batch])
+        else:
+            continue
+        changes.append([(1 if action.kind == "F" else -1) * (s == action.stage) for s in stages])
+    base = sum(cost.fixed_bytes for cost in costs) + max(cost.working_bytes for cost in costs)
+    in_flight = np.cumsum(changes, axis=0)
+    return np.array(times), base + in_flight @ np.array([cost.stash_bytes for cost in costs])
 
 
 def usable_bytes(device_memory: float) -> float:

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
-from dapple_tf.simulator.engine import decode
 from dapple_tf.simulator.execution import Execution
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
@@ -76,8 +75,7 @@ class SimulatedStep:
 
     def order(self, stage: int) -> tuple[Action, ...]:
         """Return the actions of ``stage`` in the order in which they run."""
-        m = self.execution.micro_batches
-        return tuple(decode(action, stage, m) for action in self.execution.order[stage].tolist())
+        return self.execution.stage_actions(stage)
 
     def events_at(self, places: Sequence[Place]) -> StepEvents:
         """Return all events; those of a stage once at each of its ``places``."""
@@ -117,15 +115,16 @@ def _events_of_place(execution: Execution, place: Place) -> list[Event]:
     if execution.splits:
         times["W"] = execution.start_weights[stage].tolist(), execution.end_weights[stage].tolist()
     events = []
-    for entry in execution.order[stage].tolist():
-        action = decode(entry, stage, execution.micro_batches)
+    for action in execution.stage_actions(stage):
         starts, ends = times[action.kind]
         events.append(Event(action, replica, device, starts[action.micro_batch], ends[action.micro_batch]))
     return events
 
 
 def _transfers(execution: Execution, stage: int) -> list[Transfer]:
-    """Return the transfers between ``stage`` and the next one, in both directions."""
+    """Return the transfers between ``stage`` and the next one, in both directions; none on one worker."""
+    if execution.order.worker_of[stage] == execution.order.worker_of[stage + 1]:
+        return []
     cost, ex, transfers = execution.costs[stage], execution, []
     if cost.send_forward_seconds:
         times = zip(ex.start_send_forward[stage].tolist(), ex.end_send_forward[stage].tolist(), strict=True)

@@ -24,7 +24,7 @@ _WRITING: tuple[Kind, ...] = ("F", "B")  # the kinds of action that may write va
 
 @dataclass(frozen=True)
 class Order:
-    """Join the calls of each replica by control edges in the order of ``schedule``."""
+    """Join the calls of each device by control edges in the order of ``schedule``."""
 
     schedule: Schedule
     name: str = "order"
@@ -60,8 +60,13 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     check_writes(graph, schedule)
     previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge
     accumulated: set[str] = set()
-    for stage, actions in enumerate(schedule.stages):
-        for replica in range(replicas[stage]):
+    for stages, actions in zip(schedule.worker_map.chunks, schedule.workers, strict=True):
+        if len({replicas[stage] for stage in stages}) != 1:
+            raise ScheduleError(
+                f"stages {list(stages)} share a worker, but have {[replicas[stage] for stage in stages]} replicas: a "
+                "worker has as many replicas of each of its stages as devices"
+            )
+        for replica in range(replicas[stages[0]]):
             accumulated |= {call_name(action, replica) for action in _accumulated_at_once(actions)}
             for first, second in itertools.pairwise(actions):
                 source, target = call_name(first, replica), call_name(second, replica)
@@ -87,9 +92,9 @@ def _accumulated_at_once(actions: Sequence[Action]) -> Iterator[Action]:
 
     Gradients are added in micro-batch order, so these are the actions before which all earlier micro-batches have run.
     """
-    ran: dict[str, set[int]] = {}
+    ran: dict[tuple[int, str], set[int]] = {}
     for action in actions:
-        micro_batches = ran.setdefault(action.kind, set())
+        micro_batches = ran.setdefault((action.stage, action.kind), set())
         micro_batches.add(action.micro_batch)
         if micro_batches.issuperset(range(action.micro_batch)):
             yield action

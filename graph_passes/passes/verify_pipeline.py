@@ -62,11 +62,12 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     are joined by an edge, and that there are no other calls.
     """
     scheduled: set[str] = set()
-    if len(schedule.stages) != len(replica_counts(graph)):
-        raise GraphError(f"the schedule has {len(schedule.stages)} stages, the graph {len(replica_counts(graph))}")
-    for stage, replicas in enumerate(replica_counts(graph)):
-        for replica in range(replicas):
-            names = [call_name(action, replica) for action in schedule.stages[stage]]
+    replicas = replica_counts(graph)
+    if len(schedule.stages) != len(replicas):
+        raise GraphError(f"the schedule has {len(schedule.stages)} stages, the graph {len(replicas)}")
+    for stages, actions in zip(schedule.worker_map.chunks, schedule.workers, strict=True):
+        for replica in range(replicas[stages[0]]):
+            names = [call_name(action, replica) for action in actions]
             scheduled.update(names)
             for first, second in itertools.pairwise(names):
                 if first not in set(graph.node(second).predecessors()):

@@ -1,20 +1,52 @@
-"""Schedules by name: a policy (with D, where memory limits it), a K_i for each stage, or the text of all actions."""
+"""Schedules by name: a policy (with its option), a K_i for each stage, or the text of all actions.
+
+The name also says which stages share a worker: policies of ``CHUNKED`` give each worker several, the others one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from graph_passes.errors import ScheduleError
+from graph_passes.schedules.breadth_first import looped_breadth_first
+from graph_passes.schedules.interleaved import interleaved_1f1b
 from graph_passes.schedules.schedule import Action, Schedule, check
 from graph_passes.schedules.text import LONGEST_NUMBER, is_text, parse_schedule
+from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import zero_bubble
 
 ZERO_BUBBLE = "zb-h1"
+_MOST_CHUNKS = 1024  # stages of a worker
 _COUNT = rf"\d{{1,{LONGEST_NUMBER}}}"
-_POLICY = re.compile(rf"([a-z0-9][a-z0-9-]*)(?::D=({_COUNT}))?")
+_POLICY = re.compile(rf"([a-z0-9][a-z0-9-]*)(?::([A-Za-z])=({_COUNT}))?")
 _EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
+
+
+@dataclass(frozen=True)
+class ChunkedPolicy:
+    """A policy whose workers hold several stages each.
+
+    ``option``: the letter of the option that gives the number of stages a worker, and its ``default``. ``build``
+    returns the schedule of so many workers, stages a worker, and micro-batches; ``place`` its worker map.
+    """
+
+    option: str
+    default: int
+    place: Callable[[int, int], WorkerMap]
+    build: Callable[[int, int, int], Schedule]
+
+
+CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
+    {
+        "interleaved-1f1b": ChunkedPolicy("v", 2, WorkerMap.looped, interleaved_1f1b),
+        "looped-bfs": ChunkedPolicy("v", 2, WorkerMap.looped, looped_breadth_first),
+    }
+)
+"""Policies with several stages a worker, by name."""
 
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
@@ -40,7 +72,7 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
         f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
-        ":D=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
+        f":D=n), {', '.join(CHUNKED)} (and :v=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
     )
 
 
@@ -69,7 +101,7 @@ def forward_only(stages: int, micro_batches: int) -> Schedule:
 
 
 def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
-    """Return K_i of each stage, or None if more than these defines the schedule ``name`` (``zb-h1`` and texts).
+    """Return K_i of each stage, or None if more than these defines the schedule ``name``, such as a text.
 
     Raises ScheduleError for an unknown name, and for K_i of another number of stages, out of range, or that deadlock.
     """
@@ -79,16 +111,18 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
         warm = tuple(map(int, explicit[1].split(",")))
         _check_stages(name, len(warm), stages)
         return early_backward(warm, micro_batches).warm_up
+    if chunked_policy(name):
+        return None
     policy, limit = read_policy(name)
     warm = warm_up(policy, stages, micro_batches, limit)
     return None if policy == ZERO_BUBBLE else warm
 
 
 def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
-    """Return the schedule ``name``: a policy (see ``warm_up``), ``K=3,2,1``, or the text of a schedule.
+    """Return the schedule ``name``: a policy (see ``warm_up`` and ``CHUNKED``), ``K=3,2,1``, or a schedule's text.
 
-    Raises ScheduleError for an unknown name, for a schedule that cannot run, and for a text of another number of stages
-    or micro-batches.
+    Raises ScheduleError for an unknown name, for a schedule that cannot run, for a text of another number of stages or
+    micro-batches, and for a number of stages that a policy cannot divide among workers.
     """
     if is_text(name):
         schedule = parse_schedule(name)
@@ -99,6 +133,9 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
                 "on, or give a policy's name"
             )
         return schedule
+    if chunked := chunked_policy(name):
+        chunked_by, chunks = chunked
+        return chunked_by.build(_count_workers(name, stages, chunks), chunks, micro_batches)
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is not None:
         return early_backward(warm, micro_batches)
@@ -110,6 +147,9 @@ def check_schedule(name: str, stages: int, micro_batches: int) -> None:
     """Raise ScheduleError where ``build_schedule`` would; the time does not grow with M."""
     if is_text(name):
         build_schedule(name, stages, micro_batches)
+    elif chunked := chunked_policy(name):
+        _count_workers(name, stages, chunked[1])
+        _check_micro_batches(micro_batches)
     elif explicit := _EXPLICIT.fullmatch(name):
         warm = tuple(map(int, explicit[1].split(",")))
         _check_stages(name, len(warm), stages)
@@ -123,6 +163,54 @@ def check_schedule(name: str, stages: int, micro_batches: int) -> None:
     else:
         policy, limit = read_policy(name)
         _check_range(warm_up(policy, stages, micro_batches, limit), micro_batches)
+
+
+def worker_map(name: str, stages: int) -> WorkerMap:
+    """Return which of ``stages`` stages each worker holds under the schedule ``name``.
+
+    Raises ScheduleError for an unknown name, and for a number of stages that the schedule is not for.
+    """
+    if is_text(name):
+        schedule = parse_schedule(name)
+        _check_stages("the schedule's text", len(schedule.stages), stages)
+        return schedule.worker_map
+    if chunked := chunked_policy(name):
+        policy, chunks = chunked
+        return policy.place(_count_workers(name, stages, chunks), chunks)
+    return WorkerMap.straight(stages)
+
+
+def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
+    """Return the policy of ``CHUNKED`` that ``name`` is, and its stages a worker; None for all other names.
+
+    Raises ScheduleError for an option that the policy does not have, or that is 0.
+    """
+    match = _POLICY.fullmatch(name)
+    if match is None or match[1] not in CHUNKED:
+        return None
+    policy = CHUNKED[match[1]]
+    if match[2] not in (None, policy.option):
+        raise ScheduleError(
+            f"{name!r}: {match[1]} has no option {match[2]}; it has {policy.option}, as {match[1]}:"
+            f"{policy.option}={policy.default}"
+        )
+    chunks = policy.default if match[3] is None else int(match[3])
+    if not 1 <= chunks <= _MOST_CHUNKS:
+        raise ScheduleError(f"{name!r}: {policy.option} is {chunks}; a worker has 1 to {_MOST_CHUNKS} stages")
+    return policy, chunks
+
+
+def _count_workers(name: str, stages: int, chunks: int) -> int:
+    if stages < chunks or stages % chunks:
+        raise ScheduleError(
+            f"{name!r} gives each worker {chunks} stages, but there are {stages} in all: ask for a multiple of {chunks}"
+        )
+    return stages // chunks
+
+
+def _check_micro_batches(micro_batches: int) -> None:
+    if micro_batches < 1:
+        raise ScheduleError(f"M = {micro_batches}: there must be at least one micro-batch")
 
 
 def _check_stages(name: str, given: int, stages: int) -> None:
@@ -140,7 +228,7 @@ def check_schedule_name(name: str) -> None:
     """Raise ScheduleError unless ``name`` is that of a schedule for some number of stages and micro-batches."""
     if is_text(name):
         parse_schedule(name)
-    elif not _EXPLICIT.fullmatch(name):
+    elif not _EXPLICIT.fullmatch(name) and not chunked_policy(name):
         policy, limit = read_policy(name)
         warm_up(policy, 1, limit or 1, limit)
 
@@ -185,6 +273,6 @@ def abbreviate_schedule(name: str) -> str:
 def read_policy(name: str) -> tuple[str, int | None]:
     """Return the policy and D of a name such as ``dapple-b:D=4``. Raises ScheduleError for a name of another form."""
     match = _POLICY.fullmatch(name)
-    if not match:
+    if not match or match[2] not in (None, "D"):
         raise ScheduleError(f"{name[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
-    return match[1], None if match[2] is None else int(match[2])
+    return match[1], None if match[3] is None else int(match[3])

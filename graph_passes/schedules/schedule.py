@@ -1,9 +1,10 @@
-"""Schedules as data: the order in which each stage runs its forwards (F), backwards (B) and weight gradients (W).
+"""Schedules as data: the order in which each worker runs forwards (F), backwards (B) and weight gradients (W).
 
-An action prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the whole backward. In a
-schedule with W, B gives the gradients of the stage's inputs, and W those of its weights, at any later time (Qi et al.,
-"Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i warm-up
-forwards of stage i, D the most micro-batches that the device's memory holds.
+A worker is a device, or r devices that run the same stages, with one or several stages (chunks of the model). An action
+prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the whole backward. In a schedule
+with W, B gives the gradients of the stage's inputs, and W those of its weights, at any later time (Qi et al., "Zero
+Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i warm-up forwards of
+stage i, D the most micro-batches that the device's memory holds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
 from graph_passes.errors import ScheduleError
+from graph_passes.schedules.worker_map import WorkerMap
 
 Kind = Literal["F", "B", "W"]
 Call = Literal["forward", "backward", "weights"]
@@ -49,17 +52,30 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each stage, in the order in which its devices run them."""
+    """The actions of each worker, in the order in which its devices run them."""
 
-    stages: tuple[tuple[Action, ...], ...]
+    workers: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, actions)) for actions in self.stages)
+        return "\n".join(" ".join(map(str, actions)) for actions in self.workers)
 
     @property
     def splits(self) -> bool:
         """Whether the gradients of weights are actions of their own (W)."""
-        return any(action.kind == "W" for action in self.stages[0])
+        return any(action.kind == "W" for action in self.workers[0])
+
+    @cached_property
+    def worker_map(self) -> WorkerMap:
+        """The stages of each worker."""
+        return WorkerMap(tuple(tuple(sorted({action.stage for action in actions})) for actions in self.workers))
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each stage, in the order in which its worker runs them."""
+        found: list[list[Action]] = [[] for _ in range(self.worker_map.stages)]
+        for action in itertools.chain.from_iterable(self.workers):
+            found[action.stage].append(action)
+        return tuple(map(tuple, found))
 
     @property
     def micro_batches(self) -> int:
@@ -82,9 +98,15 @@ class Schedule:
         freeing = self.freeing_kind
         return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.stages)
 
+    @property
+    def stashes(self) -> tuple[int, ...]:
+        """The most stashes that each worker holds at once, one for each stage and micro-batch in flight."""
+        freeing = self.freeing_kind
+        return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.workers)
+
     def first_micro_batches(self, count: int) -> Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
-        return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.stages))
+        return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers))
 
 
 def most_in_flight(kinds: Iterable[Kind], freeing: Kind) -> int:
@@ -108,14 +130,16 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
 def run_schedule(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Return when each action ends: ``ends[stage][i]`` is that of the stage's i-th action.
+    """Return when each action ends: ``ends[worker][i]`` is that of the worker's i-th action.
 
-    Each stage runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
-    have arrived (see ``dependencies``). From stage to stage a result travels for ``send_seconds(action)`` of the action
-    that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. A stage that
-    has fewer ends than actions is blocked at the next one: the schedule deadlocks.
+    Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
+    have arrived (see ``dependencies``). To a stage on another worker a result travels for ``send_seconds(action)`` of
+    the action that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. On
+    the same worker it is there when it is made. A worker that has fewer ends than actions is blocked at the next one:
+    the schedule deadlocks.
     """
-    stages, kinds = range(len(schedule.stages)), tuple(CALL_OF_KIND)
+    stages, kinds = range(schedule.worker_map.stages), tuple(CALL_OF_KIND)
+    worker_of = schedule.worker_map.worker_of
     ended: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}
     arrived: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}  # at the other stage
     channel_free = {kind: [0.0 for _ in stages] for kind in kinds}
@@ -126,61 +150,69 @@ def run_schedule(
         }
         for stage in stages
     ]
-    ends: list[list[float]] = [[] for _ in stages]
-    free = [0.0 for _ in stages]
+    # Whether the result of each kind of action leaves the worker: F goes to the next stage, B to the one before.
+    sent: dict[Kind, list[bool]] = {
+        "F": [worker_of[s] != worker_of[s + 1] for s in stages[:-1]] + [False],
+        "B": [False] + [worker_of[s] != worker_of[s - 1] for s in stages[1:]],
+        "W": [False for _ in stages],
+    }
+    ends: list[list[float]] = [[] for _ in schedule.workers]
+    free = [0.0 for _ in schedule.workers]
     moved = True
     while moved:
         moved = False
-        for stage, actions in enumerate(schedule.stages):
-            while len(ends[stage]) < len(actions):
-                action = actions[len(ends[stage])]
-                kind, m = action.kind, action.micro_batch
-                start = max([free[stage], *[known.get(m, math.inf) for known in inputs[stage][kind]]])
+        for worker, actions in enumerate(schedule.workers):
+            while len(ends[worker]) < len(actions):
+                action = actions[len(ends[worker])]
+                stage, kind, m = action.stage, action.kind, action.micro_batch
+                start = max([free[worker], *[known.get(m, math.inf) for known in inputs[stage][kind]]])
                 if start == math.inf:
                     break
-                free[stage] = end = start + seconds(action)
-                ends[stage].append(end)
-                ended[kind][stage][m] = end
-                channel_free[kind][stage] = max(end, channel_free[kind][stage]) + send_seconds(action)
-                arrived[kind][stage][m] = channel_free[kind][stage]
+                free[worker] = end = start + seconds(action)
+                ends[worker].append(end)
+                ended[kind][stage][m] = arrived[kind][stage][m] = end
+                if sent[kind][stage]:
+                    channel_free[kind][stage] = max(end, channel_free[kind][stage]) + send_seconds(action)
+                    arrived[kind][stage][m] = channel_free[kind][stage]
                 moved = True
     return tuple(map(tuple, ends))
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each stage runs F and B (and W, if there is any) of each micro-batch once.
+    """Raise ScheduleError unless each worker runs F and B (and W, if there is any) of each micro-batch of its stages.
 
-    And unless the schedule runs to its end: for a deadlock the message has the stage x step grid, in which the blocked
-    actions are marked ``!``.
+    And unless each stage is on one worker, and the schedule runs to its end: for a deadlock the message has the worker
+    x step grid, in which the blocked actions are marked ``!``.
     """
-    counts = {len(actions) for actions in schedule.stages}
-    if len(counts) != 1 or not schedule.stages or not schedule.stages[0]:
-        raise ScheduleError("the stages of a schedule must have the same number of actions, at least one")
-    split = any(action.kind == "W" for actions in schedule.stages for action in actions)
+    if not schedule.workers or not all(schedule.workers):
+        raise ScheduleError("each worker of a schedule must have at least one action")
+    chunks = schedule.worker_map.chunks  # raises where a stage is on two workers, or on none
+    split = any(action.kind == "W" for actions in schedule.workers for action in actions)
     kinds: tuple[Kind, ...] = ("F", "B", "W") if split else ("F", "B")
-    micro_batches = counts.pop() // len(kinds)
-    for stage, actions in enumerate(schedule.stages):
-        expected = {Action(stage, kind, m) for kind in kinds for m in range(micro_batches)}
+    micro_batches = len(schedule.stages[0]) // len(kinds)
+    for worker, (stages, actions) in enumerate(zip(chunks, schedule.workers, strict=True)):
+        expected = {Action(stage, kind, m) for stage in stages for kind in kinds for m in range(micro_batches)}
         if set(actions) != expected or len(actions) != len(expected):
             different = heapq.nsmallest(_NAMED_ACTIONS, expected ^ set(actions))
+            who = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker} (stages {list(stages)})"
             raise ScheduleError(
-                f"stage {stage} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
+                f"{who} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
                 f"unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
             )
     heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
-    if min(heads) < len(kinds) * micro_batches:
+    if any(head < len(actions) for head, actions in zip(heads, schedule.workers, strict=True)):
         raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule, heads))
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
-    """Return a row for each stage, with its blocked action marked; of a long row only the actions around that."""
-    rows = []
-    for stage, actions in enumerate(schedule.stages):
-        cells = [f"{a}{'!' if i == heads[stage] else ''}" for i, a in enumerate(actions)]
+    """Return a row for each worker, with its blocked action marked; of a long row only the actions around that."""
+    rows, what = [], "stage" if schedule.worker_map.is_straight else "worker"
+    for worker, actions in enumerate(schedule.workers):
+        cells = [f"{a}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]
         if len(cells) > _GRID_ACTIONS:
-            first = max(0, min(heads[stage] - _GRID_ACTIONS // 2, len(cells) - _GRID_ACTIONS))
+            first = max(0, min(heads[worker] - _GRID_ACTIONS // 2, len(cells) - _GRID_ACTIONS))
             before, after = first, len(cells) - first - _GRID_ACTIONS
             cells = cells[first : first + _GRID_ACTIONS]
             cells = [f"({before} before)"] * (before > 0) + cells + [f"({after} more)"] * (after > 0)
-        rows.append(f"stage {stage}: " + " ".join(f"{cell:5}" for cell in cells).rstrip())
+        rows.append(f"{what} {worker}: " + " ".join(f"{cell:5}" for cell in cells).rstrip())
     return "\n".join(rows)

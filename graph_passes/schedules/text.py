@@ -1,4 +1,4 @@
-"""Schedules as text: ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, the stages on lines of their own or between semicolons."""
+"""Schedules as text: ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, a worker a line or between semicolons."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ def is_text(schedule: str) -> bool:
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
 
-    Raises ScheduleError that names the word or the stage that is wrong, or shows the deadlock.
+    Raises ScheduleError that names the word, the stage or the worker that is wrong, or shows the deadlock.
     """
-    stages = []
-    for index, line in enumerate(filter(None, map(str.strip, re.split(r"[\n;]", text)))):
+    workers = []
+    for line in filter(None, map(str.strip, re.split(r"[\n;]", text))):
         actions = []
         for word in line.split():
             match = _ACTION.fullmatch(word)
             if not match:
                 raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
-            if int(match[1]) != index:
-                raise ScheduleError(f"{word} is on the line of stage {index}")
-            actions.append(Action(index, _KINDS[match[2]], int(match[3])))
-        stages.append(tuple(actions))
-    schedule = Schedule(tuple(stages))
+            actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
+        workers.append(tuple(actions))
+    schedule = Schedule(tuple(workers))
     check(schedule)
     return schedule

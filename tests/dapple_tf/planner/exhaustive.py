@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.engine import encode, step_seconds
+from dapple_tf.simulator.engine import Order, encode, step_seconds
 from graph_passes.schedules.policies import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
@@ -223,7 +223,7 @@ def _run(k: tuple[int, ...], micro_batches: int, costs: Costs) -> float:
 
 
 @cache
-def _order(k: tuple[int, ...], micro_batches: int) -> np.ndarray:
+def _order(k: tuple[int, ...], micro_batches: int) -> Order:
     return encode(early_backward(k, micro_batches))
 
 

@@ -63,8 +63,9 @@ def step_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> float
 
 
 def path_of(execution: Execution) -> tuple[Part, ...]:
-    """The critical path of an executed schedule, each stage on one device."""
-    return find_critical_path(execution_events(execution, [(s, 0, f"device:{s}") for s in range(execution.stages)]))
+    """The critical path of an executed schedule, each worker on one device."""
+    places = [(stage, 0, f"device:{worker}") for stage, worker in enumerate(execution.order.worker_of)]
+    return find_critical_path(execution_events(execution, places))
 
 
 def make_plan(*stages: tuple[int, int, tuple[int, ...]], **changes: Any) -> Plan:
@@ -119,9 +120,13 @@ seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnorm
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """GPipe, policies A and B, ZB-H1, other warm-ups, and orders that no policy makes."""
+    """GPipe, policies A and B, ZB-H1, other warm-ups, several stages a worker, and orders that no policy makes."""
     stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
-    kind = draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "K", "any", "any W"]))
+    straight = ["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "K", "any", "any W"]
+    kind = draw(st.sampled_from([*straight, "interleaved-1f1b", "looped-bfs"]))
+    if kind in ("interleaved-1f1b", "looped-bfs"):
+        workers, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        return build_schedule(f"{kind}:v={chunks}", workers * chunks, micro_batches)
     if kind == "K":
         k = draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
         return early_backward(sorted(k, reverse=True), micro_batches)
@@ -131,8 +136,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -> Schedule:
-    """Actions one by one, each any that could run then."""
+    """Actions one by one, each any that could run then; a worker may have several stages."""
     ran: list[Action] = []
+    drawn = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
+    workers = list(dict.fromkeys(drawn))
     random = draw(st.randoms(use_true_random=False))
     while len(ran) < (3 if splits else 2) * stages * micro_batches:
         ready = []
@@ -148,7 +155,7 @@ def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -
                 elif splits and Action(stage, "W", m) not in ran:
                     ready.append(Action(stage, "W", m))
         ran.append(random.choice(ready))
-    return Schedule(tuple(tuple(a for a in ran if a.stage == stage) for stage in range(stages)))
+    return Schedule(tuple(tuple(a for a in ran if drawn[a.stage] == worker) for worker in workers))
 
 
 @st.composite

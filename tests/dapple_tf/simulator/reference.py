@@ -14,11 +14,18 @@ Name = tuple[str, int, int]  # F, B, W, SF or SB; stage (of a transfer: before t
 
 
 def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name, tuple[float, float]]:
-    """Start and end of every event: a stage's actions, and a channel's transfers, follow one another."""
+    """Start and end of every event: a worker's actions, and a channel's transfers, follow one another.
+
+    A transfer between stages of one worker takes no time, and waits for no other.
+    """
     graph: nx.DiGraph[Name] = nx.DiGraph()
     last = len(costs) - 1
-    for stage, actions in enumerate(schedule.stages):
-        nx.add_path(graph, [(a.kind, stage, a.micro_batch) for a in actions])
+    worker_of = {a.stage: worker for worker, actions in enumerate(schedule.workers) for a in actions}
+    moves = [worker_of[stage] != worker_of[stage + 1] for stage in range(last)]
+    for actions in schedule.workers:
+        nx.add_path(graph, [(a.kind, a.stage, a.micro_batch) for a in actions])
+    for stage in range(last + 1):
+        actions = tuple(a for a in schedule.workers[worker_of[stage]] if a.stage == stage)
         for a in actions:
             me: Name = (a.kind, stage, a.micro_batch)
             if a.kind == "F" and stage < last:
@@ -27,8 +34,8 @@ def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name,
                 nx.add_path(graph, [me, ("SB", stage - 1, a.micro_batch), ("B", stage - 1, a.micro_batch)])
         sent = [("SF", stage, a.micro_batch) for a in actions if a.kind == "F" and stage < last]
         returned = [("SB", stage - 1, a.micro_batch) for a in actions if a.kind == "B" and stage > 0]
-        graph.add_edges_from(pairwise(sent))
-        graph.add_edges_from(pairwise(returned))
+        graph.add_edges_from(pairwise(sent) if stage < last and moves[stage] else [])
+        graph.add_edges_from(pairwise(returned) if stage and moves[stage - 1] else [])
     times: dict[Name, tuple[float, float]] = {}
     for event in nx.topological_sort(graph):
         kind, stage, _ = event
@@ -36,8 +43,8 @@ def longest_paths(schedule: Schedule, costs: Sequence[StageCosts]) -> dict[Name,
             "F": costs[stage].forward_seconds,
             "B": costs[stage].backward_seconds - schedule.splits * costs[stage].weights_seconds,
             "W": costs[stage].weights_seconds,
-            "SF": costs[stage].send_forward_seconds,
-            "SB": costs[stage].send_backward_seconds,
+            "SF": costs[stage].send_forward_seconds * (stage < last and moves[stage]),
+            "SB": costs[stage].send_backward_seconds * (stage < last and moves[stage]),
         }[kind]
         start = max((times[before][1] for before in graph.predecessors(event)), default=0.0)
         times[event] = start, start + seconds

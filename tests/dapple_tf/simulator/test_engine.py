@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.engine import decode, early_backward_order, encode, has_weights, run, step_seconds
+from dapple_tf.simulator.engine import decode_order, early_backward_order, encode, has_weights, run, step_seconds
 from dapple_tf.simulator.execution import execute
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
@@ -21,23 +23,33 @@ from tests.graph_passes.builders import refused
 
 def test_a_schedule_is_encoded_as_an_order() -> None:
     order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1"))
-    assert order.dtype == np.int32
-    assert order.tolist() == [[1, 0, -1, -2], [1, 0, -1, -2]]
+    stage, backward = 1 << 34, 1 << 32
+    first = [1, 0, backward, backward + 1]
+    assert order.actions.tolist() == [first, [stage + code for code in first]]
+    assert (order.worker_of.tolist(), order.micro_batches, order.size) == ([0, 1], 2, 8)
+
+
+def test_a_worker_with_fewer_actions_than_others_has_a_shorter_row() -> None:
+    order = encode(parse_schedule("0F0 2F0 2B0 0B0\n1F0 1B0"))
+    assert order.actions[1].tolist() == [1 << 34, (1 << 34) + (1 << 32), -1, -1]
+    assert (order.worker_of.tolist(), order.micro_batches, order.size) == ([0, 1, 0], 1, 6)
 
 
 @given(schedules())
 def test_decoding_an_order_gives_the_schedule(schedule: Schedule) -> None:
-    order, m = encode(schedule), schedule.micro_batches
+    order = encode(schedule)
     assert has_weights(order) == schedule.splits
-    found = tuple(tuple(decode(action, s, m) for action in row) for s, row in enumerate(order.tolist()))
-    assert found == schedule.stages
+    assert decode_order(order) == schedule.workers
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(7, 9))
 def test_compiled_and_plain_early_backward_orders_are_equal(k: list[int], micro_batches: int) -> None:
     k = sorted(k, reverse=True)
     wanted = encode(early_backward(k, micro_batches))
-    assert np.array_equal(early_backward_order(np.array(k), micro_batches), wanted)
+    found = early_backward_order(np.array(k), micro_batches)
+    assert np.array_equal(found.actions, wanted.actions)
+    assert np.array_equal(found.worker_of, wanted.worker_of)
+    assert found.micro_batches == wanted.micro_batches
 
 
 @given(runs())
@@ -84,9 +96,11 @@ def test_compiled_and_plain_runs_of_a_schedule_are_equal(drawn: tuple[Schedule, 
     plain = run_schedule(schedule, seconds_of, send_seconds)
     done = execute(encode(schedule), costs)
     ends = {"F": done.end_forward, "B": done.end_backward, "W": done.end_weights}
-    for actions, stage_ends in zip(schedule.stages, plain, strict=True):
-        assert stage_ends == tuple(ends[a.kind][a.stage, a.micro_batch] for a in actions)
-    last = max(stage_ends[-1] + cost.exposed_seconds for stage_ends, cost in zip(plain, costs, strict=True))
+    last_of = {}
+    for actions, worker_ends in zip(schedule.workers, plain, strict=True):
+        assert worker_ends == tuple(ends[a.kind][a.stage, a.micro_batch] for a in actions)
+        last_of |= {a.stage: end for a, end in zip(actions, worker_ends, strict=True)}
+    last = max(last_of[stage] + cost.exposed_seconds for stage, cost in enumerate(costs))
     assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
 
 
@@ -207,8 +221,13 @@ def test_a_step_is_no_shorter_than_one_stages_work_or_one_micro_batchs_path(
     m = schedule.micro_batches
     found = step_seconds(encode(schedule), *arrays(costs, schedule.splits))
     way = sum(c.forward_seconds + c.backward_seconds - schedule.splits * c.weights_seconds for c in costs)
-    way += sum(c.send_forward_seconds + c.send_backward_seconds for c in costs[:-1])
-    work = max(m * (c.forward_seconds + c.backward_seconds) for c in costs)
+    worker_of = schedule.worker_map.worker_of
+    moves = [a != b for a, b in itertools.pairwise(worker_of)]
+    way += sum(
+        c.send_forward_seconds + c.send_backward_seconds for c, moved in zip(costs, moves, strict=False) if moved
+    )
+    own = [[costs[stage] for stage in stages] for stages in schedule.worker_map.chunks]
+    work = max(m * sum(c.forward_seconds + c.backward_seconds for c in costs) for costs in own)
     assert max(way, work) <= found * (1 + 1e-12)  # sums in another order round otherwise
 
 
@@ -232,7 +251,7 @@ def unchecked(text: str) -> Schedule:
 @pytest.mark.parametrize(("text", "ran"), DEADLOCKS)
 def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
     order = encode(unchecked(text))
-    costs = [cost(1, 1, 1)] * len(order)
+    costs = [cost(1, 1, 1)] * len(order.worker_of)
     *_, done = run(order, *arrays(costs, has_weights(order))[:5])
     assert done == ran == sum(map(len, run_schedule(unchecked(text), lambda action: 1.0)))
     assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf

@@ -66,13 +66,14 @@ def test_the_peak_counts_micro_batches_between_forward_start_and_backward_end(
     costs = [cost(1, 2, 1, weights_seconds=1, **BYTES)] * len(schedule.stages)
     times = longest_paths(schedule, costs)
     frees = "W" if schedule.splits else "B"
-    peaks = []
-    for stage in range(len(costs)):
-        lives = [(times["F", stage, m][0], times[frees, stage, m][1]) for m in range(schedule.micro_batches)]
+    peaks = {}
+    for stages, stashes in zip(schedule.worker_map.chunks, schedule.stashes, strict=True):
+        calls = [(stage, m) for stage in stages for m in range(schedule.micro_batches)]
+        lives = [(times["F", stage, m][0], times[frees, stage, m][1]) for stage, m in calls]
         most = max(sum(start <= moment < end for start, end in lives) for moment, _ in lives)
-        peaks.append(15.0 + 3 * most)
-    assert peak_bytes(execute(encode(schedule), costs)) == tuple(peaks)
-    assert tuple(15.0 + 3 * held for held in schedule.in_flight) == tuple(peaks)
+        assert most == stashes
+        peaks |= dict.fromkeys(stages, 10.0 * len(stages) + 5 + 3 * most)
+    assert peak_bytes(execute(encode(schedule), costs)) == tuple(peaks[stage] for stage in range(len(costs)))
 
 
 @given(runs())

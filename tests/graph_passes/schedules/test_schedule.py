@@ -280,7 +280,7 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             2,
             2,
             "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
-            ":D=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0",
+            ":D=n), interleaved-1f1b, looped-bfs (and :v=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0",
         ),
         ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
         ("K=0,1", 2, 4, "K_0 = 0 is not between 1 and M = 4"),
@@ -292,7 +292,7 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
         ("dapple-a:3", 2, 2, "'dapple-a:3' is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'"),
         ("Dapple A", 2, 2, "'Dapple A' is not a schedule"),
         ("dapple-a", 2, 0, "K_0 = 0 is not between 1 and M = 0"),
-        ("dapple-a", 0, 2, "the stages of a schedule must have the same number of actions, at least one"),
+        ("dapple-a", 0, 2, "each worker of a schedule must have at least one action"),
     ],
 )
 def test_a_schedule_that_cannot_be_built_is_refused(name: str, stages: int, micro_batches: int, said: str) -> None:
@@ -310,15 +310,23 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
     ("text", "said"),
     [
         ("0F0 0X0", "'0X0' is not an action such as 2F0"),
-        ("0F0 0B0\n0F1 0B1", "0F1 is on the line of stage 1"),
-        ("", "the stages of a schedule must have the same number of actions, at least one"),
-        ("0F0 0B0\n1F0 1B0 1F1 1B1", "the stages of a schedule must have the same number of actions, at least one"),
+        ("0F0 0B0\n0F1 0B1", "stage 0 is on workers 0 and 1: a stage is on one worker"),
+        ("0F0 0B0\n2F0 2B0", "stage 1 is on no worker, but stage 2 is on worker 1"),
+        ("", "each worker of a schedule must have at least one action"),
+        (
+            "0F0 0B0\n1F0 1B0 1F1 1B1",
+            "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B1 1F1",
+        ),
+        (
+            "0F0 1F0 1B0 0B0 1F1 1B1",
+            "worker 0 (stages [0, 1]) must run F and B of each micro-batch once; missing or unexpected: 1B1 1F1",
+        ),
         ("0F0 0F0", "stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B0"),
         (
             "0F0 0B0 0W0\n1F0 1B0 1F1",
             "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1F1 1W0",
         ),
-        ("0F0 0B0 0W0\n1F0 1B0", "the stages of a schedule must have the same number of actions, at least one"),
+        ("0F0 0B0 0W0\n1F0 1B0", "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1W0"),
         ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
         ("0F0 0B0 0F1", "missing or unexpected: 0F1"),
     ],
@@ -329,7 +337,7 @@ def test_a_text_that_is_no_schedule_is_refused(text: str, said: str) -> None:
 
 
 def test_an_action_of_another_stage_is_refused() -> None:
-    with refused(ScheduleError, "stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B0 0F0"):
+    with refused(ScheduleError, "stage 0 is on no worker, but stage 1 is on worker 0"):
         check(Schedule(((Action(1, "F", 0), Action(1, "B", 0)),)))
 
 

@@ -1,0 +1,57 @@
+"""Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021).
+
+Section 2.2. Each of p workers holds v chunks of the model, looped. Micro-batches go in groups: a worker runs a group's
+forwards on its first chunk, then on its second, and so on. After its warm-up it runs one forward and one backward
+alternately. With M a multiple of p, and chunks that take f and b, the bubble is (p - 1) (f + b): 1/v of that of 1F1B.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from graph_passes.schedules.schedule import Action, Schedule, check
+from graph_passes.schedules.worker_map import WorkerMap
+
+
+def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each.
+
+    The paper has groups of p micro-batches, and M a multiple of p. Of any other M, groups have p to 2 p - 1
+    micro-batches, as equal as possible, and the warm-up is as long as the largest group needs.
+    """
+    groups = _groups(workers, micro_batches)
+    forwards = _order(groups, range(chunks))
+    backwards = _order(groups, range(chunks - 1, -1, -1))
+    rows = []
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).chunks):
+        ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
+        rows.append(_alternate(stages, forwards, backwards, min(ahead, len(forwards))))
+    schedule = Schedule(tuple(rows))
+    check(schedule)
+    return schedule
+
+
+def _groups(workers: int, micro_batches: int) -> list[range]:
+    """Return the micro-batches in groups of at least ``workers``, as far as there are so many."""
+    count = max(1, micro_batches // workers)
+    bounds = [micro_batches * group // count for group in range(count + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def _order(groups: Sequence[range], chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return chunk and micro-batch of every call of one kind, in order."""
+    return [(chunk, m) for group in groups for chunk in chunks for m in group]
+
+
+def _alternate(
+    stages: Sequence[int], forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int
+) -> tuple[Action, ...]:
+    """Return ``ahead`` forwards, then a backward and a forward alternately, then the other backwards."""
+    actions = [Action(stages[chunk], "F", m) for chunk, m in forwards[:ahead]]
+    for index, (chunk, m) in enumerate(backwards):
+        actions.append(Action(stages[chunk], "B", m))
+        if ahead + index < len(forwards):
+            following, n = forwards[ahead + index]
+            actions.append(Action(stages[following], "F", n))
+    return tuple(actions)

@@ -1,0 +1,82 @@
+"""Which stages each worker holds. A worker: r devices that run the same stages (chunks of the model)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from graph_passes.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class WorkerMap:
+    """The stages of each worker, ascending: ``((0, 2), (1, 3))`` is looped, ``((0, 3), (1, 2))`` V-shaped.
+
+    Raises ScheduleError unless each of the stages from 0 on is on one worker, and each worker has a stage.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        worker_of: dict[int, int] = {}
+        for worker, stages in enumerate(self.chunks):
+            if not stages:
+                raise ScheduleError(f"worker {worker} has no stage: give it one, or leave it out")
+            for stage in stages:
+                if stage in worker_of:
+                    raise ScheduleError(
+                        f"stage {stage} is on workers {worker_of[stage]} and {worker}: a stage is on one worker"
+                    )
+                worker_of[stage] = worker
+        if not worker_of:
+            raise ScheduleError("there is no worker")
+        missing = next((stage for stage in range(len(worker_of)) if stage not in worker_of), None)
+        if missing is not None:
+            last = max(worker_of)
+            raise ScheduleError(f"stage {missing} is on no worker, but stage {last} is on worker {worker_of[last]}")
+
+    @staticmethod
+    def straight(stages: int) -> WorkerMap:
+        """Return the map of one stage a worker."""
+        return WorkerMap(tuple((stage,) for stage in range(stages)))
+
+    @staticmethod
+    def looped(workers: int, chunks: int) -> WorkerMap:
+        """Return the map of ``chunks`` stages a worker, where stage s is on worker s modulo the number of workers."""
+        return WorkerMap(tuple(tuple(range(w, workers * chunks, workers)) for w in range(workers)))
+
+    @staticmethod
+    def waves(workers: int, chunks: int) -> WorkerMap:
+        """Return the map of ``chunks`` stages a worker whose order turns at each end: V-shaped for two chunks."""
+        turns = [(range(workers), reversed(range(workers)))[chunk % 2] for chunk in range(chunks)]
+        return WorkerMap.of([worker for turn in turns for worker in turn])
+
+    @staticmethod
+    def of(worker_of: Sequence[int]) -> WorkerMap:
+        """Return the map in which ``worker_of[s]`` is the worker of stage s."""
+        chunks: list[list[int]] = [[] for _ in range(max(worker_of, default=-1) + 1)]
+        for stage, worker in enumerate(worker_of):
+            chunks[worker].append(stage)
+        return WorkerMap(tuple(map(tuple, chunks)))
+
+    @property
+    def stages(self) -> int:
+        """S, the number of stages."""
+        return sum(map(len, self.chunks))
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.chunks)
+
+    @cached_property
+    def worker_of(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        found = {stage: worker for worker, stages in enumerate(self.chunks) for stage in stages}
+        return tuple(found[stage] for stage in range(self.stages))
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether stage s is alone on worker s."""
+        return self.chunks == tuple((stage,) for stage in range(self.stages))

@@ -1,0 +1,48 @@
+"""Which stages each worker holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.worker_map import WorkerMap
+from tests.graph_passes.builders import refused
+
+
+@pytest.mark.parametrize(
+    ("found", "chunks"),
+    [
+        (WorkerMap.straight(3), ((0,), (1,), (2,))),
+        (WorkerMap.looped(2, 3), ((0, 2, 4), (1, 3, 5))),
+        (WorkerMap.waves(3, 2), ((0, 5), (1, 4), (2, 3))),
+        (WorkerMap.waves(2, 3), ((0, 3, 4), (1, 2, 5))),
+        (WorkerMap.of([1, 0, 0]), ((1, 2), (0,))),
+    ],
+)
+def test_the_stages_of_each_worker(found: WorkerMap, chunks: tuple[tuple[int, ...], ...]) -> None:
+    assert found.chunks == chunks
+    assert found.workers == len(chunks)
+    assert found.stages == sum(map(len, chunks))
+    assert all(stage in chunks[worker] for stage, worker in enumerate(found.worker_of))
+    assert WorkerMap.of(found.worker_of) == found
+
+
+def test_only_stages_alone_on_their_workers_in_order_are_straight() -> None:
+    assert WorkerMap.straight(2).is_straight
+    assert not WorkerMap.looped(1, 2).is_straight
+    assert not WorkerMap(((1,), (0,))).is_straight
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ((), "there is no worker"),
+        (((0,), ()), "worker 1 has no stage: give it one, or leave it out"),
+        (((0, 1), (1,)), "stage 1 is on workers 0 and 1: a stage is on one worker"),
+        (((0, 0),), "stage 0 is on workers 0 and 0"),
+        (((0,), (2, 3)), "stage 1 is on no worker, but stage 3 is on worker 1"),
+    ],
+)
+def test_a_map_that_skips_or_repeats_a_stage_is_refused(chunks: tuple[tuple[int, ...], ...], said: str) -> None:
+    with refused(ScheduleError, said):
+        WorkerMap(chunks)
