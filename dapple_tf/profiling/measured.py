@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,18 @@ _ROUNDS = 9
 _MOST_RUNS = 32
 _CALLS_PER_RUN = 20  # a run's forward should take at least as long as this many calls that do nothing
 _CLOCK_SECONDS = 1e-6  # the resolution of the time stamps
-_BUDGET_SECONDS = 8.0  # of measuring each batch size, unless fewer rounds than the least would fit
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """At most so many rounds for each batch size, and as many as fit into the budget, but at least a few."""
+
+    most: int
+    budget_seconds: float
+
+
+_BUDGET_SECONDS = 8.0
+_TO_PLAN = _Rounds(_ROUNDS, 3.0)  # the first step waits for it
 
 
 def profile(
@@ -73,7 +85,8 @@ def profile(
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
-        result = _measure(facts, arguments, plain, other_sizes, repeats, model, show)
+        rounds = _Rounds(repeats, _BUDGET_SECONDS)
+        result = _measure(facts, arguments, plain, other_sizes, rounds, model, show)
     message = "" if facts.layers.frontier else _disagreement_message(result)
     if message:
         _warn(message)
@@ -89,12 +102,12 @@ def profile_layers(
     """
     size = batch_size(batch)
     other_sizes = [n for n in batch_sizes if n != size]
-    with progress_bar(3 + _ROUNDS * (1 + len(other_sizes))) as show:
+    with progress_bar(3 + _TO_PLAN.most * (1 + len(other_sizes))) as show:
         show("tracing", 0)
         facts = examine_layers(trace_loss(loss_fn, batch, size, "allow", batch_loss), size)
         _warn_of_lists(facts)
         show("tracing", 1)
-        return _measure(facts, batch, None, other_sizes, _ROUNDS, None, show)
+        return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
 
 
 def _warn_of_lists(facts: LayerFacts) -> None:
@@ -108,13 +121,13 @@ def _measure(
     arguments: Sequence[Any],
     plain: PlainModel | None,
     other_sizes: Sequence[int],
-    repeats: int,
+    rounds: _Rounds,
     model: str | None,
     show: ShowProgress,
 ) -> Profile:
     """Return the profile; all variables have their values afterwards. Without ``plain``, it has no ``whole``."""
     with unchanged_variables(facts.captured.variables.values()):
-        return _measure_layers(facts, arguments, plain, other_sizes, repeats, model, show)
+        return _measure_layers(facts, arguments, plain, other_sizes, rounds, model, show)
 
 
 def _measure_layers(
@@ -122,13 +135,13 @@ def _measure_layers(
     arguments: Sequence[Any],
     plain: PlainModel | None,
     other_sizes: Sequence[int],
-    repeats: int,
+    rounds: _Rounds,
     model: str | None,
     show: ShowProgress,
 ) -> Profile:
     device = list_devices()[0]
     empty = empty_calls(device)
-    runs = LayerRuns.build(facts, _count_runs(facts, plain, empty, repeats), device, home_device())
+    runs = LayerRuns.build(facts, _count_runs(facts, plain, empty, rounds.most), device, home_device())
     show("building", 1)
     rows = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(arguments)]
     probe = runs.probe(rows)
@@ -138,8 +151,8 @@ def _measure_layers(
     with limit_to_one_device() as full_share:
         measure = functools.partial(
             measure_interleaved,
-            repeats=repeats,
-            budget_seconds=_BUDGET_SECONDS,
+            repeats=rounds.most,
+            budget_seconds=rounds.budget_seconds,
             after_round=lambda: show("measuring", 1),
             full_share=full_share,
         )
