@@ -19,7 +19,7 @@ from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.loss_scale import scales_loss, trace_loss_scale
 from dapple_tf.frontend.optimizer_update import trace_update
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, check_workers
 from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.tail import TailInput
 from graph_passes.analysis.variable_use import find_variables
@@ -60,7 +60,7 @@ from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import build_schedule, forward_only
+from graph_passes.schedules.policies import abbreviate_schedule, build_schedule, forward_only, worker_map
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,8 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    if not schedule.worker_map.is_straight:
+        check_workers(plan)
     if model.frontier:
         check_forwards_first(schedule)
     order: list[Pass] = [
@@ -331,7 +333,7 @@ def _sums_gradients(plan: Plan) -> bool:
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
-    schedule = forward_only(len(plan.stages), plan.micro_batches)
+    schedule = forward_only(plan.sharing, plan.micro_batches)
     return (
         Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
         SplitConcat(plan.replicas, model.shared),
@@ -400,6 +402,11 @@ def rank_graphs(
     Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
     match.
     """
+    if not worker_map(plan.schedule, len(plan.stages)).is_straight:
+        raise PlanError(
+            f"schedule {abbreviate_schedule(plan.schedule)} gives each rank several stages, which jobs cannot run yet: "
+            "choose a schedule with one stage a rank, or run all stages in one process"
+        )
     used = sorted(device for stage in plan.stages for device in stage.devices)
     if used != list(range(size)):
         raise PlanError(

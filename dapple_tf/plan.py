@@ -14,7 +14,8 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.policies import check_schedule
+from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map
+from graph_passes.schedules.worker_map import WorkerMap
 from profiler.fields import Fields
 from profiler.files import write_atomically
 from profiler.quote import quote
@@ -96,6 +97,12 @@ class Plan:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
+    def sharing(self) -> WorkerMap:
+        """Which stages have the same devices."""
+        groups = list(dict.fromkeys(stage.devices for stage in self.stages))
+        return WorkerMap.of([groups.index(stage.devices) for stage in self.stages])
+
+    @property
     def recomputed(self) -> tuple[int, ...]:
         """The numbers of the layers that backward computes again."""
         if isinstance(self.recompute, bool):
@@ -135,6 +142,32 @@ class Plan:
         """Read a plan; PlanError names the file and the field that is wrong."""
         with naming_file(path, PlanError):
             return _from_json(read_json(path, PlanError))
+
+
+def check_workers(plan: Plan) -> None:
+    """Raise PlanError unless stages share devices as the plan's schedule has them share workers.
+
+    The stages of one worker have the same devices, and no other worker has any of them. Raises ScheduleError where the
+    schedule is for another number of stages.
+    """
+    workers = worker_map(plan.schedule, len(plan.stages))
+    stage_of: dict[int, int] = {}
+    for stages in workers.chunks:
+        devices = plan.stages[stages[0]].devices
+        for stage in stages[1:]:
+            if plan.stages[stage].devices != devices:
+                raise PlanError(
+                    f"schedule {abbreviate_schedule(plan.schedule)} runs stages {list(stages)} on one worker, but "
+                    f"stage {stages[0]} is on devices {list(devices)} and stage {stage} on "
+                    f"{list(plan.stages[stage].devices)}: give them the same devices"
+                )
+        for device in devices:
+            if device in stage_of:
+                raise PlanError(
+                    f"device {device} is in stage {stage_of[device]} and in stage {stages[0]}: a device can be in only "
+                    "one stage, or in those of one worker (schedule interleaved-1f1b)"
+                )
+            stage_of[device] = stages[0]
 
 
 def _check_layers(layers: tuple[int, ...], count: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, check_workers
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 from profiler.units import format_samples
@@ -42,7 +42,6 @@ def _check_layers(plan: Plan, profile: Profile) -> None:
 
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
-    stage_of: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
         for device in stage.devices:
             if device >= cluster.devices:
@@ -50,12 +49,7 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                     f"stage {index} is on device {device}, but the cluster has the devices 0 to "
                     f"{cluster.devices - 1}: give the cluster that the plan was made for, or plan again"
                 )
-            if device in stage_of:
-                raise PlanError(
-                    f"device {device} is in stage {stage_of[device]} and in stage {index}: a device can be in only one "
-                    "stage"
-                )
-            stage_of[device] = index
+    check_workers(plan)
 
 
 def _check_positions(plan: Plan, profile: Profile) -> None:

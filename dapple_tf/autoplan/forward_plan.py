@@ -11,6 +11,7 @@ from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
+from graph_passes.schedules.policies import worker_map
 
 
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
@@ -35,12 +36,14 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
-    stages, most = request.stages, len(layers.positions()) + 1
+    stages, most, schedule = request.stages, len(layers.positions()) + 1, "gpipe"
     if request.stages_are_auto:
         stages = min(devices, most)
+    elif isinstance(stages, int) and stages <= most and _shares_devices(request, stages):
+        schedule = request.schedule
     elif request.replicas is None:
         stages = min(stages, most) if isinstance(stages, int) else [name for name in stages if _has(layers, name)]
-    wanted = dataclasses.replace(request, stages=stages, schedule="gpipe", recompute=False)
+    wanted = dataclasses.replace(request, stages=stages, schedule=schedule, recompute=False)
     enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
     plan = plan_requested_stages(wanted, layers, costs, enough, devices)
     used = sum(plan.replicas)
@@ -48,6 +51,10 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
         last = dataclasses.replace(plan.stages[-1], devices=(*plan.stages[-1].devices, *range(used, devices)))
         plan = dataclasses.replace(plan, stages=(*plan.stages[:-1], last))
     return plan
+
+
+def _shares_devices(request: Request, stages: int) -> bool:
+    return not request.schedule_is_auto and not worker_map(request.schedule, stages).is_straight
 
 
 def _has(layers: Layers, name: str) -> bool:

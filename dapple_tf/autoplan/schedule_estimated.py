@@ -86,7 +86,7 @@ def _estimate_stage_costs(
             model.graph.function(at(index, what=what)) for what in ("forward", "backward")
         )
         send = 0.0
-        if index + 1 < len(plan.stages):
+        if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
             send = latency + per_byte * sum(port_bytes(port) for _, port in forward_function.output_ports("boundary"))
         forward = sum(costs.layers[stage.first_layer : stage.last_layer + 1]) / stage.replicas

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.recompute_option import choose_recompute
@@ -10,7 +12,14 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import build_schedule, count_micro_batches, count_stages
+from graph_passes.schedules.policies import (
+    build_schedule,
+    chunked_policy,
+    count_micro_batches,
+    count_stages,
+    worker_map,
+)
+from graph_passes.schedules.worker_map import WorkerMap
 
 
 def plan_requested_stages(
@@ -18,31 +27,35 @@ def plan_requested_stages(
 ) -> Plan:
     """Return the plan that ``request`` describes, for a batch of ``global_batch_size`` samples on ``devices`` devices.
 
-    A number of stages is cut so that they balance in estimated ``costs``. Stage by stage, devices are taken in order.
+    A number of stages is cut so that they balance in estimated ``costs``. Worker by worker, devices are taken in order.
     The schedule is dapple-a, and M what ``count_micro_batches`` returns, where they are "auto": the caller chooses them
     later. Raises PlanError (counts that do not fit), PartitionError (cuts that cannot be made) or ScheduleError (a
     schedule for another number of stages or micro-batches).
     """
     starts = _find_starts(request, layers, costs)
     count = len(starts) + 1
-    replicas = tuple(request.replicas) if request.replicas is not None else (1,) * count
-    if len(replicas) != count:
-        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} stages, but there are {count}")
+    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map(request.schedule, count)
+    what = "stages" if workers.is_straight else f"workers of {count} stages"
+    replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
+    if len(replicas) != workers.workers:
+        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers.workers}")
     if min(replicas) < 1:
         raise PlanError(f"replicas={list(replicas)}: every stage needs at least one device")
     if sum(replicas) > devices:
         raise PlanError(
-            f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are {devices}: "
-            "ask for fewer, or make more with dapple.init(devices=n)"
+            f"{workers.workers} {what} with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
+            f"{devices}: ask for fewer, or make more with dapple.init(devices=n)"
         )
     micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
     check_batch_size(global_batch_size, micro_batches, replicas)
     _check_schedule(request, count, micro_batches, global_batch_size // max(replicas))
     bounds = [0, *starts, len(layers.layers)]
-    stages, used = [], 0
-    for first, end, r in zip(bounds, bounds[1:], replicas, strict=False):
-        stages.append(StagePlan(first, end - 1, tuple(range(used, used + r))))
-        used += r
+    first_device = [0, *itertools.accumulate(replicas)]
+    own = [tuple(range(*pair)) for pair in itertools.pairwise(first_device)]  # the devices of each worker
+    stages = [
+        StagePlan(first, end - 1, own[worker])
+        for (first, end), worker in zip(itertools.pairwise(bounds), workers.worker_of, strict=True)
+    ]
     return Plan(
         model=layers.graph.name,
         planner="requested",
@@ -65,7 +78,7 @@ def _check_schedule(request: Request, stages: int, micro_batches: int, largest: 
         return
     if not request.micro_batches_are_auto:
         build_schedule(name, stages, micro_batches)
-    elif count_stages(name):
+    elif count_stages(name) or chunked_policy(name):
         build_schedule(name, stages, count_micro_batches(name, range(1, largest + 1)) or largest)
 
 

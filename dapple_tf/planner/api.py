@@ -23,6 +23,7 @@ from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
     check_schedule_name,
+    chunked_policy,
     count_micro_batches,
     count_stages,
 )
@@ -109,6 +110,11 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
+    if chunked_policy(name):
+        raise PlanError(
+            f"schedule {name!r} gives each device several stages, and planners make plans of one stage a device: give "
+            "the number of stages yourself (--stages), or choose another schedule"
+        )
     stages = count_stages(name)
     if stages is None:
         return

@@ -38,7 +38,7 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
         r, layers = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
         forward, backward, weights = (row[layers] for row in seconds[r])
         send = 0.0
-        if index + 1 < len(plan.stages):
+        if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
             latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
             send = latency + per_byte * float(crossing[stage.last_layer]) * scale
         runs = plan.runs(index)

@@ -95,9 +95,16 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     return schedule
 
 
-def forward_only(stages: int, micro_batches: int) -> Schedule:
-    """Return the schedule of a pipeline that does not train: each stage runs the forwards in micro-batch order."""
-    return Schedule(tuple(tuple(Action(s, "F", m) for m in range(micro_batches)) for s in range(stages)))
+def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
+    """Return the schedule of a pipeline that does not train: each stage runs the forwards in micro-batch order.
+
+    A worker with several stages runs as many micro-batches as there are workers through one of them before the next.
+    """
+    rows = []
+    for stages in workers.chunks:
+        actions = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
+        rows.append(tuple(sorted(actions, key=lambda a: (a.micro_batch // workers.workers, a.stage, a.micro_batch))))
+    return Schedule(tuple(rows))
 
 
 def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:

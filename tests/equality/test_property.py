@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
+from graph_passes.schedules.policies import worker_map
 from tests.dapple_tf.simulator.builders import draw_order
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models
@@ -30,7 +31,7 @@ LARGE_GROUPS = [tuple(KINDS)[i::4] for i in range(4)]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the way it is pipelined. ``recompute``: as ``dapple.pipeline`` takes it."""
+    """A model and the way it is pipelined. ``recompute``: as ``dapple.pipeline`` takes it; ``replicas``: of workers."""
 
     model: Model
     stages: int | tuple[str, ...]
@@ -50,15 +51,17 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
     if draw(st.booleans()):
         starts = draw(st.sets(st.integers(1, len(model.ops) - 1), min_size=1, max_size=count - 1))
         stages, count = tuple(model.layer(i) for i in sorted(starts)), len(starts) + 1
-    replicas = draw(st.one_of(st.just([1] * count), st.lists(st.integers(1, 3), min_size=count, max_size=count)))
-    while sum(replicas) > 8:
-        replicas[replicas.index(max(replicas))] -= 1
     micro_batches = draw(st.integers(1, 6))
     names = ["gpipe", "dapple-a", "dapple-b", "zb-h1", "dapple-a:D=n", "dapple-b:D=n", "zb-h1:D=n", "any", "any W"]
-    schedule = draw(st.sampled_from(names))
-    schedule = schedule.replace("n", str(draw(st.integers(1, 6)))) if ":" in schedule else schedule
+    schedule = draw(st.sampled_from([*names, "interleaved-1f1b:v=c", "looped-bfs:v=c"]))
+    schedule = schedule.replace("=n", f"={draw(st.integers(1, 6))}")
+    schedule = schedule.replace("=c", f"={draw(st.sampled_from([c for c in range(1, count + 1) if count % c == 0]))}")
     if schedule.startswith("any"):
         schedule = str(draw_order(draw, count, micro_batches, splits=schedule == "any W"))
+    workers = worker_map(schedule, count).workers
+    replicas = draw(st.one_of(st.just([1] * workers), st.lists(st.integers(1, 3), min_size=workers, max_size=workers)))
+    while sum(replicas) > 8:
+        replicas[replicas.index(max(replicas))] -= 1
     size = max(replicas) * micro_batches + draw(st.integers(0, 7))
     second = draw(st.one_of(st.just(size), st.integers(1, size)))  # an ordinary batch, or a short last one
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
@@ -103,7 +106,7 @@ def check_random_models(kinds: Sequence[str], examples: int) -> None:
                 raise
             refused.append(str(error))
             assume(False)
-        assert len(comparison.step.plan.stages) == len(case.replicas)
+        assert comparison.step.plan.sharing.workers == len(case.replicas)
         comparison.check(TOLERANCE["float64"])
         ran.append(case)
 
