@@ -33,6 +33,7 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
         "update": "weight update",
     }
 )
+LIGHTEST = 0.55  # the shade of the last stage in a row of several
 CRITICAL = "#1c1c1c"  # dark on all colours above, also for colour-blind readers
 MARK = 0.16  # height, in rows of a stage, of the bar that marks a span on the critical path
 IDLE = "#e9e9ee"
@@ -62,7 +63,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Span:
-    """An event from ``start`` to ``end`` (seconds), drawn in the row of index ``row``."""
+    """An event from ``start`` to ``end`` (seconds), drawn in the row of index ``row``.
+
+    ``shade``: between 0, the colour of its kind, and 1, white; it distinguishes the stages of one row.
+    """
 
     row: int
     name: str
@@ -71,6 +75,7 @@ class Span:
     end: float
     micro_batch: int | None = None
     critical: bool = False
+    shade: float = 0.0
 
 
 @dataclass(frozen=True)

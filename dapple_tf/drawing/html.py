@@ -213,7 +213,8 @@ def _draw_rows(chart: Chart) -> str:
         rects.append(
             f'<rect class="{span.kind}" x="{span.start * wide:.6f}" '
             f'width="{(span.end - span.start) * wide:.6f}" y="{tops[span.row] + _GAP * height:g}" '
-            f'height="{(1 - 2 * _GAP) * height:g}" data-n="{escape(span.name)} ({LABELS[span.kind]})"{number}/>'
+            f'height="{(1 - 2 * _GAP) * height:g}"{_opacity(span.shade)} '
+            f'data-n="{escape(span.name)} ({LABELS[span.kind]})"{number}/>'
         )
         if span.critical:
             thick = (1.5 if chart.rows[span.row].network else 1.0) * MARK * height
@@ -265,6 +266,11 @@ def _steps(curve: Curve, seconds: float, top: float) -> Iterator[str]:
         y = _MEMORY * (1 - value / top)
         yield f"H{time * wide:.6f}V{y:.2f}" if index else f"M{time * wide:.6f} {y:.2f}"
     yield f"H{_WIDE:g}"
+
+
+def _opacity(shade: float) -> str:
+    """Return the attribute that lightens a span by ``shade`` on the light ground of its row; empty for none."""
+    return f' opacity="{1 - shade:g}"' if shade else ""
 
 
 def _svg(name: str, bottom: float, left: int, spans: str, fixed: str) -> str:

@@ -66,6 +66,12 @@ def _choose_width(chart: Chart) -> float:
     return min(max(wanted, _INCHES[0]), _INCHES[1])
 
 
+def _lighten(colour: str, shade: float) -> tuple[float, float, float]:
+    """Return the ``colour`` (#rrggbb) with so much white in it: 0 for none, 1 for white."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red + (1 - red) * shade, green + (1 - green) * shade, blue + (1 - blue) * shade
+
+
 def _is_labelled(chart: Chart, span: Span) -> bool:
     return span.micro_batch is not None and not chart.rows[span.row].network and span.end > span.start
 
@@ -101,8 +107,10 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
         return [(left, low), (right, low), (right, high), (left, high)]
 
     for kind in chart.kinds:
-        boxes = [box(span) for span in chart.spans if span.kind == kind]
-        axes.add_collection(PolyCollection(boxes, facecolors=COLOURS[kind], edgecolors="white", linewidths=line))
+        spans = [span for span in chart.spans if span.kind == kind]
+        colours = [_lighten(COLOURS[kind], span.shade) for span in spans]
+        boxes = [box(span) for span in spans]
+        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=line))
     marks = [mark(span) for span in chart.spans if span.critical]
     axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none"))
     for span in chart.spans:

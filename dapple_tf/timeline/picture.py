@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dapple_tf.drawing.chart import Chart, Curve, Row, Span, SpanKind, stack_charts
+from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
 from dapple_tf.drawing.save import save_chart
 from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
@@ -41,54 +42,68 @@ def draw_recording(recording: Recording) -> Chart:
 def make_chart(timeline: Timeline, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each replica of a stage; a simulated one, whose replicas are alike, one for each
-    stage. Between two stages there is a thin row for each direction that has transfers.
+    A recorded step has a row for each device; a simulated one, whose replicas are alike, one for each worker. The
+    stages of a device that runs several have shades, the first stage the darkest. Between two stages there is a thin
+    row for each direction that has transfers.
     """
     simulation = timeline.simulation
     places = [place for place in timeline.places if simulation is None or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
     replicated = len({replica for _, replica, _ in places}) > 1
+    stages_of: dict[tuple[int, str], list[int]] = {}  # by replica and device
+    for stage, replica, device in places:
+        stages_of.setdefault((replica, device), []).append(stage)
     rows: dict[tuple[object, ...], Row] = {}
     for i, (stage, replica, device) in enumerate(places):
-        name = f"stage {stage}" + replicated * f", replica {replica}"
+        own = stages_of[replica, device]
+        name = _name_stages(own) + replicated * f", replica {replica}"
         if simulation is not None:
             device_names = f"devices {format_ranges(simulation.plan.stages[stage].devices)}"
         else:
             device_names = device
-        rows[stage, replica, device] = Row(name, device_names, until=timeline.step_seconds)
+        if stage == own[0]:
+            rows[replica, device] = Row(name, device_names, until=timeline.step_seconds)
         if i + 1 == len(places) or places[i + 1][0] != stage:
-            rows |= {channel: _channel_row(*channel) for channel in channels if min(channel) == stage}
+            rows |= {("channel", *channel): _channel_row(*channel) for channel in channels if min(channel) == stage}
+    shades = {
+        (stage, device): LIGHTEST * index / max(1, len(own) - 1)
+        for (_, device), own in stages_of.items()
+        for index, stage in enumerate(own)
+    }
     return Chart(
         title,
         timeline.step_seconds,
         tuple(rows.values()),
-        tuple(_spans(timeline, {place: index for index, place in enumerate(rows)})),
+        tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
         curves=tuple(_memory_curves(timeline)),
         limit=None if simulation is None else simulation.device_memory,
     )
 
 
-def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int]) -> list[Span]:
-    """Return a span for each event that has a row; updates of variables of no stage have none."""
+def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]) -> list[Span]:
+    """Return a span for each event that has a row; updates of variables of no stage have none.
+
+    ``rows``: by replica and device, or by "channel" and its two stages. ``shades``: by stage and device.
+    """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     spans = []
     for e in timeline.events:
-        row = rows.get((e.action.stage, e.replica, e.device))
+        row = rows.get((e.replica, e.device))
         if row is not None:
             kind: SpanKind = CALL_OF_KIND[e.action.kind]
-            spans.append(
-                Span(row, str(e.action), kind, e.start, e.end, e.action.micro_batch, critical=id(e) in critical)
-            )
+            shade = shades[e.action.stage, e.device]
+            marked = id(e) in critical
+            spans.append(Span(row, str(e.action), kind, e.start, e.end, e.action.micro_batch, marked, shade))
     for t in timeline.transfers:
-        row = rows.get((t.source, t.target))
+        row = rows.get(("channel", t.source, t.target))
         if row is not None:
             kind = "send-forward" if t.source < t.target else "send-backward"
             spans.append(Span(row, str(t), kind, t.start, t.end, t.micro_batch, critical=id(t) in critical))
-    device_rows = {(place[0], place[2]): row for place, row in rows.items() if len(place) == 3}
+    device_rows = {place[1]: row for place, row in rows.items() if len(place) == 2}
     for s in timeline.stage_events:
-        row = device_rows.get((s.stage, s.device))
-        if row is not None:
+        row = device_rows.get(s.device)
+        if row is not None and (s.stage, s.device) in shades:
             name = "AllReduce" if s.kind == "allreduce" else "update"
             spans.append(Span(row, name, s.kind, s.start, s.end, critical=id(s) in critical))
     return spans
@@ -97,8 +112,12 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int]) -> list[Span
 def _memory_curves(timeline: Timeline) -> list[Curve]:
     if timeline.simulation is None:
         return []
-    stages = range(len(timeline.simulation.plan.stages))
-    return [Curve(f"stage {stage}", *timeline.simulation.memory(stage)) for stage in stages]
+    workers = timeline.simulation.plan.sharing.chunks
+    return [Curve(_name_stages(stages), *timeline.simulation.memory(stages[0])) for stages in workers]
+
+
+def _name_stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {format_ranges(stages)}"
 
 
 def _channel_row(source: int, target: int) -> Row:

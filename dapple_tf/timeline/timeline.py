@@ -115,7 +115,7 @@ class Timeline:
             return 1 - sum(utilisation) / len(utilisation)
         replicas = self.simulation.plan.replicas
         busy = sum(r * share for r, share in zip(replicas, self.simulation.stage_utilisation, strict=True))
-        return 1 - busy / sum(replicas)
+        return 1 - busy / len({device for stage in self.simulation.plan.stages for device in stage.devices})
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
@@ -127,7 +127,9 @@ class Timeline:
         """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
         if self.simulation is None:
             return Utilisation(self.stage_utilisation, self.step.device_utilisation)
-        by_device = {device: self.stage_utilisation[stage] for stage, _, device in self.places}
+        by_device: dict[str, float] = {}
+        for stage, _, device in self.places:
+            by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
         return Utilisation(self.stage_utilisation, by_device)
 
     @cached_property
