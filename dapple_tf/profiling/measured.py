@@ -36,21 +36,25 @@ AGREEMENT = 0.10
 """Largest difference between the layers' sum and the whole model's time, relative to the latter, without a warning."""
 
 _ROUNDS = 9
-_MOST_RUNS = 32
 _CALLS_PER_RUN = 20  # a run's forward should take at least as long as this many calls that do nothing
 _CLOCK_SECONDS = 1e-6  # the resolution of the time stamps
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """At most so many rounds for each batch size, and as many as fit into the budget, but at least a few."""
+class _Effort:
+    """The precision of a profile: into how many runs the layers are cut, and how often these are measured.
 
-    most: int
+    For each batch size there are at most ``rounds``, and as many as fit into ``budget_seconds``, but at least a few.
+    """
+
+    rounds: int
     budget_seconds: float
+    runs: int
 
 
 _BUDGET_SECONDS = 8.0
-_TO_PLAN = _Rounds(_ROUNDS, 3.0)  # the first step waits for it
+_MOST_RUNS = 32
+_TO_PLAN = _Effort(_ROUNDS, 3.0, 16)  # the first step waits for it
 
 
 def profile(
@@ -85,8 +89,8 @@ def profile(
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
-        rounds = _Rounds(repeats, _BUDGET_SECONDS)
-        result = _measure(facts, arguments, plain, other_sizes, rounds, model, show)
+        effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
+        result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
     message = "" if facts.layers.frontier else _disagreement_message(result)
     if message:
         _warn(message)
@@ -102,7 +106,7 @@ def profile_layers(
     """
     size = batch_size(batch)
     other_sizes = [n for n in batch_sizes if n != size]
-    with progress_bar(3 + _TO_PLAN.most * (1 + len(other_sizes))) as show:
+    with progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
         facts = examine_layers(trace_loss(loss_fn, batch, size, "allow", batch_loss), size)
         _warn_of_lists(facts)
@@ -121,13 +125,13 @@ def _measure(
     arguments: Sequence[Any],
     plain: PlainModel | None,
     other_sizes: Sequence[int],
-    rounds: _Rounds,
+    effort: _Effort,
     model: str | None,
     show: ShowProgress,
 ) -> Profile:
     """Return the profile; all variables have their values afterwards. Without ``plain``, it has no ``whole``."""
     with unchanged_variables(facts.captured.variables.values()):
-        return _measure_layers(facts, arguments, plain, other_sizes, rounds, model, show)
+        return _measure_layers(facts, arguments, plain, other_sizes, effort, model, show)
 
 
 def _measure_layers(
@@ -135,13 +139,13 @@ def _measure_layers(
     arguments: Sequence[Any],
     plain: PlainModel | None,
     other_sizes: Sequence[int],
-    rounds: _Rounds,
+    effort: _Effort,
     model: str | None,
     show: ShowProgress,
 ) -> Profile:
     device = list_devices()[0]
     empty = empty_calls(device)
-    runs = LayerRuns.build(facts, _count_runs(facts, plain, empty, rounds.most), device, home_device())
+    runs = LayerRuns.build(facts, _count_runs(facts, plain, empty, effort), device, home_device())
     show("building", 1)
     rows = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(arguments)]
     probe = runs.probe(rows)
@@ -151,8 +155,8 @@ def _measure_layers(
     with limit_to_one_device() as full_share:
         measure = functools.partial(
             measure_interleaved,
-            repeats=rounds.most,
-            budget_seconds=rounds.budget_seconds,
+            repeats=effort.rounds,
+            budget_seconds=effort.budget_seconds,
             after_round=lambda: show("measuring", 1),
             full_share=full_share,
         )
@@ -177,17 +181,17 @@ def _whole_model(forward: Floats, both: Floats) -> WholeModel:
     return WholeModel(_median(forward), max(0.0, _median(both) - _median(forward)))
 
 
-def _count_runs(facts: LayerFacts, plain: PlainModel | None, empty: Callable[[], Floats], repeats: int) -> int:
+def _count_runs(facts: LayerFacts, plain: PlainModel | None, empty: Callable[[], Floats], effort: _Effort) -> int:
     """Return into how many runs to cut the layers, so that a run is long compared with the cost of a call.
 
     Without ``plain`` the forward's seconds are those of the roofline.
     """
     whole = [plain.forward] if plain else []
     with limit_to_one_device() as full_share:
-        calls, *measured = measure_interleaved([empty, *whole], min(3, repeats), 1.0, full_share=full_share)
+        calls, *measured = measure_interleaved([empty, *whole], min(3, effort.rounds), 1.0, full_share=full_share)
     forward = _median(measured[0]) if measured else float(np.sum(facts.forward_seconds(roofline_of_device())))
     count = forward / (_CALLS_PER_RUN * max(_median(calls), _CLOCK_SECONDS))
-    return max(1, min(_MOST_RUNS, int(count)))
+    return max(1, min(effort.runs, int(count)))
 
 
 def disagreement(profile: Profile) -> float | None:
