@@ -179,7 +179,11 @@ def worker_map(name: str, stages: int) -> WorkerMap:
     """
     if is_text(name):
         schedule = parse_schedule(name)
-        _check_stages("the schedule's text", len(schedule.stages), stages)
+        if len(schedule.stages) != stages:
+            raise ScheduleError(
+                f"the schedule's text is for {len(schedule.stages)} stages, but there are {stages}: write the actions of "
+                "each stage, or give a policy's name"
+            )
         return schedule.worker_map
     if chunked := chunked_policy(name):
         policy, chunks = chunked
