@@ -181,8 +181,8 @@ def worker_map(name: str, stages: int) -> WorkerMap:
         schedule = parse_schedule(name)
         if len(schedule.stages) != stages:
             raise ScheduleError(
-                f"the schedule's text is for {len(schedule.stages)} stages, but there are {stages}: write the actions of "
-                "each stage, or give a policy's name"
+                f"the schedule's text is for {len(schedule.stages)} stages, but there are {stages}: write the actions "
+                "of each stage, or give a policy's name"
             )
         return schedule.worker_map
     if chunked := chunked_policy(name):
