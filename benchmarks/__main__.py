@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import dapple_tf as dapple
 from benchmarks import (
+    chunked,
     equality,
     exactness,
     exchange,
@@ -65,6 +66,7 @@ BENCHMARKS = {
     "startup": startup,
     "timeline": timeline,
     "zero_bubble": zero_bubble,
+    "chunked": chunked,
     "hosts": hosts,
     "more_hosts": more_hosts,
     "memory": memory,

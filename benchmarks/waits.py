@@ -71,15 +71,24 @@ def waits(
     weights: float = 0.02,
     width: int = 4,
     batch_size: int = 64,
+    devices: Sequence[int] | None = None,
 ) -> Timed:
     """Return a chain of ``stages`` layers that sleep for a set time per micro-batch, whatever its number of samples.
+
+    ``devices``: the number of each layer's device; layers of one device sleep one after the other. By default each
+    layer has a device of its own.
 
     ``forward``: seconds of forward. ``inputs``, ``weights``: seconds of backward for the gradients of a layer's inputs
     and of its weight. ``width``: columns (float32) of the tensor between layers, for ``batch_size`` samples. A variable
     scales the batch first, so that the first layer has a gradient of its inputs to compute, as the later layers of a
     stage do in any model. See ``stage_names``.
     """
-    layers = [Wait((forward, inputs, weights), threading.Lock(), width, name) for name in _names(stages)]
+    turns = [threading.Lock() for _ in range(stages)]
+    places = range(stages) if devices is None else devices
+    layers = [
+        Wait((forward, inputs, weights), turns[place], width, name)
+        for name, place in zip(_names(stages), places, strict=True)
+    ]
     scale = tf.Variable(tf.ones([width]), name="scale")
 
     def loss_fn(x: Any, y: Any) -> Any:

@@ -14,6 +14,7 @@ import click
 from dapple_tf.commands.plain import plain
 from dapple_tf.commands.plan import plan
 from dapple_tf.commands.profile import profile
+from dapple_tf.commands.schedules import schedules
 from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.timeline import timeline
 from dapple_tf.commands.train import train
@@ -29,7 +30,7 @@ def cli() -> None:
     """Pipelined training of unmodified TensorFlow 2 models."""
 
 
-for _command in (train, plain, verify, profile, plan, simulate, timeline):
+for _command in (train, plain, verify, profile, plan, simulate, timeline, schedules):
     cli.add_command(_command)
 
 

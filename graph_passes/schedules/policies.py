@@ -48,6 +48,21 @@ CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
 )
 """Policies with several stages a worker, by name."""
 
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "gpipe": "all forwards, then all backwards",
+        "dapple-a": "1F1B, early backward: K_i = min(S - i, D); the same as 1f1b-sno",
+        "dapple-b": "K_i = min(2 (S - i) - 1, D), which hides transfers",
+        "1f1b-so": "K_i = min(2 (S - i), D)",
+        "zb-h1": "zero bubble: weight gradients (W) fill idle time, at the memory of dapple-a",
+        "interleaved-1f1b:v=2": "1F1B with v stages a worker, looped",
+        "looped-bfs:v=2": "breadth first with v stages a worker, looped",
+        "K=3,2,1": "the warm-up of each stage",
+        "0F0 0B0; 1F0 1B0": "the actions of each worker",
+    }
+)
+"""The forms that a schedule's name may have, with their meaning."""
+
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
     """Return K_i of each stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).

@@ -1,0 +1,77 @@
+"""A schedule as a grid of text: a row for each worker, a column for each unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graph_passes.schedules.schedule import Action, Schedule, run_schedule
+
+
+@dataclass(frozen=True)
+class Units:
+    """Whole units of time of a forward, a backward (of inputs only, where there are W), and weight gradients."""
+
+    forward: int = 1
+    backward: int = 2
+    weights: int = 0
+
+    @staticmethod
+    def usual(schedule: Schedule) -> Units:
+        """Return one for a forward, and two for a backward, of which weight gradients are half where they are apart."""
+        return Units(1, 1, 1) if schedule.splits else Units()
+
+    def of(self, action: Action) -> int:
+        """Return the units of ``action``."""
+        return {"F": self.forward, "B": self.backward, "W": self.weights}[action.kind]
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """The work of one worker in a step without transfers, in units of time: ``idle`` between its first and last action.
+
+    ``stashes``: the most that it holds at once, one for each stage and micro-batch in flight.
+    """
+
+    stages: tuple[int, ...]
+    work: int
+    idle: int
+    stashes: int
+
+
+def time_workers(schedule: Schedule, units: Units) -> tuple[WorkerTime, ...]:
+    """Return the times of each worker."""
+    ends = run_schedule(schedule, units.of)
+    return tuple(
+        WorkerTime(
+            stages,
+            work := sum(map(units.of, actions)),
+            int(own[-1] - own[0]) + units.of(actions[0]) - work,
+            stashes,
+        )
+        for stages, actions, own, stashes in zip(
+            schedule.worker_map.chunks, schedule.workers, ends, schedule.stashes, strict=True
+        )
+    )
+
+
+def format_grid(schedule: Schedule, units: Units) -> str:
+    """Return a line for each worker: its actions at their time, each as wide as it is long, and dots where it idles."""
+    rows = zip(schedule.workers, run_schedule(schedule, units.of), strict=True)
+    width = 1 + max(len(str(action)) for actions in schedule.workers for action in actions)
+    names = [_name(stages) for stages in schedule.worker_map.chunks]
+    margin = max(map(len, names))
+    lines = []
+    for name, (actions, ends) in zip(names, rows, strict=True):
+        cells, now = [], 0
+        for action, end in zip(actions, ends, strict=True):
+            start = int(end) - units.of(action)
+            cells += [".".ljust(width)] * (start - now)
+            cells.append(str(action).ljust(units.of(action) * width - 1, "-") + " ")
+            now = int(end)
+        lines.append(f"{name:{margin}}  {''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _name(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {','.join(map(str, stages))}"

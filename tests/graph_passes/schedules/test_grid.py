@@ -1,0 +1,39 @@
+"""Schedules as grids, laid out by hand, and the work of each worker."""
+
+from __future__ import annotations
+
+from graph_passes.schedules.grid import Units, WorkerTime, format_grid, time_workers
+from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.text import parse_schedule
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def test_an_action_is_as_wide_as_it_is_long_and_idle_units_are_dots() -> None:
+    schedule = build_schedule("dapple-a", 2, 2)
+    assert format_grid(schedule, Units.usual(schedule)).splitlines() == lines(
+        """
+        stage 0  0F0 0F1 .   .   0B0---- .   0B1----
+        stage 1  .   1F0 1B0---- 1F1 1B1----
+        """
+    )
+    assert time_workers(schedule, Units.usual(schedule)) == (WorkerTime((0,), 6, 3, 2), WorkerTime((1,), 6, 0, 1))
+
+
+def test_a_worker_has_one_line_for_all_its_stages() -> None:
+    schedule = parse_schedule("0F0 3F0 3B0 0B0; 1F0 2F0 2B0 1B0")
+    assert format_grid(schedule, Units(1, 1)).splitlines() == lines(
+        """
+        stages 0,3  0F0 .   .   3F0 3B0 .   .   0B0
+        stages 1,2  .   1F0 2F0 .   .   2B0 1B0
+        """
+    )
+    assert time_workers(schedule, Units(2, 3)) == (WorkerTime((0, 3), 10, 10, 2), WorkerTime((1, 2), 10, 5, 2))
+
+
+def test_weight_gradients_have_units_of_their_own_where_they_are_apart() -> None:
+    schedule = parse_schedule("0F10 0F11 0B10 0W10 0B11 0W11".replace("10", "0").replace("11", "1"))
+    assert Units.usual(schedule) == Units(1, 1, 1)
+    assert format_grid(schedule, Units(1, 1, 2)) == "stage 0  0F0 0F1 0B0 0W0---- 0B1 0W1----"
