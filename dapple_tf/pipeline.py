@@ -48,7 +48,7 @@ def pipeline(
             planned for ``cluster`` or the devices at hand.
         replicas: The number of devices of each stage, such as [2, 1]; where devices run several stages, of each worker.
         micro_batches: M, or "auto".
-        schedule: "gpipe", "dapple-a", "dapple-b", "zb-h1" (each with ":D=n" where memory holds n micro-batches);
+        schedule: "gpipe", "dapple-a", "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n micro-batches);
             "interleaved-1f1b" and "looped-bfs", whose devices run two stages each (or n, with ":v=n"); "K=3,2,1", the
             warm-up of each stage; the actions of every device, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or "auto".
         recompute: Layers whose activations backward computes again instead of keeping them: True (all), one flag for

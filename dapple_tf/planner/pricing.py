@@ -98,7 +98,7 @@ def _limited(policy: str, limit: int) -> str:
 def _named_schedule_seconds(
     costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
 ) -> ScheduleSeconds:
-    """Return the seconds of a schedule that is not one of ``POLICIES``; if it is ``zb-h1``, memory may limit it."""
+    """Return the seconds of a schedule that is not one of ``POLICIES``; memory may limit ``zb-h1`` and ``zb-h2``."""
     nothing = ScheduleSeconds(np.inf, schedule)
     try:
         order, in_flight = named_order(schedule, len(costs.forward_seconds), micro_batches)
@@ -108,7 +108,7 @@ def _named_schedule_seconds(
     short = in_flight * costs.stash_bytes > room
     if short.any():
         limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
-        if schedule != ZERO_BUBBLE or limit < 1:
+        if schedule not in ZERO_BUBBLE or limit < 1:
             return nothing
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
     weights = costs.weights_seconds if has_weights(order) else costs.weights_seconds[:0]

@@ -19,7 +19,9 @@ from graph_passes.schedules.text import LONGEST_NUMBER, is_text, parse_schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import zero_bubble
 
-ZERO_BUBBLE = "zb-h1"
+ZERO_BUBBLE = ("zb-h1", "zb-h2")
+"""Policies whose schedules have weight gradients as actions of their own."""
+
 _MOST_CHUNKS = 1024  # stages of a worker
 _COUNT = rf"\d{{1,{LONGEST_NUMBER}}}"
 _POLICY = re.compile(rf"([a-z0-9][a-z0-9-]*)(?::([A-Za-z])=({_COUNT}))?")
@@ -55,6 +57,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "dapple-b": "K_i = min(2 (S - i) - 1, D), which hides transfers",
         "1f1b-so": "K_i = min(2 (S - i), D)",
         "zb-h1": "zero bubble: weight gradients (W) fill idle time, at the memory of dapple-a",
+        "zb-h2": "zero bubble with up to 2 S - 1 micro-batches in flight",
         "interleaved-1f1b:v=2": "1F1B with v stages a worker, looped",
         "looped-bfs:v=2": "breadth first with v stages a worker, looped",
         "K=3,2,1": "the warm-up of each stage",
@@ -68,8 +71,8 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
     """Return K_i of each stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
 
     ``gpipe``: K_i = M. ``dapple-a``, which is BaPipe's ``1f1b-sno``: K_i = min(S - i, D), and so is ``zb-h1`` (see
-    ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D). BaPipe's ``1f1b-so`` holds one more:
-    K_i = min(2 (S - i), D). All are at most M. Raises ScheduleError for an unknown policy or a D below 1.
+    ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D), and so is ``zb-h2``. BaPipe's ``1f1b-so`` holds one
+    more: K_i = min(2 (S - i), D). All are at most M. Raises ScheduleError for an unknown policy or a D below 1.
     """
     if limit is not None and limit < 1:
         raise ScheduleError(f"D={limit}: a stage must hold at least one micro-batch")
@@ -81,13 +84,13 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
             return (micro_batches,) * stages
         case "dapple-a" | "1f1b-sno" | "zb-h1":
             return tuple(min(stages - i, bound) for i in range(stages))
-        case "dapple-b":
+        case "dapple-b" | "zb-h2":
             return tuple(min(2 * (stages - i) - 1, bound) for i in range(stages))
         case "1f1b-so":
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
-        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
-        f":D=n), {', '.join(CHUNKED)} (and :v=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0"
+        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
+        f"(and :D=n), {', '.join(CHUNKED)} (and :v=n), K=3,2,1, and the actions of every worker: 0F0 0B0; 1F0 1B0"
     )
 
 
@@ -137,7 +140,7 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
         return None
     policy, limit = read_policy(name)
     warm = warm_up(policy, stages, micro_batches, limit)
-    return None if policy == ZERO_BUBBLE else warm
+    return None if policy in ZERO_BUBBLE else warm
 
 
 def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
@@ -162,7 +165,10 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
     if warm is not None:
         return early_backward(warm, micro_batches)
     policy, limit = read_policy(name)
-    return zero_bubble(warm_up(policy, stages, micro_batches, limit), micro_batches, limit)
+    step, held = (1, stages) if policy == "zb-h1" else (2, 2 * stages - 1)
+    delays = [step * stage for stage in range(stages)]
+    most = held if limit is None else limit
+    return zero_bubble(warm_up(policy, stages, micro_batches, limit), delays, micro_batches, most)
 
 
 def check_schedule(name: str, stages: int, micro_batches: int) -> None:
@@ -275,7 +281,7 @@ def count_micro_batches(name: str, possible: Collection[int]) -> int | None:
 
 def splits_backward(name: str) -> bool:
     """Return whether weight gradients are actions of their own (W) in the schedule ``name``, which must be valid."""
-    return "W" in name if is_text(name) else name.partition(":")[0] == ZERO_BUBBLE
+    return "W" in name if is_text(name) else name.partition(":")[0] in ZERO_BUBBLE
 
 
 def truncate_schedule(name: str, micro_batches: int) -> str:

@@ -1,9 +1,12 @@
-"""ZB-H1: weight gradients fill the bubble, at the memory of 1F1B (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+"""ZB-H1 and ZB-H2: weight gradients fill the bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
 A stage sends the gradients of its inputs as soon as it can, and computes those of its weights up to d_i micro-batches
 later. A stage near the end has a short warm-up and holds few micro-batches, so it may delay more weight gradients. It
-computes them while it would wait for the last backwards. With equal stages, M >= S, and T_W <= T_F and T_W <= T_B, the
-bubble is (S - 1) (T_F + T_B - T_W) instead of 1F1B's (S - 1) (T_F + T_B + T_W).
+computes them while it would wait for the last backwards. With equal stages, M large enough, and T_W <= T_F and
+T_W <= T_B, the bubble of 1F1B, (S - 1) (T_F + T_B + T_W), becomes
+
+* (S - 1) (T_F + T_B - T_W) with ZB-H1, which holds S micro-batches as 1F1B does: K_i = S - i, d_i = i;
+* (S - 1) (T_F + T_B - 2 T_W) with ZB-H2, which holds 2 S - 1: K_i = 2 (S - i) - 1, d_i = 2 i.
 """
 
 from __future__ import annotations
@@ -14,18 +17,17 @@ from graph_passes.errors import ScheduleError
 from graph_passes.schedules.schedule import Action, Schedule, check
 
 
-def zero_bubble(warm: Sequence[int], micro_batches: int, limit: int | None = None) -> Schedule:
+def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, most: int) -> Schedule:
     """Return the schedule of K_i forwards, then alternately B, the W of d_i micro-batches earlier and F, then the rest.
 
-    ``limit``: D, the most micro-batches that a stage holds (F has run and W has not), by default S. The delay is
-    d_i = min(i, D - K_i). Raises ScheduleError for a K_i out of range or above D.
+    ``warm``: K_i. ``most``: D, the most micro-batches that a stage holds (F has run and W has not). The delay is that
+    of ``delays``, or D - K_i where that is less. Raises ScheduleError for a K_i out of range or above D.
     """
-    most = len(warm) if limit is None else limit
     stages = []
     for stage, k in enumerate(warm):
         if not 1 <= k <= min(micro_batches, most):
             raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches} and D = {most}")
-        delay = min(stage, most - k)
+        delay = min(delays[stage], most - k)
         actions = [Action(stage, "F", m) for m in range(k)]
         for m in range(micro_batches):
             actions.append(Action(stage, "B", m))

@@ -52,7 +52,18 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
         starts = draw(st.sets(st.integers(1, len(model.ops) - 1), min_size=1, max_size=count - 1))
         stages, count = tuple(model.layer(i) for i in sorted(starts)), len(starts) + 1
     micro_batches = draw(st.integers(1, 6))
-    names = ["gpipe", "dapple-a", "dapple-b", "zb-h1", "dapple-a:D=n", "dapple-b:D=n", "zb-h1:D=n", "any", "any W"]
+    names = [
+        "gpipe",
+        "dapple-a",
+        "dapple-b",
+        "zb-h1",
+        "zb-h2",
+        "dapple-a:D=n",
+        "dapple-b:D=n",
+        "zb-h1:D=n",
+        "any",
+        "any W",
+    ]
     schedule = draw(st.sampled_from([*names, "interleaved-1f1b:v=c", "looped-bfs:v=c"]))
     schedule = schedule.replace("=n", f"={draw(st.integers(1, 6))}")
     schedule = schedule.replace("=c", f"={draw(st.sampled_from([c for c in range(1, count + 1) if count % c == 0]))}")

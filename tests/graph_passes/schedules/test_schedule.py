@@ -22,7 +22,7 @@ from graph_passes.schedules.policies import (
     warm_up,
     warm_up_by_name,
 )
-from graph_passes.schedules.schedule import Action, Schedule, check, dependencies
+from graph_passes.schedules.schedule import Action, Schedule, check, dependencies, run_schedule
 from graph_passes.schedules.text import parse_schedule
 from graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
@@ -118,6 +118,15 @@ TABLES = [
             "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
             "1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3",
             "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3",
+        ],
+    ),
+    (
+        "zb-h2",
+        2,
+        4,
+        [
+            "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
+            "1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3",
         ],
     ),
     (
@@ -221,8 +230,8 @@ def test_what_an_action_waits_for() -> None:
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 9))
 policies = st.one_of(
     st.just("gpipe"),
-    st.sampled_from(["dapple-a", "dapple-b", "zb-h1"]),
-    st.builds("{}:D={}".format, st.sampled_from(["dapple-a", "dapple-b", "zb-h1"]), st.integers(1, 9)),
+    st.sampled_from(["dapple-a", "dapple-b", "zb-h1", "zb-h2"]),
+    st.builds("{}:D={}".format, st.sampled_from(["dapple-a", "dapple-b", "zb-h1", "zb-h2"]), st.integers(1, 9)),
 )
 
 
@@ -235,7 +244,10 @@ def test_every_schedule_runs_to_its_end_and_its_stash_is_as_large_as_computed(
     policy, _, limit = name.partition(":D=")
     bound = int(limit) if limit else None
     k = warm_up(policy, stages, micro_batches, bound)
-    most, frees = (min(stages, bound or stages), "W") if policy == "zb-h1" else (max(k), "B")
+    most, frees = max(k), "B"
+    if policy in ("zb-h1", "zb-h2"):
+        held = stages if policy == "zb-h1" else 2 * stages - 1
+        most, frees = min(held, bound or held), "W"
     waiting, stashed, peaks = [list(actions) for actions in schedule.stages], [0] * stages, [0] * stages
     done: set[Action] = set()
     while any(waiting):
@@ -279,8 +291,9 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             "dapple-c",
             2,
             2,
-            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, 1f1b-sno, 1f1b-so (and "
-            ":D=n), interleaved-1f1b, looped-bfs (and :v=n), K=3,2,1, and the actions of every stage: 0F0 0B0; 1F0 1B0",
+            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
+            "(and :D=n), interleaved-1f1b, looped-bfs (and :v=n), K=3,2,1, and the actions of every worker: 0F0 0B0; "
+            "1F0 1B0",
         ),
         ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
         ("K=0,1", 2, 4, "K_0 = 0 is not between 1 and M = 4"),
@@ -411,9 +424,24 @@ def test_a_text_for_fewer_micro_batches_keeps_its_order(name: str, shape: tuple[
 
 
 def test_zb_h1_refuses_a_warm_up_above_the_memory_limit() -> None:
-    for warm, limit in (((2, 1), 1), ((3, 1), None), ((1, 0), None)):
+    for warm, most in (((2, 1), 1), ((3, 1), 2), ((1, 0), 2)):
         with refused(ScheduleError, "is not between 1 and M = 2 and D = "):
-            zero_bubble(warm, 2, limit)
+            zero_bubble(warm, (0, 1), 2, most)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(("f", "b", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 1), (2, 3, 2)])
+def test_the_bubbles_of_zero_bubble_schedules_are_the_paper_s(stages: int, f: int, b: int, w: int) -> None:
+    """Qi et al., 2023, section 2: the idle time of the first stage, between its first and its last action."""
+    seconds = {"F": f, "B": b, "W": w}
+    for name, share, held in (("zb-h1", 1, stages), ("zb-h2", 2, 2 * stages - 1)):
+        for micro_batches in (2 * stages, 3 * stages + 1):
+            schedule = build_schedule(name, stages, micro_batches)
+            ends = run_schedule(schedule, lambda action: seconds[action.kind])
+            assert max(own[-1] - own[0] + f for own in ends) - micro_batches * (f + b + w) == (stages - 1) * (
+                f + b - share * w
+            )
+            assert set(schedule.in_flight) == {held}
 
 
 def test_a_long_text_is_abbreviated() -> None:
