@@ -1,4 +1,4 @@
-"""Several stages a device: bubbles against the papers' formulas, and steps of waiting stages against the simulator."""
+"""Several stages per device: bubbles against the papers' formulas, steps of waiting stages against the simulator."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import abbreviate_schedule, build_schedule, forward_only, worker_map
+from graph_passes.schedules.policies import abbreviate_schedule, build_schedule, forward_only, worker_map_of
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def _sums_gradients(plan: Plan) -> bool:
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
-    schedule = forward_only(plan.sharing, plan.micro_batches)
+    schedule = forward_only(plan.worker_map, plan.micro_batches)
     return (
         Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
         SplitConcat(plan.replicas, model.shared),
@@ -402,10 +402,10 @@ def rank_graphs(
     Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
     match.
     """
-    if not worker_map(plan.schedule, len(plan.stages)).is_straight:
+    if not worker_map_of(plan.schedule, len(plan.stages)).is_straight:
         raise PlanError(
             f"schedule {abbreviate_schedule(plan.schedule)} gives each rank several stages, which jobs cannot run yet: "
-            "choose a schedule with one stage a rank, or run all stages in one process"
+            "choose a schedule with one stage per rank, or run all stages in one process"
         )
     used = sorted(device for stage in plan.stages for device in stage.devices)
     if used != list(range(size)):

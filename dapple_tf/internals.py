@@ -427,7 +427,7 @@ def without_specialisation(*, optimise_caller: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_optimiser_round() -> Iterator[None]:
+def one_grappler_iteration() -> Iterator[None]:
     """In the block, Grappler makes one round, not two, over functions that this thread calls or whose calls it traces.
 
     The second round costs nearly as much as the first, and finds next to nothing in the graph of a stage.

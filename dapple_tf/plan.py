@@ -14,7 +14,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map
+from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map_of
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.fields import Fields
 from profiler.files import write_atomically
@@ -72,7 +72,11 @@ class Plan:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
         expected = 0
         for index, stage in enumerate(self.stages):
-            if stage.first_layer != expected or stage.last_layer < stage.first_layer:
+            if stage.last_layer < stage.first_layer:
+                raise PlanError(
+                    f"stages[{index}]: last_layer {stage.last_layer} is before first_layer {stage.first_layer}"
+                )
+            if stage.first_layer != expected:
                 raise PlanError(
                     f"stages[{index}] holds layers {stage.first_layer} to {stage.last_layer}, but must start at "
                     f"{expected}"
@@ -97,10 +101,15 @@ class Plan:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
-    def sharing(self) -> WorkerMap:
-        """Which stages have the same devices."""
+    def worker_map(self) -> WorkerMap:
+        """Which stages share devices: a worker for each distinct group of devices."""
         groups = list(dict.fromkeys(stage.devices for stage in self.stages))
         return WorkerMap.of([groups.index(stage.devices) for stage in self.stages])
+
+    @property
+    def device_count(self) -> int:
+        """The number of devices that the plan uses."""
+        return len({device for stage in self.stages for device in stage.devices})
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -150,7 +159,7 @@ def check_workers(plan: Plan) -> None:
     The stages of one worker have the same devices, and no other worker has any of them. Raises ScheduleError where the
     schedule is for another number of stages.
     """
-    workers = worker_map(plan.schedule, len(plan.stages))
+    workers = worker_map_of(plan.schedule, len(plan.stages))
     stage_of: dict[int, int] = {}
     for stages in workers.chunks:
         devices = plan.stages[stages[0]].devices
@@ -165,7 +174,7 @@ def check_workers(plan: Plan) -> None:
             if device in stage_of:
                 raise PlanError(
                     f"device {device} is in stage {stage_of[device]} and in stage {stages[0]}: a device can be in only "
-                    "one stage, or in those of one worker (schedule interleaved-1f1b)"
+                    "one stage, or in stages that the schedule runs on one worker"
                 )
             stage_of[device] = stages[0]
 

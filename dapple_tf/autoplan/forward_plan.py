@@ -11,7 +11,7 @@ from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import worker_map
+from graph_passes.schedules.policies import worker_map_of
 
 
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
@@ -31,7 +31,7 @@ def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: Estimat
 
 
 def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
-    """Return a plan for ``layers`` before training has one: as requested, or one stage a device where that is "auto".
+    """Return a plan for ``layers`` before training has one: as requested, or one stage per device where that is "auto".
 
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
@@ -46,7 +46,7 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     wanted = dataclasses.replace(request, stages=stages, schedule=schedule, recompute=False)
     enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
     plan = plan_requested_stages(wanted, layers, costs, enough, devices)
-    used = sum(plan.replicas)
+    used = plan.device_count
     if all_devices and used < devices:
         last = dataclasses.replace(plan.stages[-1], devices=(*plan.stages[-1].devices, *range(used, devices)))
         plan = dataclasses.replace(plan, stages=(*plan.stages[:-1], last))
@@ -54,7 +54,7 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
 
 
 def _shares_devices(request: Request, stages: int) -> bool:
-    return not request.schedule_is_auto and not worker_map(request.schedule, stages).is_straight
+    return not request.schedule_is_auto and not worker_map_of(request.schedule, stages).is_straight
 
 
 def _has(layers: Layers, name: str) -> bool:

@@ -19,7 +19,7 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     to run at the same time, even if there are more than cores: the user asked for them. Raises PlanError where no
     schedule fits the cluster's memory, or the cluster does not fit the devices.
     """
-    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(sum(plan.replicas)))
+    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
     problem = dataclasses.replace(problem, recompute=plan.recompute)

@@ -9,7 +9,7 @@ from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
-from graph_passes.schedules.policies import check_schedule_name
+from graph_passes.schedules.policies import abbreviate_schedule, check_schedule_name, runs_several_stages
 from profiler.cluster import Cluster
 
 # M of a batch that has the samples, before the simulator has chosen it.
@@ -51,6 +51,8 @@ class Request:
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _is_list_of(str, self.stages):
             raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
+        if not self.schedule_is_auto and runs_several_stages(self.schedule):
+            self._check_several_stages()
         check_recompute(self.recompute)
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
@@ -62,6 +64,15 @@ class Request:
                 f"sparse_gradients={self.sparse_gradients!r}: give 'exact' (the optimizer gets an embedding's gradient "
                 "as on one device) or 'dense' (it gets a dense tensor)"
             )
+
+    def _check_several_stages(self) -> None:
+        """Raise PlanError for what cannot be chosen under a schedule with several stages per device."""
+        for name, what in (("stages", "the number of stages, or their layers"), ("micro_batches", "a number")):
+            if getattr(self, name) == "auto":
+                raise PlanError(
+                    f"{name}='auto' with schedule {abbreviate_schedule(self.schedule)}, which runs several stages on a "
+                    f"device: planners know one stage per device only, so give {what}"
+                )
 
     @property
     def stages_are_auto(self) -> bool:

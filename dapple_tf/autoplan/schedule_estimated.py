@@ -41,7 +41,7 @@ def detect_cluster(plan: Plan, *, ranks: bool) -> Cluster:
 
     There may be more devices than cores. Raises ClusterError where the job's environment cannot be read.
     """
-    return Cluster.detect(None if ranks else sum(plan.replicas), inter_server=_ETHERNET_10)
+    return Cluster.detect(None if ranks else plan.device_count, inter_server=_ETHERNET_10)
 
 
 def choose_estimated_schedule(

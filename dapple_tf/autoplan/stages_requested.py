@@ -17,7 +17,7 @@ from graph_passes.schedules.policies import (
     chunked_policy,
     count_micro_batches,
     count_stages,
-    worker_map,
+    worker_map_of,
 )
 from graph_passes.schedules.worker_map import WorkerMap
 
@@ -34,16 +34,16 @@ def plan_requested_stages(
     """
     starts = _find_starts(request, layers, costs)
     count = len(starts) + 1
-    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map(request.schedule, count)
-    what = "stages" if workers.is_straight else f"workers of {count} stages"
+    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map_of(request.schedule, count)
     replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
     if len(replicas) != workers.workers:
+        what = "stages" if workers.is_straight else f"workers for the {count} stages"
         raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers.workers}")
     if min(replicas) < 1:
-        raise PlanError(f"replicas={list(replicas)}: every stage needs at least one device")
+        raise PlanError(f"replicas={list(replicas)}: every one needs at least one device")
     if sum(replicas) > devices:
         raise PlanError(
-            f"{workers.workers} {what} with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
+            f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
             f"{devices}: ask for fewer, or make more with dapple.init(devices=n)"
         )
     micro_batches = request.count_micro_batches(global_batch_size, max(replicas))

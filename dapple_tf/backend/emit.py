@@ -23,7 +23,7 @@ def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operation
     """
 
     def step(*batch: Any) -> list[Any]:
-        with internals.one_optimiser_round():
+        with internals.one_grappler_iteration():
             return _Emitter(graph, operations).run(batch)
 
     traced = tf.function(

@@ -49,7 +49,7 @@ class Program:
         """
         try:
             optimise_caller = not self.operations.inlines_nothing
-            with internals.without_specialisation(optimise_caller=optimise_caller), internals.one_optimiser_round():
+            with internals.without_specialisation(optimise_caller=optimise_caller), internals.one_grappler_iteration():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
             state, cause = self._describe_variables(), find_cause(error.message)

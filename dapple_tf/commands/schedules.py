@@ -35,7 +35,7 @@ def schedules(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Print SCHEDULE (a name, or the text or file of its actions) as a grid, a line a worker; transfers take no time.
+    """Print SCHEDULE (a name, or the text or file of its actions) as a grid, a line per worker; transfers take no time.
 
     Without SCHEDULE, list the names.
     """

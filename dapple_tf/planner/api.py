@@ -23,9 +23,9 @@ from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
     check_schedule_name,
-    chunked_policy,
     count_micro_batches,
     count_stages,
+    runs_several_stages,
 )
 from profiler.cluster import Cluster
 from profiler.profile import Profile
@@ -110,10 +110,10 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
-    if chunked_policy(name):
+    if runs_several_stages(name):
         raise PlanError(
-            f"schedule {name!r} gives each device several stages, and planners make plans of one stage a device: give "
-            "the number of stages yourself (--stages), or choose another schedule"
+            f"schedule {abbreviate_schedule(name)!r} runs several stages on a device, and planners know one stage per "
+            "device only: choose another schedule, or train with stages of your own"
         )
     stages = count_stages(name)
     if stages is None:

@@ -63,8 +63,8 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     for stages, actions in zip(schedule.worker_map.chunks, schedule.workers, strict=True):
         if len({replicas[stage] for stage in stages}) != 1:
             raise ScheduleError(
-                f"stages {list(stages)} share a worker, but have {[replicas[stage] for stage in stages]} replicas: a "
-                "worker has as many replicas of each of its stages as devices"
+                f"stages {list(stages)} share devices, so they need equal replicas, but have "
+                f"{[replicas[stage] for stage in stages]}"
             )
         for replica in range(replicas[stages[0]]):
             accumulated |= {call_name(action, replica) for action in _accumulated_at_once(actions)}

@@ -32,8 +32,8 @@ _EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
 class ChunkedPolicy:
     """A policy whose workers hold several stages each.
 
-    ``option``: the letter of the option that gives the number of stages a worker, and its ``default``. ``build``
-    returns the schedule of so many workers, stages a worker, and micro-batches; ``place`` its worker map.
+    ``option``: the letter of the option that gives the number of stages per worker, and its ``default``. ``build``
+    returns the schedule of so many workers, stages per worker, and micro-batches; ``place`` its worker map.
     """
 
     option: str
@@ -48,7 +48,7 @@ CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
         "looped-bfs": ChunkedPolicy("v", 2, WorkerMap.looped, looped_breadth_first),
     }
 )
-"""Policies with several stages a worker, by name."""
+"""Policies with several stages per worker, by name."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -58,8 +58,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "1f1b-so": "K_i = min(2 (S - i), D)",
         "zb-h1": "zero bubble: weight gradients (W) fill idle time, at the memory of dapple-a",
         "zb-h2": "zero bubble with up to 2 S - 1 micro-batches in flight",
-        "interleaved-1f1b:v=2": "1F1B with v stages a worker, looped",
-        "looped-bfs:v=2": "breadth first with v stages a worker, looped",
+        "interleaved-1f1b:v=2": "1F1B with v stages per worker, looped",
+        "looped-bfs:v=2": "breadth first with v stages per worker, looped",
         "K=3,2,1": "the warm-up of each stage",
         "0F0 0B0; 1F0 1B0": "the actions of each worker",
     }
@@ -116,7 +116,8 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
 def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
     """Return the schedule of a pipeline that does not train: each stage runs the forwards in micro-batch order.
 
-    A worker with several stages runs as many micro-batches as there are workers through one of them before the next.
+    A worker with several stages takes p micro-batches at a time, where there are p workers, and runs this group through
+    all of its stages in turn.
     """
     rows = []
     for stages in workers.chunks:
@@ -126,7 +127,7 @@ def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
 
 
 def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ...] | None:
-    """Return K_i of each stage, or None if more than these defines the schedule ``name``, such as a text.
+    """Return K_i of each stage, or None for a schedule that K_i alone do not determine, such as a text.
 
     Raises ScheduleError for an unknown name, and for K_i of another number of stages, out of range, or that deadlock.
     """
@@ -193,7 +194,7 @@ def check_schedule(name: str, stages: int, micro_batches: int) -> None:
         _check_range(warm_up(policy, stages, micro_batches, limit), micro_batches)
 
 
-def worker_map(name: str, stages: int) -> WorkerMap:
+def worker_map_of(name: str, stages: int) -> WorkerMap:
     """Return which of ``stages`` stages each worker holds under the schedule ``name``.
 
     Raises ScheduleError for an unknown name, and for a number of stages that the schedule is not for.
@@ -213,9 +214,9 @@ def worker_map(name: str, stages: int) -> WorkerMap:
 
 
 def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
-    """Return the policy of ``CHUNKED`` that ``name`` is, and its stages a worker; None for all other names.
+    """Return the policy of ``CHUNKED`` that ``name`` is, and its stages per worker; None for all other names.
 
-    Raises ScheduleError for an option that the policy does not have, or that is 0.
+    Raises ScheduleError for an option that the policy does not have, or that is not between 1 and 1024.
     """
     match = _POLICY.fullmatch(name)
     if match is None or match[1] not in CHUNKED:
@@ -230,6 +231,13 @@ def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
     if not 1 <= chunks <= _MOST_CHUNKS:
         raise ScheduleError(f"{name!r}: {policy.option} is {chunks}; a worker has 1 to {_MOST_CHUNKS} stages")
     return policy, chunks
+
+
+def runs_several_stages(name: str) -> bool:
+    """Return whether some worker runs several stages under the schedule ``name``, which must be valid."""
+    if is_text(name):
+        return not parse_schedule(name).worker_map.is_straight
+    return chunked_policy(name) is not None
 
 
 def _count_workers(name: str, stages: int, chunks: int) -> int:
@@ -266,7 +274,7 @@ def check_schedule_name(name: str) -> None:
 
 
 def count_stages(name: str) -> int | None:
-    """Return the number of stages that the schedule ``name`` is for, or None for a policy, which fits any number."""
+    """Return the number of stages that the schedule ``name`` is for, or None for a policy, which is for many."""
     if is_text(name):
         return len(parse_schedule(name).stages)
     explicit = _EXPLICIT.fullmatch(name)

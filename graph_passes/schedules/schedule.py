@@ -1,10 +1,10 @@
 """Schedules as data: the order in which each worker runs forwards (F), backwards (B) and weight gradients (W).
 
-A worker is a device, or r devices that run the same stages, with one or several stages (chunks of the model). An action
-prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the whole backward. In a schedule
-with W, B gives the gradients of the stage's inputs, and W those of its weights, at any later time (Qi et al., "Zero
-Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i warm-up forwards of
-stage i, D the most micro-batches that the device's memory holds.
+A worker is the group of devices that run the same stages: one device, or r replicas. It has one stage or several
+(chunks of the model). An action prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the
+whole backward. In a schedule with W, B gives the gradients of the stage's inputs, and W those of its weights, at any
+later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M
+micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALL_OF_KIND: Mapping[Kind, Call] = MappingProxyType({"F": "forward", "B": "back
 KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call in CALL_OF_KIND.items()})
 """The reverse of ``CALL_OF_KIND``."""
 
-# The actions whose results each kind of action takes, for the same micro-batch: kind, and stage less own stage.
+# The actions whose results each kind of action takes, for the same micro-batch: kind, and offset to the own stage.
 _NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = MappingProxyType(
     {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
 )
@@ -189,7 +189,7 @@ def check(schedule: Schedule) -> None:
     chunks = schedule.worker_map.chunks  # raises where a stage is on two workers, or on none
     split = any(action.kind == "W" for actions in schedule.workers for action in actions)
     kinds: tuple[Kind, ...] = ("F", "B", "W") if split else ("F", "B")
-    micro_batches = len(schedule.stages[0]) // len(kinds)
+    micro_batches = math.ceil(len(schedule.stages[0]) / len(kinds))
     for worker, (stages, actions) in enumerate(zip(chunks, schedule.workers, strict=True)):
         expected = {Action(stage, kind, m) for stage in stages for kind in kinds for m in range(micro_batches)}
         if set(actions) != expected or len(actions) != len(expected):

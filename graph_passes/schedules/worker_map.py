@@ -1,4 +1,4 @@
-"""Which stages each worker holds. A worker: r devices that run the same stages (chunks of the model)."""
+"""Which stages each worker runs. A worker is the group of devices that run the same stages: one, or r replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_passes.errors import ScheduleError
 
 @dataclass(frozen=True)
 class WorkerMap:
-    """The stages of each worker, ascending: ``((0, 2), (1, 3))`` is looped, ``((0, 3), (1, 2))`` V-shaped.
+    """The stages of each worker: ``((0, 2), (1, 3))`` is looped, ``((0, 3), (1, 2))`` V-shaped.
 
     Raises ScheduleError unless each of the stages from 0 on is on one worker, and each worker has a stage.
     """
@@ -38,17 +38,17 @@ class WorkerMap:
 
     @staticmethod
     def straight(stages: int) -> WorkerMap:
-        """Return the map of one stage a worker."""
+        """Return the map of one stage per worker."""
         return WorkerMap(tuple((stage,) for stage in range(stages)))
 
     @staticmethod
     def looped(workers: int, chunks: int) -> WorkerMap:
-        """Return the map of ``chunks`` stages a worker, where stage s is on worker s modulo the number of workers."""
+        """Return the map of ``chunks`` stages per worker, where stage s is on worker s modulo the number of workers."""
         return WorkerMap(tuple(tuple(range(w, workers * chunks, workers)) for w in range(workers)))
 
     @staticmethod
     def waves(workers: int, chunks: int) -> WorkerMap:
-        """Return the map of ``chunks`` stages a worker whose order turns at each end: V-shaped for two chunks."""
+        """Return the map of ``chunks`` stages per worker whose order turns at each end: V-shaped for two chunks."""
         turns = [(range(workers), reversed(range(workers)))[chunk % 2] for chunk in range(chunks)]
         return WorkerMap.of([worker for turn in turns for worker in turn])
 

@@ -614,11 +614,11 @@ def test_the_optimiser_makes_one_round_where_that_is_asked_for() -> None:
         return [node.op for node in executed_nodes(function, tf.ones([2, 3]))].count("AddV2")
 
     assert sums() == 1
-    with internals.one_optimiser_round():
+    with internals.one_grappler_iteration():
         assert sums() == 2
 
 
-def test_a_call_traced_for_one_optimiser_round_says_so_where_it_runs() -> None:
+def test_a_call_traced_for_one_grappler_iteration_says_so_where_it_runs() -> None:
     inner = tf.function(lambda x: x + 1.0, experimental_attributes={internals.NO_INLINE: True})
 
     def rounds() -> int:
@@ -628,7 +628,7 @@ def test_a_call_traced_for_one_optimiser_round_says_so_where_it_runs() -> None:
         return int(options.meta_optimizer_iterations)
 
     assert rounds() == rewriter_config_pb2.RewriterConfig.DEFAULT_NUM_ITERS
-    with internals.one_optimiser_round():
+    with internals.one_grappler_iteration():
         assert rounds() == rewriter_config_pb2.RewriterConfig.ONE
     assert rounds() == rewriter_config_pb2.RewriterConfig.DEFAULT_NUM_ITERS
 

@@ -141,7 +141,10 @@ STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
         ({"stages": [{**STAGE, "first_layer": 1}]}, r"stages\[0\] holds layers 1 to 2, but must start at 0"),
         ({"stages": [STAGE, {**STAGE, "first_layer": 2}]}, r"stages\[1\] holds layers 2 to 2, but must start at 3"),
         ({"stages": [{**STAGE, "last_layer": -1}]}, r"stages\[0\].last_layer is -1, not a whole number"),
-        ({"stages": [STAGE, {"first_layer": 3, "last_layer": 2, "devices": [0]}]}, r"stages\[1\] holds layers 3 to 2"),
+        (
+            {"stages": [STAGE, {"first_layer": 3, "last_layer": 2, "devices": [0]}]},
+            r"stages\[1\]: last_layer 2 is before first_layer 3",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ import dapple_tf as dapple
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
-from graph_passes.schedules.policies import build_schedule, worker_map
+from graph_passes.schedules.policies import build_schedule, worker_map_of
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
 
@@ -61,8 +61,8 @@ def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int
     )
     comparison.check(1e-12)
     plan = comparison.step.plan
-    assert plan.sharing == worker_map(schedule, stages)
-    assert [plan.stages[chunks[0]].replicas for chunks in plan.sharing.chunks] == list(replicas)
+    assert plan.worker_map == worker_map_of(schedule, stages)
+    assert [plan.stages[chunks[0]].replicas for chunks in plan.worker_map.chunks] == list(replicas)
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": ["layer1", "layer4"]}, {"inexact": "allow"}])
@@ -135,7 +135,7 @@ def test_a_saved_plan_trains_again(tmp_path: Path) -> None:
     )
     step.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.sharing.chunks == ((0, 2), (1, 3))
+    assert plan.worker_map.chunks == ((0, 2), (1, 3))
     compare(problem(4), [data(6)], plan=plan).check(1e-12)
 
 
@@ -155,11 +155,15 @@ def test_stages_that_do_not_fit_the_schedule_are_refused_before_tracing() -> Non
     ("options", "error", "said"),
     [
         ({"stages": STARTS[:2]}, ScheduleError, "gives each worker 2 stages, but there are 3 in all"),
-        ({"stages": STARTS[:3], "replicas": [1, 1, 1, 1]}, PlanError, "names 4 workers of 4 stages, but there are 2"),
+        (
+            {"stages": STARTS[:3], "replicas": [1, 1, 1, 1]},
+            PlanError,
+            "names 4 workers for the 4 stages, but there are 2",
+        ),
         (
             {"stages": STARTS[:3], "replicas": [5, 5]},
             PlanError,
-            "2 workers of 4 stages with replicas .* need 10 devices",
+            "4 stages with replicas .* need 10 devices",
         ),
     ],
 )

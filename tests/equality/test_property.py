@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
-from graph_passes.schedules.policies import worker_map
+from graph_passes.schedules.policies import worker_map_of
 from tests.dapple_tf.simulator.builders import draw_order
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models
@@ -69,7 +69,7 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
     schedule = schedule.replace("=c", f"={draw(st.sampled_from([c for c in range(1, count + 1) if count % c == 0]))}")
     if schedule.startswith("any"):
         schedule = str(draw_order(draw, count, micro_batches, splits=schedule == "any W"))
-    workers = worker_map(schedule, count).workers
+    workers = worker_map_of(schedule, count).workers
     replicas = draw(st.one_of(st.just([1] * workers), st.lists(st.integers(1, 3), min_size=workers, max_size=workers)))
     while sum(replicas) > 8:
         replicas[replicas.index(max(replicas))] -= 1
@@ -117,7 +117,7 @@ def check_random_models(kinds: Sequence[str], examples: int) -> None:
                 raise
             refused.append(str(error))
             assume(False)
-        assert comparison.step.plan.sharing.workers == len(case.replicas)
+        assert comparison.step.plan.worker_map.workers == len(case.replicas)
         comparison.check(TOLERANCE["float64"])
         ran.append(case)
 

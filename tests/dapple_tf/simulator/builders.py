@@ -120,7 +120,7 @@ seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnorm
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """GPipe, policies A and B, ZB-H1, other warm-ups, several stages a worker, and orders that no policy makes."""
+    """GPipe, policies A and B, ZB-H1, other warm-ups, several stages per worker, and orders that no policy makes."""
     stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     straight = ["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "zb-h2", "K", "any", "any W"]
     kind = draw(st.sampled_from([*straight, "interleaved-1f1b", "looped-bfs"]))

@@ -1,4 +1,4 @@
-"""Timelines of schedules with several stages a device: rows, shades, memory and idle time are those of devices."""
+"""Timelines of schedules with several stages per device: rows, shades, memory and idle time are those of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules with several stages a worker: tables drawn by hand, and the papers' bubbles and numbers of stashes."""
+"""Schedules with several stages per worker: tables drawn by hand, and the papers' bubbles and numbers of stashes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_passes.schedules.policies import (
     splits_backward,
     truncate_schedule,
     warm_up_by_name,
-    worker_map,
+    worker_map_of,
 )
 from graph_passes.schedules.schedule import Schedule, run_schedule
 from graph_passes.schedules.text import parse_schedule
@@ -56,7 +56,7 @@ def test_the_order_is_that_of_the_table(name: str, stages: int, micro_batches: i
     found = build_schedule(name, stages, micro_batches)
     assert str(found) == "\n".join(line.strip() for line in table.splitlines())
     assert parse_schedule(str(found)) == found
-    assert worker_map(name, stages) == worker_map(str(found), stages) == found.worker_map
+    assert worker_map_of(name, stages) == worker_map_of(str(found), stages) == found.worker_map
     assert not splits_backward(name)
     assert warm_up_by_name(name, stages, micro_batches) is None
     assert count_stages(name) is None

@@ -341,7 +341,7 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
         ),
         ("0F0 0B0 0W0\n1F0 1B0", "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1W0"),
         ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
-        ("0F0 0B0 0F1", "missing or unexpected: 0F1"),
+        ("0F0 0B0 0F1", "missing or unexpected: 0B1"),
     ],
 )
 def test_a_text_that_is_no_schedule_is_refused(text: str, said: str) -> None:
