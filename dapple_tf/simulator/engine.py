@@ -261,10 +261,12 @@ def step_seconds(
                 if arrival_b[s, m] != ended:
                     break
                 now[w] += weights[s]
+                last[s] = now[w]
             else:
                 if arrival_b[s, m] == np.inf:
                     break
                 now[w] = max(now[w], arrival_b[s, m]) + backward[s]
+                last[s] = now[w]
                 arrival_b[s, m] = ended
                 if s:
                     to = worker_of[s - 1]
@@ -276,7 +278,6 @@ def step_seconds(
                         if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT)):
                             waiting[count] = to
                             count += 1
-            last[s] = now[w]
             head[w] += 1
     for w in range(workers):
         if head[w] < length and actions[w, head[w]] != _NONE:
