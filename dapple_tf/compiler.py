@@ -294,8 +294,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-    if not schedule.worker_map.is_straight:
-        check_workers(plan)
+    check_workers(plan)
     if model.frontier:
         check_forwards_first(schedule)
     order: list[Pass] = [

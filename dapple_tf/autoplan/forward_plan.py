@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.errors import PartitionError
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import worker_map_of
+from graph_passes.schedules.policies import runs_several_stages, worker_map_of
 
 
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
@@ -36,15 +38,17 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
-    stages, most, schedule = request.stages, len(layers.positions()) + 1, "gpipe"
+    enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
+    if not request.schedule_is_auto and runs_several_stages(request.schedule):
+        with contextlib.suppress(PartitionError):  # it has fewer places to cut, or other layers: see below
+            return plan_requested_stages(dataclasses.replace(request, recompute=False), layers, costs, enough, devices)
+        request = _one_stage_per_worker(request)
+    stages, most = request.stages, len(layers.positions()) + 1
     if request.stages_are_auto:
         stages = min(devices, most)
-    elif isinstance(stages, int) and stages <= most and _shares_devices(request, stages):
-        schedule = request.schedule
     elif request.replicas is None:
         stages = min(stages, most) if isinstance(stages, int) else [name for name in stages if _has(layers, name)]
-    wanted = dataclasses.replace(request, stages=stages, schedule=schedule, recompute=False)
-    enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
+    wanted = dataclasses.replace(request, stages=stages, schedule="gpipe", recompute=False)
     plan = plan_requested_stages(wanted, layers, costs, enough, devices)
     used = plan.device_count
     if all_devices and used < devices:
@@ -53,8 +57,14 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     return plan
 
 
-def _shares_devices(request: Request, stages: int) -> bool:
-    return not request.schedule_is_auto and not worker_map_of(request.schedule, stages).is_straight
+def _one_stage_per_worker(request: Request) -> Request:
+    """Return the request of as many stages as the schedule has workers, each on the devices of one."""
+    if request.replicas is not None:
+        workers = len(request.replicas)
+    else:
+        stages = request.stages if isinstance(request.stages, int) else len(request.stages) + 1
+        workers = worker_map_of(request.schedule, stages).workers
+    return dataclasses.replace(request, stages=workers, schedule="gpipe")
 
 
 def _has(layers: Layers, name: str) -> bool:

@@ -147,6 +147,8 @@ def _describe_plan(plan: Plan) -> str:
     return (
         f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.describe_micro_batches()}, "
         f"schedule {plan.schedule}; in MB (10^6 bytes)"
+        + "; a device of several stages holds what their rows say together"
+        * (plan.device_count < sum(plan.replicas))
     )
 
 

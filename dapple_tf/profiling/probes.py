@@ -137,7 +137,8 @@ class LayerRuns:
         bounds = (0, *starts, len(facts.names))
         size = facts.batch_size
         stages = tuple(StagePlan(first, end - 1, (0,)) for first, end in itertools.pairwise(bounds))
-        plan = Plan(facts.captured.graph.name, "profile", size, size, 1, "gpipe", False, stages)
+        schedule = f"looped-bfs:v={len(stages)}"  # all stages are on one device
+        plan = Plan(facts.captured.graph.name, "profile", size, size, 1, schedule, False, stages)
         graph = pipeline_graph(staged, plan, [device], home, variant=StepVariant.TIMED)
         # TensorFlow drops calls whose results are not used: return every gradient.
         gradients = [value for node in graph.nodes if node.op == "backward" for value in node.values()]

@@ -218,6 +218,8 @@ def step_seconds(
 ) -> float:
     """Return the end of the step: of each stage the last action and ``exposed`` seconds of AllReduce, the latest one.
 
+    The AllReduces of one worker's stages run one after the other.
+
     The arguments are as in ``run``. Infinite for an order that deadlocks.
     """
     actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
@@ -282,6 +284,12 @@ def step_seconds(
     for w in range(workers):
         if head[w] < length and actions[w, head[w]] != _NONE:
             return np.inf
+    if workers < stages:  # AllReduces of one worker run one after the other
+        now[:] = 0.0
+        for s in np.argsort(last):
+            w = worker_of[s]
+            now[w] = max(last[s], now[w]) + exposed[s]
+        return float(now.max())
     end = 0.0
     for s in range(stages):
         end = max(end, last[s] + exposed[s])

@@ -69,7 +69,12 @@ class Execution:
     @cached_property
     def allreduce_end(self) -> Floats:
         """End of each stage's AllReduce, in seconds."""
-        return np.array([end + cost.exposed_seconds for end, cost in zip(self.last_gradients, self.costs, strict=True)])
+        found, free = np.zeros(self.stages), np.zeros(self.order.actions.shape[0])
+        for stage in np.argsort(self.last_gradients, kind="stable"):  # those of one worker run one after the other
+            worker = self.order.worker_of[stage]
+            free[worker] = max(self.last_gradients[stage], free[worker]) + self.costs[stage].exposed_seconds
+            found[stage] = free[worker]
+        return found
 
     @cached_property
     def step_seconds(self) -> float:

@@ -115,7 +115,7 @@ class Timeline:
             return 1 - sum(utilisation) / len(utilisation)
         replicas = self.simulation.plan.replicas
         busy = sum(r * share for r, share in zip(replicas, self.simulation.stage_utilisation, strict=True))
-        return 1 - busy / self.simulation.plan.device_count
+        return max(0.0, 1 - busy / self.simulation.plan.device_count)  # a sum may round
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:

@@ -155,7 +155,7 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
         if (len(schedule.stages), schedule.micro_batches) != (stages, micro_batches):
             raise ScheduleError(
                 f"the schedule's text is for {len(schedule.stages)} stages x {schedule.micro_batches} micro-batches, "
-                f"but there are {stages} x {micro_batches}: write a line for each stage, with each micro-batch from 0 "
+                f"but there are {stages} x {micro_batches}: write a line for each worker, with each micro-batch from 0 "
                 "on, or give a policy's name"
             )
         return schedule
@@ -237,7 +237,8 @@ def runs_several_stages(name: str) -> bool:
     """Return whether some worker runs several stages under the schedule ``name``, which must be valid."""
     if is_text(name):
         return not parse_schedule(name).worker_map.is_straight
-    return chunked_policy(name) is not None
+    chunked = chunked_policy(name)
+    return chunked is not None and chunked[1] > 1
 
 
 def _count_workers(name: str, stages: int, chunks: int) -> int:

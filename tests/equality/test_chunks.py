@@ -104,6 +104,35 @@ def test_forward_evaluates_on_the_devices_of_training() -> None:
     assert places[0] == places[2] != places[1] == places[3]
 
 
+@pytest.mark.parametrize("stages", [STARTS[:3], 4])
+def test_forward_before_the_first_step_shares_devices_as_training_will(stages: Any) -> None:
+    loss_fn = chain(weights(4))
+    step = dapple.pipeline(
+        loss_fn, optimizer=sgd(), stages=stages, micro_batches=2, schedule="interleaved-1f1b", devices=[0, 1]
+    )
+    np.testing.assert_allclose(float(step.forward(*data(7))), float(loss_fn(*data(7))), rtol=1e-12)
+    step(*data(7))
+    assert step.plan.worker_map.chunks == ((0, 2), (1, 3))
+
+
+def test_a_plan_of_one_stage_per_worker_cannot_share_devices() -> None:
+    step = dapple.pipeline(
+        chain(weights(4)), optimizer=sgd(), stages=STARTS[:1], micro_batches=2, schedule="gpipe", example_batch=data(6)
+    )
+    shared = tuple(dataclasses.replace(stage, devices=(0,)) for stage in step.plan.stages)
+    plan = dataclasses.replace(step.plan, stages=shared)
+    with pytest.raises(PlanError, match="device 0 is in stage 0 and in stage 1: a device can be in only one stage, or"):
+        dapple.pipeline(chain(weights(4)), optimizer=sgd(), plan=plan)(*data(6))
+
+
+@pytest.mark.parametrize("option", ["stages", "micro_batches"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", V_SHAPED])
+def test_stages_and_micro_batches_must_be_given(option: str, schedule: str) -> None:
+    options: dict[str, Any] = {"stages": 4, "micro_batches": 2, option: "auto"}
+    with pytest.raises(PlanError, match=f"{option}='auto' with schedule .*, which runs several stages on a device"):
+        dapple.pipeline(chain(weights(4)), optimizer=sgd(), schedule=schedule, **options)
+
+
 def test_a_checkpoint_of_several_stages_a_device_resumes_with_another_number(tmp_path: Path) -> None:
     losses, final = [], []
     for stages, schedule in ((STARTS[:3], "interleaved-1f1b"), (STARTS[:1], "dapple-a")):
