@@ -40,7 +40,8 @@ def plan_requested_stages(
         what = "stages" if workers.is_straight else f"workers for the {count} stages"
         raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers.workers}")
     if min(replicas) < 1:
-        raise PlanError(f"replicas={list(replicas)}: every one needs at least one device")
+        what = "stage" if workers.is_straight else "worker"
+        raise PlanError(f"replicas={list(replicas)}: every {what} needs at least one device")
     if sum(replicas) > devices:
         raise PlanError(
             f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "

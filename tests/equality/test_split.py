@@ -171,7 +171,7 @@ def test_an_invalid_order_is_refused_at_once_and_one_of_another_shape_at_the_fir
     for text, said in (
         ("0F0 0X0", "'0X0' is not an action"),
         ("0B0 0F0", "the schedule deadlocks"),
-        ("zb-h2", "no sch"),
+        ("zb-h3", "no sch"),
     ):
         with refused(ScheduleError, said):
             dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=2, micro_batches=1, schedule=text)

@@ -114,7 +114,7 @@ def test_the_other_fields_of_the_plan() -> None:
         ({"stages": 0}, "stages=0: there must be at least one"),
         ({"stages": -2}, "stages=-2: there must be at least one"),
         ({"stages": 2, "replicas": [1]}, r"replicas=\[1\] names 1 stages, but there are 2"),
-        ({"stages": 2, "replicas": [1, 0]}, r"replicas=\[1, 0\]: every one needs at least one device"),
+        ({"stages": 2, "replicas": [1, 0]}, r"replicas=\[1, 0\]: every stage needs at least one device"),
         (
             {"stages": 2, "replicas": [8, 1]},
             r"2 stages with replicas \[8, 1\] need 9 devices, but there are 8: .* dapple.init\(devices=n\)",
