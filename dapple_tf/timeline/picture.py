@@ -43,8 +43,8 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
     A recorded step has a row for each device; a simulated one, whose replicas are alike, one for each worker. The
-    stages of a device that runs several have shades, the first stage the darkest. Between two stages there is a thin
-    row for each direction that has transfers.
+    stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
+    computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
     """
     simulation = timeline.simulation
     places = [place for place in timeline.places if simulation is None or place[1] == 0]
@@ -54,6 +54,7 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
     stages_of: dict[tuple[int, str], list[int]] = {}  # by replica and device
     for stage, replica, device in places:
         stages_of.setdefault((replica, device), []).append(stage)
+    reducing = {event.device for event in timeline.stage_events if event.kind == "allreduce"}
     rows: dict[tuple[object, ...], Row] = {}
     for i, (stage, replica, device) in enumerate(places):
         own = stages_of[replica, device]
@@ -63,7 +64,9 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
         else:
             device_names = device
         if stage == own[0]:
-            rows[replica, device] = Row(name, device_names, until=timeline.step_seconds)
+            rows["device", replica, device] = Row(name, device_names, until=timeline.step_seconds)
+            if len(own) > 1 and device in reducing:
+                rows["allreduce", device] = Row(f"AllReduce of {name}", network=True)
         if i + 1 == len(places) or places[i + 1][0] != stage:
             rows |= {("channel", *channel): _channel_row(*channel) for channel in channels if min(channel) == stage}
     shades = {
@@ -84,12 +87,13 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
 def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]) -> list[Span]:
     """Return a span for each event that has a row; updates of variables of no stage have none.
 
-    ``rows``: by replica and device, or by "channel" and its two stages. ``shades``: by stage and device.
+    ``rows``: by "device", replica and device; "allreduce" and device; or "channel" and its two stages. ``shades``: by
+    stage and device.
     """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     spans = []
     for e in timeline.events:
-        row = rows.get((e.replica, e.device))
+        row = rows.get(("device", e.replica, e.device))
         if row is not None:
             kind: SpanKind = CALL_OF_KIND[e.action.kind]
             shade = shades[e.action.stage, e.device]
@@ -100,9 +104,9 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict
         if row is not None:
             kind = "send-forward" if t.source < t.target else "send-backward"
             spans.append(Span(row, str(t), kind, t.start, t.end, t.micro_batch, critical=id(t) in critical))
-    device_rows = {place[1]: row for place, row in rows.items() if len(place) == 2}
+    device_rows = {place[2]: row for place, row in rows.items() if place[0] == "device"}
     for s in timeline.stage_events:
-        row = device_rows.get(s.device)
+        row = rows.get((s.kind, s.device), device_rows.get(s.device))
         if row is not None and (s.stage, s.device) in shades:
             name = "AllReduce" if s.kind == "allreduce" else "update"
             spans.append(Span(row, name, s.kind, s.start, s.end, critical=id(s) in critical))

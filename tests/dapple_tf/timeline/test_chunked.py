@@ -53,6 +53,14 @@ def test_transfers_between_devices_have_rows_and_those_on_one_device_none() -> N
     assert [row.name for row in alone.rows] == ["stages 0-3"]
 
 
+def test_all_reduces_beside_compute_have_a_row_of_their_own() -> None:
+    chart = make_chart(interleaved((0, 1), (2, 3), (0, 1), (2, 3)))
+    spans = [
+        (chart.rows[span.row].name, chart.rows[span.row].network) for span in chart.spans if span.kind == "allreduce"
+    ]
+    assert sorted(spans) == [("AllReduce of stages 0,2", True)] * 2 + [("AllReduce of stages 1,3", True)] * 2
+
+
 def test_the_bubble_and_the_utilisation_are_those_of_devices() -> None:
     # Each device works for 2 micro-batches x 2 stages x 1.5 s.
     timeline = interleaved((0,), (1,), (0,), (1,))
