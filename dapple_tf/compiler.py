@@ -401,7 +401,7 @@ def rank_graphs(
     Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
     match.
     """
-    if not worker_map_of(plan.schedule, len(plan.stages)).is_straight:
+    if worker_map_of(plan.schedule, len(plan.stages)).is_chunked:
         raise PlanError(
             f"schedule {abbreviate_schedule(plan.schedule)} gives each rank several stages, which jobs cannot run yet: "
             "choose a schedule with one stage per rank, or run all stages in one process"

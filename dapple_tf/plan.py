@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def worker_map(self) -> WorkerMap:
-        """Which stages share devices: a worker for each distinct group of devices."""
+        """The workers: stages with the same devices are on one worker."""
         groups = list(dict.fromkeys(stage.devices for stage in self.stages))
         return WorkerMap.of([groups.index(stage.devices) for stage in self.stages])
 

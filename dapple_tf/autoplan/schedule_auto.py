@@ -22,7 +22,7 @@ from graph_passes.schedules.policies import (
     build_schedule,
     count_micro_batches,
     count_stages,
-    read_policy,
+    read_limit,
 )
 from profiler.units import format_bytes
 
@@ -56,7 +56,7 @@ class ScheduleChoice:
         ]
         if others:
             text += f"; {', '.join(others)}"
-        limit = None if count_stages(self.schedule) else read_policy(self.schedule)[1]
+        limit = read_limit(self.schedule)
         if limit is not None:
             stage = min(range(len(self.max_in_flight)), key=lambda s: self.max_in_flight[s])
             text += f"; D = {limit}: a device's {format_bytes(self.memory)} hold no more micro-batches of stage {stage}"

@@ -90,7 +90,8 @@ def profile(
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
         effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
-        result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
+        with unchanged_variables(facts.captured.variables.values()):
+            result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
     message = "" if facts.layers.frontier else _disagreement_message(result)
     if message:
         _warn(message)
@@ -111,7 +112,8 @@ def profile_layers(
         facts = examine_layers(trace_loss(loss_fn, batch, size, "allow", batch_loss), size)
         _warn_of_lists(facts)
         show("tracing", 1)
-        return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
+        with unchanged_variables(facts.captured.variables.values()):
+            return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
 
 
 def _warn_of_lists(facts: LayerFacts) -> None:
@@ -129,20 +131,7 @@ def _measure(
     model: str | None,
     show: ShowProgress,
 ) -> Profile:
-    """Return the profile; all variables have their values afterwards. Without ``plain``, it has no ``whole``."""
-    with unchanged_variables(facts.captured.variables.values()):
-        return _measure_layers(facts, arguments, plain, other_sizes, effort, model, show)
-
-
-def _measure_layers(
-    facts: LayerFacts,
-    arguments: Sequence[Any],
-    plain: PlainModel | None,
-    other_sizes: Sequence[int],
-    effort: _Effort,
-    model: str | None,
-    show: ShowProgress,
-) -> Profile:
+    """Return the profile; variables may change. Without ``plain``, it has no ``whole``."""
     device = list_devices()[0]
     empty = empty_calls(device)
     runs = LayerRuns.build(facts, _count_runs(facts, plain, empty, effort), device, home_device())

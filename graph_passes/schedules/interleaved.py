@@ -33,7 +33,7 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def _groups(workers: int, micro_batches: int) -> list[range]:
-    """Return the micro-batches in groups of at least ``workers``, as far as there are so many."""
+    """Cut the micro-batches into groups of at least ``workers``; into one group where there are fewer."""
     count = max(1, micro_batches // workers)
     bounds = [micro_batches * group // count for group in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]

@@ -33,7 +33,8 @@ class ChunkedPolicy:
     """A policy whose workers hold several stages each.
 
     ``option``: the letter of the option that gives the number of stages per worker, and its ``default``. ``build``
-    returns the schedule of so many workers, stages per worker, and micro-batches; ``place`` its worker map.
+    takes the numbers of workers, of stages per worker and of micro-batches, and returns the schedule. ``place`` takes
+    the first two, and returns the worker map.
     """
 
     option: str
@@ -195,9 +196,9 @@ def check_schedule(name: str, stages: int, micro_batches: int) -> None:
 
 
 def worker_map_of(name: str, stages: int) -> WorkerMap:
-    """Return which of ``stages`` stages each worker holds under the schedule ``name``.
+    """Return the worker map of ``stages`` stages under the schedule ``name``, which must be valid.
 
-    Raises ScheduleError for an unknown name, and for a number of stages that the schedule is not for.
+    Raises ScheduleError for a number of stages that the schedule is not for.
     """
     if is_text(name):
         schedule = parse_schedule(name)
@@ -236,7 +237,7 @@ def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
 def runs_several_stages(name: str) -> bool:
     """Return whether some worker runs several stages under the schedule ``name``, which must be valid."""
     if is_text(name):
-        return not parse_schedule(name).worker_map.is_straight
+        return parse_schedule(name).worker_map.is_chunked
     chunked = chunked_policy(name)
     return chunked is not None and chunked[1] > 1
 
@@ -309,6 +310,12 @@ def abbreviate_schedule(name: str) -> str:
     """Return ``name`` for a line of output: of a text only the first actions."""
     words = name.split()
     return f"given ({' '.join(words[:4])} ...)" if is_text(name) and len(words) > 4 else " ".join(words)
+
+
+def read_limit(name: str) -> int | None:
+    """Return D of the schedule ``name``, which must be valid; None where the name gives no D."""
+    match = _POLICY.fullmatch(name)
+    return int(match[3]) if match is not None and match[2] == "D" else None
 
 
 def read_policy(name: str) -> tuple[str, int | None]:

@@ -1,4 +1,4 @@
-"""Which stages each worker runs. A worker is the group of devices that run the same stages: one, or r replicas."""
+"""The map from workers to stages. A worker is the group of devices that run the same stages: one, or r replicas."""
 
 from __future__ import annotations
 
@@ -75,6 +75,11 @@ class WorkerMap:
         """The worker of each stage."""
         found = {stage: worker for worker, stages in enumerate(self.chunks) for stage in stages}
         return tuple(found[stage] for stage in range(self.stages))
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether some worker runs several stages."""
+        return self.workers < self.stages
 
     @property
     def is_straight(self) -> bool:

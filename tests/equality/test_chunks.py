@@ -33,6 +33,12 @@ def clipped() -> Any:
     return keras.optimizers.AdamW(0.01, global_clipnorm=0.1)
 
 
+def built(schedule: str) -> Any:
+    """A step of four stages, which has its plan."""
+    options: dict[str, Any] = {"stages": STARTS[:3], "micro_batches": 2, "example_batch": data(6)}
+    return dapple.pipeline(chain(weights(4)), optimizer=sgd(), schedule=schedule, **options)
+
+
 def problem(layers: int, make_optimizer: Callable[[], Any] = adam) -> Problem:
     matrices = weights(layers)
     return Problem(chain(matrices), {f"w{i}": matrix for i, matrix in enumerate(matrices)}, make_optimizer)
@@ -154,14 +160,7 @@ def test_a_checkpoint_of_several_stages_a_device_resumes_with_another_number(tmp
 
 
 def test_a_saved_plan_trains_again(tmp_path: Path) -> None:
-    step = dapple.pipeline(
-        chain(weights(4)),
-        optimizer=sgd(),
-        stages=STARTS[:3],
-        micro_batches=2,
-        schedule="interleaved-1f1b",
-        example_batch=data(6),
-    )
+    step = built("interleaved-1f1b")
     step.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.worker_map.chunks == ((0, 2), (1, 3))
@@ -203,14 +202,7 @@ def test_a_request_that_does_not_fit_is_refused(options: dict[str, Any], error: 
 
 
 def test_a_plan_whose_devices_do_not_share_stages_as_its_schedule_says_is_refused() -> None:
-    step = dapple.pipeline(
-        chain(weights(4)),
-        optimizer=sgd(),
-        stages=STARTS[:3],
-        micro_batches=2,
-        schedule="dapple-a",
-        example_batch=data(6),
-    )
+    step = built("dapple-a")
     plan = dataclasses.replace(step.plan, schedule="interleaved-1f1b")
     with pytest.raises(
         PlanError, match=r"runs stages \[0, 2\] on one worker, but stage 0 is on devices \[0\] and stage 2"

@@ -10,6 +10,8 @@ from graph_passes.schedules.policies import (
     check_schedule,
     check_schedule_name,
     count_stages,
+    read_limit,
+    runs_several_stages,
     splits_backward,
     truncate_schedule,
     warm_up_by_name,
@@ -136,3 +138,14 @@ def test_stages_that_do_not_fit_the_policy_are_refused(name: str, stages: int, s
 def test_no_micro_batch_is_refused() -> None:
     with refused(ScheduleError, "M = 0: there must be at least one micro-batch"):
         check_schedule("looped-bfs", 4, 0)
+
+
+def test_only_schedules_with_several_stages_on_a_worker_are_chunked() -> None:
+    chunked = ["interleaved-1f1b", "looped-bfs:v=3", "0F0 1F0 1B0 0B0"]
+    straight = ["gpipe", "K=2,1", "zb-h1:D=2", "interleaved-1f1b:v=1", "0F0 0B0; 1F0 1B0", "1F0 1B0; 0F0 0B0"]
+    assert [runs_several_stages(name) for name in (*chunked, *straight)] == [True] * 3 + [False] * 6
+
+
+def test_d_is_read_off_a_name() -> None:
+    names = {"dapple-b:D=4": 4, "zb-h2": None, "K=2,1": None, "looped-bfs:v=2": None, "0F0 0B0": None}
+    assert {name: read_limit(name) for name in names} == names

@@ -1,4 +1,4 @@
-"""Which stages each worker holds."""
+"""Maps from workers to stages, and those that are refused."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def test_only_stages_alone_on_their_workers_in_order_are_straight() -> None:
     assert WorkerMap.straight(2).is_straight
     assert not WorkerMap.looped(1, 2).is_straight
     assert not WorkerMap(((1,), (0,))).is_straight
+
+
+def test_a_map_is_chunked_where_some_worker_runs_several_stages() -> None:
+    assert WorkerMap(((1,), (0, 2))).is_chunked
+    assert not WorkerMap(((1,), (0,))).is_chunked
 
 
 @pytest.mark.parametrize(
