@@ -186,3 +186,28 @@ def test_a_plan_for_devices_that_are_not_there_is_refused(loss: Any) -> None:
         names_of(model, plan_of(model, 3, 2))
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks"):
         rank_graphs(model, plan_of(model), 3)
+
+
+def test_ranks_with_several_stages_are_refused(loss: Any) -> None:
+    model = model_of(loss)
+    plan = make_plan((0, 0, (0,)), (1, 1, (0,)), schedule="looped-bfs:v=2")
+    with pytest.raises(PlanError, match="looped-bfs:v=2 gives each rank several stages, which jobs cannot run yet"):
+        rank_graphs(model, plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "message"),
+    [
+        (
+            ((0,), (1,)),
+            "looped-bfs:v=2",
+            r"runs stages \[0, 1\] on one worker, but stage 0 is on devices \[0\] and stage 1",
+        ),
+        (((0, 1), (1, 2)), "dapple-a", r"device 1 is in stage 0 and in stage 1: a device can be in only one stage, or"),
+    ],
+)
+def test_stages_share_devices_only_as_the_schedule_says(loss: Any, devices: Any, schedule: str, message: str) -> None:
+    model = model_of(loss)
+    plan = make_plan((0, 0, devices[0]), (1, 1, devices[1]), schedule=schedule)
+    with pytest.raises(PlanError, match=message):
+        pipeline_graph(model, plan, DEVICES, DEVICES[0])

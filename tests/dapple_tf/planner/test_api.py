@@ -123,6 +123,12 @@ def test_impossible_warm_ups_are_not_reported_as_a_lack_of_memory(planner: str, 
         plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, planner=planner, schedule=schedule)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:v=2", "0F0 1F0 1B0 0B0"])
+def test_schedules_with_several_stages_per_device_are_refused(schedule: str) -> None:
+    with refused(PlanError, "runs several stages on a device, and planners know one stage per device only"):
+        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule=schedule)
+
+
 def test_warm_ups_for_more_stages_than_devices_are_refused() -> None:
     with refused(PlanError, "schedule 'K=3,2,1' is for 3 stages, but the cluster has 2 devices"):
         plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule="K=3,2,1")

@@ -103,6 +103,28 @@ def test_a_schedule_for_other_stages_or_micro_batches_is_refused() -> None:
         Order(build_schedule("dapple-a", 3, 4))(TWO)
 
 
+def test_calls_of_several_stages_of_one_device_run_in_the_order_of_the_schedule() -> None:
+    result = Order(build_schedule("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 2, 2))(TWO)
+    controls = {node.name: {control.source for control in node.controls} for node in result.nodes}
+    assert controls == {
+        "stage0/replica0/mb0/forward": set(),
+        "stage0/replica0/mb1/forward": {"stage0/replica0/mb0/forward"},
+        "stage1/replica0/mb0/forward": {"stage0/replica0/mb1/forward"},
+        "stage1/replica0/mb0/backward": set(),  # takes the result of the call before
+        "stage1/replica0/mb1/forward": {"stage1/replica0/mb0/backward"},
+        "stage1/replica0/mb1/backward": set(),
+        "stage0/replica0/mb0/backward": {"stage1/replica0/mb1/backward"},
+        "stage0/replica0/mb1/backward": {"stage0/replica0/mb0/backward"},
+    }
+
+
+def test_stages_of_one_device_with_different_replicas_are_refused() -> None:
+    first = DATA.replace("M", "0")
+    more = "%stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0} -> (float32[])\n"
+    with refused(ScheduleError, "stages [0, 1] share devices, so they need equal replicas, but have [2, 1]"):
+        Order(build_schedule("0F0 1F0 1B0 0B0", 2, 1))(graph(first + more))
+
+
 def test_a_call_waits_until_the_gradients_before_it_are_accumulated() -> None:
     sums = """
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
