@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import dapple_tf as dapple
 from benchmarks import (
-    chunked,
     equality,
     exactness,
     exchange,
@@ -32,7 +31,9 @@ from benchmarks import (
     profile,
     ranks,
     recompute,
+    schedules,
     simulator_speed,
+    slicer,
     sparse_gradients,
     speedups,
     startup,
@@ -66,7 +67,8 @@ BENCHMARKS = {
     "startup": startup,
     "timeline": timeline,
     "zero_bubble": zero_bubble,
-    "chunked": chunked,
+    "schedules": schedules,
+    "slicer": slicer,
     "hosts": hosts,
     "more_hosts": more_hosts,
     "memory": memory,

@@ -156,7 +156,11 @@ def _readers() -> dict[str, Reader]:
     from profiler.cluster import Cluster
     from profiler.importers import read_graph_file, read_profile
 
-    plans = [_json(**_PLAN), _json(**{**_PLAN, "schedule": "0F0 0B0; 1F0 1B0", "micro_batches": 1})]
+    plans = [
+        _json(**_PLAN),
+        _json(**{**_PLAN, "schedule": "0F0 0B0; 1F0 1B0", "micro_batches": 1}),
+        _json(**{**_PLAN, "micro_batch_size": 4, "micro_batch_sizes": [1, 1, 2, 4]}),
+    ]
     cluster_json = _json(format="dapple-cluster/1", device_memory="16GB", servers=[{"name": "a", "devices": 1}])
     schedules = [b"dapple-a:D=3", b"K=2,1", b"zb-h1", str(build_schedule("dapple-b", 2, 4)).encode()]
     return {

@@ -28,11 +28,13 @@ class WholeSlices(PlanningProblem):
         tables = super().cost_tables(*asked)
         return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
-    def evaluate(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
+    def evaluate(
+        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, schedule: str | None = None
+    ) -> Candidate | None:
         """Return the simulated candidate; None where a slice is too small or the memory does not fit."""
         if max(stage.replicas for stage in stages) * self.profile.batch_size > micro_batch_size:
             return None
-        return super().evaluate(stages, micro_batch_size, origin)
+        return super().evaluate(stages, micro_batch_size, origin, schedule)
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ from dapple_tf import Workload
 class Wait(keras.layers.Layer):
     """``x * weight`` of [samples, width], with a sleep in forward, in the gradient of ``x`` and in that of the weight.
 
-    ``seconds``: of these three sleeps. Layers that share the lock ``turn`` sleep one after the other.
+    ``seconds``: of these three sleeps, of ``samples`` samples and in proportion of others; of any number if None.
+    Layers that share the lock ``turn`` sleep one after the other.
     """
 
-    def __init__(self, seconds: Sequence[float], turn: Any, width: int, name: str) -> None:
+    def __init__(self, seconds: Sequence[float], turn: Any, width: int, name: str, samples: int | None) -> None:
         super().__init__(name=name)
         self.seconds = tuple(seconds)
         self.turn = turn
+        self.samples = samples
         self.weight = self.add_weight(shape=(width,), initializer="ones")
 
     def call(self, x: Any) -> Any:
@@ -40,22 +42,25 @@ class Wait(keras.layers.Layer):
         @tf.custom_gradient
         def multiply(x: Any, weight: Any) -> Any:
             def differentiate(dy: Any) -> tuple[Any, Any]:
-                dx = pause(dy, inputs, self.turn) * weight
-                return dx, tf.reduce_sum(pause(dy, weights, self.turn) * x, 0)
+                dx = pause(dy, inputs, self.turn, self.samples) * weight
+                return dx, tf.reduce_sum(pause(dy, weights, self.turn, self.samples) * x, 0)
 
-            return pause(x, forward, self.turn) * weight, differentiate
+            return pause(x, forward, self.turn, self.samples) * weight, differentiate
 
         return multiply(x, tf.convert_to_tensor(self.weight))
 
 
-def pause(tensor: Any, seconds: float, turn: Any) -> Any:
-    """Return the tensor ``seconds`` after it is computed and ``turn`` is free; this occupies a thread, but no core."""
+def pause(tensor: Any, seconds: float, turn: Any, samples: int | None = None) -> Any:
+    """Return the tensor ``seconds`` after it is computed and ``turn`` is free; this occupies a thread, but no core.
+
+    The seconds are of ``samples`` rows, or of any number.
+    """
     if not seconds:
         return tensor
 
     def wait(value: Any) -> Any:
         with turn:
-            time.sleep(seconds)
+            time.sleep(seconds * (len(value) / samples if samples else 1.0))
         return value
 
     later = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
@@ -72,9 +77,11 @@ def waits(
     width: int = 4,
     batch_size: int = 64,
     devices: Sequence[int] | None = None,
+    samples: int | None = None,
 ) -> Timed:
     """Return a chain of ``stages`` layers that sleep for a set time per micro-batch, whatever its number of samples.
 
+    With ``samples`` the times are of that many samples, and in proportion of others.
     ``devices``: the number of each layer's device; layers of one device sleep one after the other. By default each
     layer has a device of its own.
 
@@ -86,7 +93,7 @@ def waits(
     turns = [threading.Lock() for _ in range(stages)]
     places = range(stages) if devices is None else devices
     layers = [
-        Wait((forward, inputs, weights), turns[place], width, name)
+        Wait((forward, inputs, weights), turns[place], width, name, samples)
         for name, place in zip(_names(stages), places, strict=True)
     ]
     scale = tf.Variable(tf.ones([width]), name="scale")

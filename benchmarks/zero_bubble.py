@@ -15,6 +15,7 @@ from benchmarks.common import Row, available_cores, median, print_rows, run_on_c
 from benchmarks.needs import find_missing_for_ranks
 from benchmarks.waits import stage_names, start_waiting, waits
 from benchmarks.zero_bubble_ranks import rows_of_ranks
+from graph_passes.schedules.schedule import FREEING
 
 STAGES, MICRO_BATCHES, SECONDS = 4, 8, 0.02  # of F, of B (gradients of inputs) and of W
 SCHEDULES = ("dapple-a", "zb-h1")
@@ -66,13 +67,12 @@ def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float
     """Return the simulated seconds of a step of equal stages without transfers."""
     import numpy as np
 
-    from dapple_tf.simulator.engine import has_weights, step_seconds
+    from dapple_tf.simulator.engine import step_seconds
     from dapple_tf.simulator.named_orders import named_order
 
     order = named_order(schedule, stages, micro_batches).order
-    splits = has_weights(order)
-    forward, backward, weights, nothing = (np.full(stages, float(x)) for x in (f, b if splits else b + w, w, 0))
-    return float(step_seconds(order, forward, backward, weights[: splits * stages], nothing, nothing, nothing))
+    forward, backward, weights, nothing = (np.full(stages, float(x)) for x in (f, b + w, w, 0))
+    return float(step_seconds(order, forward, backward, weights, nothing, nothing, nothing))
 
 
 def measure() -> dict[str, Any]:
@@ -107,13 +107,12 @@ def measure() -> dict[str, Any]:
 
 
 def count_in_flight(timeline: Any) -> int:
-    """Return the largest number of micro-batches in flight on a stage: F has started, W (or B) has not ended."""
-    frees = "W" if any(event.action.kind == "W" for event in timeline.events) else "B"
+    """Return the largest number of micro-batches in flight on a stage: F has started, B or W has not ended."""
     most = 0
     for stage in range(STAGES):
         events = [event for event in timeline.events if event.action.stage == stage]
         changes = [(event.start, 1) for event in events if event.action.kind == "F"]
-        changes += [(event.end, -1) for event in events if event.action.kind == frees]
+        changes += [(event.end, -1) for event in events if event.action.kind in FREEING]
         most = max([most, *itertools.accumulate(change for _, change in sorted(changes))])
     return most
 

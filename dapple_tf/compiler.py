@@ -60,7 +60,7 @@ from graph_passes.passes.tail_function import build_tail
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import abbreviate_schedule, build_schedule, forward_only, worker_map_of
+from graph_passes.schedules.policies import build_schedule, forward_only
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,13 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     order: list[Pass] = [
         *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
         *([LookUpRows(model.lookups)] if model.lookups else []),  # in what Recompute repeats too
-        *([SplitWeights()] if schedule.splits else []),  # rewrites stage functions; their calls come next
+        *(
+            [SplitWeights(schedule.split, plan.micro_batches)] if schedule.split else []
+        ),  # rewrites stage functions; their calls come next
         # calls of stages exist from here on
-        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
+        Microbatch(
+            model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, schedule.split, plan.sizes
+        ),
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
         CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
@@ -334,7 +338,7 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
     schedule = forward_only(plan.worker_map, plan.micro_batches)
     return (
-        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier),
+        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, sizes=plan.sizes),
         SplitConcat(plan.replicas, model.shared),
         CopyVariables(),
         *([WriteStatistics()] if model.statistics else []),
@@ -396,17 +400,13 @@ def rank_graphs(
 ) -> tuple[Graph, ...]:
     """Return the graphs of all ranks of a job of ``size`` processes, without devices, checked against each other.
 
+    A rank runs all stages of its device in ``plan``.
     ``local``: each takes only the rows of the batch that it needs, and the batch size as its last input.
 
     Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
     match.
     """
-    if worker_map_of(plan.schedule, len(plan.stages)).is_chunked:
-        raise PlanError(
-            f"schedule {abbreviate_schedule(plan.schedule)} gives each rank several stages, which jobs cannot run yet: "
-            "choose a schedule with one stage per rank, or run all stages in one process"
-        )
-    used = sorted(device for stage in plan.stages for device in stage.devices)
+    used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):
         raise PlanError(
             f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
@@ -422,7 +422,7 @@ def rank_graphs(
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
-        run_passes(whole, [RankVariables(types), Project(ranks, rank), *last], observers) for rank in range(size)
+        run_passes(whole, [RankVariables(types, ranks), Project(ranks, rank), *last], observers) for rank in range(size)
     )
     verify_ranks(graphs)
     return graphs

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapple_tf.autoplan.recompute_option import Recompute
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.request import MicroBatches, Request
+from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
@@ -21,7 +22,7 @@ def pipeline(
     plan: Plan | None = None,
     stages: int | Sequence[str] | str = "auto",
     replicas: Sequence[int] | None = None,
-    micro_batches: int | str = 8,
+    micro_batches: MicroBatches = 8,
     schedule: str = "auto",
     recompute: Recompute = False,
     sparse_gradients: str = "exact",
@@ -29,6 +30,7 @@ def pipeline(
     batch_loss: BatchLoss = False,
     batch_norm: BatchNorm = "micro-batch",
     jit_compile: bool | None = None,
+    slice: Slice = None,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -47,10 +49,14 @@ def pipeline(
         stages: The number of stages, the names of the layers that start one, or "auto": the model is profiled, and
             planned for ``cluster`` or the devices at hand.
         replicas: The number of devices of each stage, such as [2, 1]; where devices run several stages, of each worker.
-        micro_batches: M, or "auto".
+        micro_batches: M, or "auto"; or for each micro-batch its samples, such as [2, 2, 4] of a first batch of 8, or
+            its share of the samples, such as [0.25, 0.25, 0.5]. Batches of another size are cut in the same
+            proportion, or into equal micro-batches where one would be too small. Needs ``stages`` (or ``replicas``).
         schedule: "gpipe", "dapple-a", "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n micro-batches);
-            "interleaved-1f1b" and "looped-bfs", whose devices run two stages each (or n, with ":v=n"); "K=3,2,1", the
-            warm-up of each stage; the actions of every device, "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"; or "auto".
+            "interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each (or n, with
+            ":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; "zb-auto",
+            searched for; "K=3,2,1", the warm-up of each stage; the actions of every device, "0F0 0F1 0B0 0B1; 1F0 1B0
+            1F1 1B1"; or "auto".
         recompute: Layers whose activations backward computes again instead of keeping them: True (all), one flag for
             each stage, or the names of layers.
         inexact: What to do where a step would differ from one device's: "error", "warn" (train on, with a warning that
@@ -65,6 +71,8 @@ def pipeline(
             and variance over the whole batch. "sync": replicas normalise all samples of a micro-batch together.
         jit_compile: Whether XLA compiles each stage function that it can compile: True, False, or None, which follows
             the loss, a tf.function with ``jit_compile=True``. A warning names the functions that run without it.
+        slice: How many of the first micro-batches run their forwards in two halves, so that the last stage starts in
+            half the time (AutoPipe's Slicer): a number, or "auto". For 1F1B ("dapple-a") with three stages or more.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.
@@ -90,6 +98,7 @@ def pipeline(
         batch_loss,
         batch_norm,
         jit_compile,
+        slice,
     )
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:

@@ -29,6 +29,8 @@ _MOST_MICRO_BATCHES = 100_000
 _MOST_LAYERS = 1_000_000
 _LONGEST_SCHEDULE = 4_000_000  # characters
 
+_NAMED_SIZES = 16  # in a description of a plan
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -50,8 +52,10 @@ class Plan:
 
     ``recompute``: the layers whose activations backward computes again instead of keeping them: all (True), none
     (False), or those with these numbers. ``predicted``: the simulator's prediction, if there is one. ``overlap``:
-    AllReduce starts during the last backward, layer by layer, not after it. Raises PlanError naming the field that is
-    wrong.
+    AllReduce starts during the last backward, layer by layer, not after it. ``micro_batch_sizes``: the samples of each
+    micro-batch of a whole batch, where they were given; ``micro_batch_size`` is then the largest. A batch of another
+    size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). Raises PlanError naming the field that
+    is wrong.
     """
 
     model: str
@@ -64,12 +68,15 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Mapping[str, Any] | None = None
     overlap: bool = False
+    micro_batch_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan needs at least one stage")
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
+        if self.micro_batch_sizes is not None:
+            _check_sizes(self, self.micro_batch_sizes)
         expected = 0
         for index, stage in enumerate(self.stages):
             if stage.last_layer < stage.first_layer:
@@ -89,6 +96,11 @@ class Plan:
             expected = stage.last_layer + 1
         if not isinstance(self.recompute, bool):
             _check_layers(self.recompute, expected)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``micro_batch_sizes``; empty where micro-batches are equal."""
+        return self.micro_batch_sizes or ()
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -119,9 +131,14 @@ class Plan:
         return self.recompute
 
     def describe_micro_batches(self) -> str:
-        """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8."""
+        """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8.
+
+        Given sizes are named in order, ``3 micro-batches of 2, 2 and 4 samples``; of many only the range.
+        """
         least, more = divmod(self.global_batch_size, self.micro_batches)
         sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
+        if len(set(self.sizes)) > 1:
+            sizes = f"{_list_sizes(self.sizes)} samples"
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} of {sizes}"
 
     def runs(self, stage: int) -> tuple[range, ...]:
@@ -134,6 +151,8 @@ class Plan:
         data = {"format": FORMAT, **asdict(self)}
         if not self.overlap:
             del data["overlap"]  # the default is not written
+        if self.micro_batch_sizes is None:
+            del data["micro_batch_sizes"]
         return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -190,6 +209,27 @@ def _check_layers(layers: tuple[int, ...], count: int) -> None:
             )
 
 
+def _check_sizes(plan: Plan, sizes: tuple[int, ...]) -> None:
+    """Raise PlanError unless the given sizes of micro-batches agree with the plan's other fields."""
+    for index, size in enumerate(sizes):
+        if size < 1:
+            raise PlanError(f"micro_batch_sizes[{index}] is {size}; a micro-batch has at least 1 sample")
+    if len(sizes) != plan.micro_batches:
+        raise PlanError(f"micro_batch_sizes has {len(sizes)} sizes, but micro_batches is {plan.micro_batches}")
+    if sum(sizes) != plan.global_batch_size:
+        raise PlanError(f"micro_batch_sizes add up to {sum(sizes)}, but global_batch_size is {plan.global_batch_size}")
+    if max(sizes) != plan.micro_batch_size:
+        raise PlanError(
+            f"the largest of micro_batch_sizes is {max(sizes)}, but micro_batch_size is {plan.micro_batch_size}"
+        )
+
+
+def _list_sizes(sizes: tuple[int, ...]) -> str:
+    if len(sizes) > _NAMED_SIZES:
+        return f"{min(sizes)} to {max(sizes)}"
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
+
+
 def _check_size(plan: Plan) -> None:
     if plan.micro_batches > _MOST_MICRO_BATCHES:
         raise PlanError(f"micro_batches is {plan.micro_batches}; a plan has at most {_MOST_MICRO_BATCHES}")
@@ -224,6 +264,7 @@ def _from_json(data: Any) -> Plan:
         ),
         predicted=top.mapping("predicted") if top.has("predicted") else None,
         overlap=top.flag("overlap") if top.has("overlap") else False,
+        micro_batch_sizes=top.integers("micro_batch_sizes") if top.has("micro_batch_sizes") else None,
     )
     _check_size(plan)
     try:

@@ -18,17 +18,19 @@ def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
 
 
 def _check_batch(plan: Plan) -> None:
-    if plan.micro_batch_size * plan.micro_batches != plan.global_batch_size or plan.global_batch_size < 1:
+    equal = plan.micro_batch_size * plan.micro_batches == plan.global_batch_size
+    if not (equal or plan.sizes) or plan.global_batch_size < 1:
         raise PlanError(
             f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} is not global_batch_size "
             f"{plan.global_batch_size}: choose micro-batches that divide the batch"
         )
 
+    least = min(plan.sizes, default=plan.micro_batch_size)
     for index, stage in enumerate(plan.stages):
-        if stage.replicas > plan.micro_batch_size:
+        if stage.replicas > least:
             raise PlanError(
                 f"stage {index} has {stage.replicas} replicas, but a micro-batch has "
-                f"{format_samples(plan.micro_batch_size)}: use larger micro-batches or fewer replicas"
+                f"{format_samples(least)}: use larger micro-batches or fewer replicas"
             )
 
 

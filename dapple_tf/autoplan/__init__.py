@@ -5,6 +5,7 @@ option                      file
 ==========================  ==========================================================================
 ``stages="auto"``           ``stages_auto``: profile the model, run planner "best"
 ``stages=2``, ``["a"]``     ``stages_requested``: cut where the user says, or balance estimated work
+``micro_batches=[2, 4]``    ``given_sizes``: the samples, or the share, of each micro-batch
 ``micro_batches="auto"``    ``micro_batches_auto``: profile the model, simulate each M
 ``schedule="auto"``         ``schedule_auto``: simulate each policy; ``schedule_estimated`` without a profile
 ``recompute=...``           ``recompute_option``: layers that backward computes again

@@ -19,7 +19,7 @@ from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.request import Request, check_conflicts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
-from dapple_tf.autoplan.stages_auto import choose_stages
+from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
@@ -32,7 +32,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.policies import build_schedule, is_searched
 from profiler.cluster import Cluster
 from profiler.units import format_samples
 
@@ -127,8 +127,13 @@ class Autoplan:
         return self._request.keeps_slices
 
     def micro_batch_size(self, samples: int) -> int:
-        """Return the samples of a micro-batch, at least 2, as far as the request tells before there is a plan."""
-        return max(2, samples // max(1, self._request.count_micro_batches(samples)))
+        """Return the samples of the largest micro-batch, at least 2, as far as the request tells without a plan."""
+        return max(2, self._request.largest_micro_batch(samples))
+
+    def check_first_batch(self, samples: int) -> None:
+        """Raise PlanError where there is no plan yet, and the requested sizes do not fit a batch of ``samples``."""
+        if self._decision is None and (sizes := self._request.sizes(samples)):
+            check_batch_size(samples, len(sizes), self._request.replicas or (1,), sizes)
 
     def decide(
         self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
@@ -196,7 +201,8 @@ class Autoplan:
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
-        if self._plan_given is None and decision.choice is None and self._request.schedule_is_auto:
+        unknown = self._request.schedule_is_auto or is_searched(self._request.schedule)
+        if self._plan_given is None and decision.choice is None and unknown:
             self._estimates = costs, shapes
 
     def _make_decision(
@@ -214,6 +220,7 @@ class Autoplan:
             ranks=self._job is not None,
         )
         if self._request.stages_are_auto:
+            check_enough_layers(self._request, layers)
             decision = choose_stages(inputs)
             recompute = choose_recompute(self._request.recompute, layers, decision.plan.stages)
             return decision.with_recompute(recompute)
@@ -232,7 +239,8 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
             "another model"
         )
     try:
-        check_batch_size(samples, plan.micro_batches, plan.replicas)
+        sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
+        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
     except PlanError as error:
         if samples == plan.global_batch_size:
             raise
@@ -266,7 +274,7 @@ def _may_wait(request: Request, plan: Plan | None) -> bool:
     if plan is not None:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         return schedule.warm_up[-1] == schedule.micro_batches
-    return request.schedule in ("auto", "gpipe") or request.micro_batches == 1
+    return request.schedule in ("auto", "gpipe") or request.micro_batches == 1 or len(request.given_sizes) == 1
 
 
 def _choose_by_estimate(

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
-from graph_passes.analysis.row_bounds import fit_micro_batches
+from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from graph_passes.schedules.policies import truncate_schedule
 from profiler.units import format_samples
 
 
-def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], sizes: Sequence[int] = ()) -> None:
     """Raise PlanError unless every replica gets at least one sample of every micro-batch.
 
-    ``replicas``: of each stage.
+    ``replicas``: of each stage. ``sizes``: the samples of each micro-batch, where they are given.
     """
+    if sizes and min(sizes) < max(replicas):
+        index = sizes.index(min(sizes))
+        raise PlanError(
+            f"micro-batch {index} has {format_samples(sizes[index])}, too few for {max(replicas)} replicas: make it "
+            "larger, or use fewer replicas"
+        )
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: it must be at least 1")
     if micro_batches > samples:
@@ -35,8 +41,14 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int]) 
 def fit_plan(plan: Plan, samples: int) -> Plan:
     """Return ``plan`` for a batch of ``samples``: with fewer micro-batches, then fewer replicas, where it is too small.
 
-    Every replica of every stage then gets at least one sample of every micro-batch.
+    Micro-batches of given sizes keep their proportion, or become equal where one would be too small. Every replica of
+    every stage then gets at least one sample of every micro-batch.
     """
+    if fit_sizes(samples, plan.sizes, max(plan.replicas)):
+        return plan
+    if plan.sizes:
+        equal = -(-plan.global_batch_size // plan.micro_batches)
+        plan = dataclasses.replace(plan, micro_batch_size=equal, micro_batch_sizes=None)
     replicas = min(max(plan.replicas), samples)
     micro_batches = fit_micro_batches(samples, plan.micro_batches, max(plan.replicas))
     if micro_batches == plan.micro_batches and replicas == max(plan.replicas):

@@ -26,7 +26,7 @@ class PlanDecision:
 
     def with_schedule(self, choice: ScheduleChoice) -> PlanDecision:
         """Return this decision with the schedule of ``choice`` in its plan."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, schedule=choice.schedule), choice=choice)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, schedule=choice.actions), choice=choice)
 
     def with_recompute(self, recompute: bool | tuple[int, ...]) -> PlanDecision:
         """Return this decision with ``recompute`` in its plan, and no prediction if it was made for another."""
@@ -36,13 +36,21 @@ class PlanDecision:
 
 
 def decide_on(
-    problem: PlanningProblem, candidate: Candidate, planner: str, samples: int, choice: ScheduleChoice | None
+    problem: PlanningProblem,
+    candidate: Candidate,
+    planner: str,
+    samples: int,
+    choice: ScheduleChoice | None,
+    sizes: tuple[int, ...] | None = None,
 ) -> PlanDecision:
     """Return the decision for ``candidate``, with its simulated step.
 
-    The plan is for a whole batch of ``samples``, of which the simulated micro-batches may leave out a few.
+    The plan is for a whole batch of ``samples``, of which the simulated micro-batches may leave out a few, or for
+    micro-batches of given ``sizes``.
     """
-    plan, simulated = predict_plan(problem, candidate, planner)
+    plan, simulated = predict_plan(problem, candidate, planner, sizes)
+    if sizes is not None:
+        return PlanDecision(plan, choice, simulated)
     micro_batch_size = -(-samples // plan.micro_batches)
     plan = dataclasses.replace(plan, global_batch_size=samples, micro_batch_size=micro_batch_size)
     return PlanDecision(plan, choice, simulated)

@@ -21,14 +21,12 @@ def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: Estimat
 
     ``names``: of the layers that ``plan`` counts; without any the stages are balanced by ``costs``. A stage starts at
     its first layer that the other function has too, so that its variables stay on its devices. A stage without such a
-    layer, of dropout alone, say, is left out; with ``all_devices`` its devices become replicas of the stage before.
+    layer, of dropout alone, say, is left out. With ``all_devices`` the devices of a worker that keeps no stage become
+    replicas of the worker of the stage before.
     """
-    kept: list[StagePlan] = []
-    for stage, start in zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True):
-        if start is not None:
-            kept.append(StagePlan(start, start, stage.devices))
-        elif all_devices:
-            kept[-1] = dataclasses.replace(kept[-1], devices=(*kept[-1].devices, *stage.devices))
+    found = list(zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True))
+    devices = _keep_devices(found, all_devices=all_devices)
+    kept = [StagePlan(start, start, devices[stage.devices]) for stage, start in found if start is not None]
     return dataclasses.replace(plan, stages=_until_next(kept, layers), recompute=False, predicted=None)
 
 
@@ -38,7 +36,12 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
-    enough = max(request.replicas or (1,)) * request.count_micro_batches(8)  # the plan is fitted to each batch later
+    count = request.count_micro_batches(8)
+    enough = max(request.replicas or (1,)) * count  # the plan is fitted to each batch later
+    if request.stages_are_auto:  # the planner of training may share devices; this plan is only for until then
+        request = dataclasses.replace(request, schedule="gpipe")
+    if request.given_sizes:  # those of the first batch of training
+        request = dataclasses.replace(request, micro_batches=count)
     if not request.schedule_is_auto and runs_several_stages(request.schedule):
         with contextlib.suppress(PartitionError):  # it has fewer places to cut, or other layers: see below
             return plan_requested_stages(dataclasses.replace(request, recompute=False), layers, costs, enough, devices)
@@ -87,6 +90,25 @@ def _find_starts(plan: Plan, names: Sequence[str], layers: Layers, costs: Estima
         starts.append(start)
         last = last if start is None else start
     return starts
+
+
+def _keep_devices(
+    found: Sequence[tuple[StagePlan, int | None]], *, all_devices: bool
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Return the devices of each worker that keeps a stage, by those that it has in training.
+
+    ``found``: the stages of training, each with its start, None where it is left out; see ``follow_plan``.
+    """
+    kept = {stage.devices: stage.devices for stage, start in found if start is not None}
+    idle = {stage.devices for stage, _ in found if all_devices} - kept.keys()
+    before = found[0][0].devices
+    for stage, start in found:
+        if start is not None:
+            before = stage.devices
+        elif stage.devices in idle:
+            kept[before] += stage.devices
+            idle.remove(stage.devices)
+    return kept
 
 
 def _until_next(stages: Sequence[StagePlan], layers: Layers) -> tuple[StagePlan, ...]:

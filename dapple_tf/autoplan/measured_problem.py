@@ -77,13 +77,14 @@ def detect_job_cluster() -> Cluster:
 def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence[int]) -> PlanningProblem:
     """Profile the model, and return the planning problem of the request on ``cluster``.
 
-    Times are measured at the size of a micro-batch and of a replica's share of one, for each of ``replicas``. Raises
+    Times are measured at the size of a micro-batch (of given sizes the largest) and of a replica's share of one, for
+    each of ``replicas``. Raises
     PlanError for a batch that is too small for the micro-batches, or a schedule that cannot run; both before profiling.
     """
     request, samples = inputs.request, inputs.samples
     micro_batches = request.count_micro_batches(samples)
     check_batch_size(samples, micro_batches, (1,))
-    size = samples // micro_batches
+    size = max(request.sizes(samples), default=samples // micro_batches)
     any_size = request.micro_batches_are_auto
     if not request.schedule_is_auto:
         sizes = list_micro_batch_sizes(samples, None) if any_size else (size,)

@@ -15,7 +15,8 @@ from profiler.cluster import Cluster
 def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     """Return ``plan`` with M, policy and D chosen, as far as they are "auto".
 
-    M is a divisor of the batch that gives every replica a sample. Without a cluster, the plan's own devices are taken
+    M is a divisor of the batch that gives every replica a sample. Of micro-batches of given sizes, each counts as the
+    largest while the schedule is chosen. Without a cluster, the plan's own devices are taken
     to run at the same time, even if there are more than cores: the user asked for them. Raises PlanError where no
     schedule fits the cluster's memory, or the cluster does not fit the devices.
     """
@@ -27,4 +28,4 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     choice = choose_profiled_schedule(problem, plan.stages, sizes)
     size = problem.global_batch_size // choice.micro_batches
     chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
-    return decide_on(problem, chosen, "requested", inputs.samples, choice)
+    return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)

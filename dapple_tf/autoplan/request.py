@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.given_sizes import GivenSizes, are_counts, check_given_sizes, count_samples
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
-from dapple_tf.errors import PlanError
+from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
+from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
-from graph_passes.schedules.policies import abbreviate_schedule, check_schedule_name, runs_several_stages
+from graph_passes.schedules.policies import check_schedule_name
+from graph_passes.schedules.text import is_text, parse_schedule
 from profiler.cluster import Cluster
 
 # M of a batch that has the samples, before the simulator has chosen it.
@@ -17,21 +22,26 @@ _USUAL_MICRO_BATCHES = 8
 _SPARSE_GRADIENTS = ("exact", "dense")
 
 
+MicroBatches = int | str | GivenSizes
+"""M, "auto", or for each micro-batch its samples or its share of the samples."""
+
+
 @dataclass(frozen=True)
 class Request:
     """The options of ``dapple.pipeline`` that shape its plan.
 
     ``stages``: a number, the names of the layers that start a stage, or "auto". With ``replicas`` (devices of each
-    stage), "auto" means one stage per entry; without, a planner chooses both. ``micro_batches``: M, or "auto".
-    ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or
-    "dense". ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles
-    stage functions; None follows the loss function. Raises PlanError for a value of the wrong type, ScheduleError for
-    an unknown schedule, and UsageError for what does not exist yet.
+    worker), "auto" means one worker per entry; without, a planner chooses both. ``micro_batches``: M, or "auto", or
+    for each micro-batch its samples (of the first batch) or its share of the samples; see ``given_sizes``.
+    ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or "dense".
+    ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles stage
+    functions; None follows the loss function. ``slice``: see ``slice_option``. Raises PlanError for a value of the
+    wrong type, ScheduleError for an unknown schedule, and UsageError for what does not exist yet.
     """
 
     stages: int | Sequence[str] | str = "auto"
     replicas: Sequence[int] | None = None
-    micro_batches: int | str = 8
+    micro_batches: MicroBatches = 8
     schedule: str = "auto"
     recompute: Recompute = False
     sparse_gradients: str = "exact"
@@ -39,10 +49,10 @@ class Request:
     batch_loss: BatchLoss = False
     batch_norm: BatchNorm = "micro-batch"
     jit_compile: bool | None = None
+    slice: Slice = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.micro_batches, int) and self.micro_batches != "auto":
-            raise PlanError(f"micro_batches={self.micro_batches!r}: give a whole number, or 'auto'")
+        self._check_micro_batches()
         if not isinstance(self.schedule, str):
             raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
         if not self.schedule_is_auto:
@@ -51,12 +61,15 @@ class Request:
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _is_list_of(str, self.stages):
             raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
-        if not self.schedule_is_auto and runs_several_stages(self.schedule):
-            self._check_several_stages()
+        if self.given_sizes:
+            self._check_sizes_fit()
         check_recompute(self.recompute)
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
         check_batch_norm(self.batch_norm)
+        check_slice(self.slice, self.schedule, self.micro_batches)
+        if self.slice is not None and self.schedule == "auto":
+            object.__setattr__(self, "schedule", SLICED_SCHEDULES[1])  # what is sliced is no longer to be chosen
         if self.jit_compile not in (None, True, False):
             raise PlanError(f"jit_compile={self.jit_compile!r}: give True, False, or None to follow the loss function")
         if self.sparse_gradients not in _SPARSE_GRADIENTS:
@@ -65,13 +78,29 @@ class Request:
                 "as on one device) or 'dense' (it gets a dense tensor)"
             )
 
-    def _check_several_stages(self) -> None:
-        """Raise PlanError for what cannot be chosen under a schedule with several stages per device."""
-        for name, what in (("stages", "the number of stages, or their layers"), ("micro_batches", "a number")):
-            if getattr(self, name) == "auto":
-                raise PlanError(
-                    f"{name}='auto' with schedule {abbreviate_schedule(self.schedule)}, which runs several stages on a "
-                    f"device: planners know one stage per device only, so give {what}"
+    def _check_micro_batches(self) -> None:
+        """Raise PlanError unless ``micro_batches`` is a number, "auto", or sizes."""
+        given = self.micro_batches
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            check_given_sizes(given)
+        elif type(given) is not int and given != "auto":
+            raise PlanError(
+                f"micro_batches={given!r}: give a whole number, 'auto', or a list of the samples or shares of each "
+                "micro-batch"
+            )
+
+    def _check_sizes_fit(self) -> None:
+        """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
+        given, count = self.given_sizes, len(self.given_sizes)
+        if self.replicas and are_counts(given):
+            sizes = tuple(map(int, given))
+            check_batch_size(sum(sizes), count, self.replicas, sizes)
+        if not self.schedule_is_auto and is_text(self.schedule):
+            found = parse_schedule(self.schedule).micro_batches
+            if found != count:
+                raise ScheduleError(
+                    f"the schedule's text is for {found} micro-batches, but micro_batches={list(given)} are {count}: "
+                    "give a size for each, or another schedule"
                 )
 
     @property
@@ -99,9 +128,30 @@ class Request:
 
         ``replicas``: the largest number of replicas of a stage, each of which needs a sample.
         """
+        if self.given_sizes:
+            return len(self.given_sizes)
         if isinstance(self.micro_batches, int):
             return self.micro_batches
         return max(1, min(_USUAL_MICRO_BATCHES, samples // replicas))
+
+    @property
+    def given_sizes(self) -> GivenSizes:
+        """The samples or shares of each micro-batch; empty where ``micro_batches`` is a number or "auto"."""
+        return () if isinstance(self.micro_batches, int | str) else self.micro_batches
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each micro-batch of a first batch of ``samples``; empty for equal ones.
+
+        Raises PlanError where given sizes do not add up to ``samples``.
+        """
+        found = count_samples(self.given_sizes, samples) if self.given_sizes else ()
+        return found if len(set(found)) > 1 else ()
+
+    def largest_micro_batch(self, samples: int) -> int:
+        """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
+        if self.given_sizes:
+            return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
+        return samples // max(1, self.count_micro_batches(samples))
 
 
 def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None) -> None:
@@ -113,6 +163,21 @@ def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None
     if plan is not None and request.recompute:
         raise PlanError(
             "give a plan, or recompute, not both: a plan's field recompute says which layers are re-computed"
+        )
+    if plan is not None and request.slice is not None:
+        raise PlanError("give a plan, or slice, not both: a plan's schedule and micro_batch_sizes say what is sliced")
+    if plan is None and request.slice is not None and request.stages_are_auto:
+        raise PlanError(f"slice={request.slice!r} with stages='auto': give a number, or the layers that start a stage")
+    given = request.given_sizes
+    if given and plan is not None:
+        raise PlanError(
+            "give a plan, or the sizes of micro-batches, not both: a plan's field micro_batch_sizes says how many "
+            "samples each micro-batch has"
+        )
+    if given and request.stages_are_auto:
+        raise PlanError(
+            f"micro_batches={list(given)} with stages='auto': planners know micro-batches of equal sizes only, so give "
+            "stages (and replicas), or M as a number"
         )
     nothing_is_auto = not (request.stages_are_auto or request.micro_batches_are_auto or request.schedule_is_auto)
     if cluster is not None and (plan is not None or nothing_is_auto):

@@ -5,6 +5,7 @@ D, the number of micro-batches that memory holds, and M are chosen with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,18 +17,28 @@ from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arr
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
     count_micro_batches,
     count_stages,
+    is_searched,
     read_limit,
+    runs_several_stages,
+    worker_map_of,
 )
+from graph_passes.schedules.worker_map import WorkerMap
+from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
 from profiler.units import format_bytes
 
 # A policy that holds more micro-batches must be faster by more than this share of the step, or it wastes memory.
 _MIN_GAIN = 1e-3
+# Schedules whose backwards are two calls, the one that holds least first. They must be faster by more than this share
+# of the step: two calls of a stage's functions take a little longer than one, which the cost model does not know.
+_SPLIT = ("zb-h1", "zb-h2")
+_MIN_SPLIT_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class ScheduleChoice:
     ``micro_batches``: M. ``acr``: see ``activation_communication_ratio``. ``seconds``: of the step under each policy
     that fits the memory, by the policy's name. ``measured``: whether costs come from a profile, and not from an
     estimate. ``memory``: bytes of a device. ``max_in_flight``: for each stage, how many micro-batches its memory holds.
+    ``found``: where the schedule is ``zb-auto``, the order that was found.
     """
 
     schedule: str
@@ -46,6 +58,12 @@ class ScheduleChoice:
     measured: bool
     memory: float
     max_in_flight: tuple[int, ...]
+    found: FoundOrder | None = None
+
+    @property
+    def actions(self) -> str:
+        """The schedule as plans hold it: its name, or all actions of an order that was found."""
+        return self.schedule if self.found is None else str(self.found.schedule)
 
     def __str__(self) -> str:
         base = "" if self.measured else " (estimated)"
@@ -56,6 +74,8 @@ class ScheduleChoice:
         ]
         if others:
             text += f"; {', '.join(others)}"
+        if self.found is not None:
+            text += f"; {self.found}"
         limit = read_limit(self.schedule)
         if limit is not None:
             stage = min(range(len(self.max_in_flight)), key=lambda s: self.max_in_flight[s])
@@ -101,16 +121,63 @@ def choose_profiled_schedule(
 
     Raises PlanError where the stages do not fit the profile or the cluster.
     """
-    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
-    costs = {}
+    memory = problem.cluster.device_memory
+    if problem.schedule != "auto":
+        costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, problem.schedule)
+        choice = choose_schedule(costs, memory, policies=(problem.schedule,), measured=True)
+        return with_found_order(choice, stages, costs) if is_searched(problem.schedule) else choice
+    costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, POLICIES[0])
+    choice = choose_schedule(costs, memory, measured=True)
+    if len(stages) == 1:
+        return choice
+    size = problem.global_batch_size // choice.micro_batches
+    return _with_split_backward(choice, _costs_by_micro_batches(problem, stages, [size], _SPLIT[0]))
+
+
+def with_found_order(
+    choice: ScheduleChoice, stages: Sequence[StagePlan], costs: Mapping[int, Sequence[StageCosts]]
+) -> ScheduleChoice:
+    """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M."""
+    workers = worker_map_of(choice.schedule, len(stages))
+    found = search_order(workers, choice.micro_batches, costs[choice.micro_batches], usable_bytes(choice.memory))
+    seconds = {**choice.seconds, choice.schedule: found.seconds}
+    return dataclasses.replace(choice, seconds=seconds, found=found)
+
+
+def _costs_by_micro_batches(
+    problem: PlanningProblem, stages: tuple[StagePlan, ...], micro_batch_sizes: Sequence[int], schedule: str
+) -> dict[int, Sequence[StageCosts]]:
+    """Return the costs of the stages under ``schedule``, by M."""
+    costs: dict[int, Sequence[StageCosts]] = {}
     for size in micro_batch_sizes:
         plan = problem.make_plan(stages, size, schedule, "requested")
         check_plan(plan, problem.profile, problem.cluster)
         costs[plan.micro_batches] = stage_costs(
             plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots
         )
-    policies = POLICIES if problem.schedule == "auto" else (problem.schedule,)
-    return choose_schedule(costs, problem.cluster.device_memory, policies=policies, measured=True)
+    return costs
+
+
+def _with_split_backward(choice: ScheduleChoice, costs: Mapping[int, Sequence[StageCosts]]) -> ScheduleChoice:
+    """Return the choice, or the fastest schedule that splits backwards, for the same M, where that gains enough.
+
+    ``costs``: of each stage where backwards are split.
+    """
+    m = choice.micro_batches
+    rows = stage_cost_arrays(costs[m])
+    tried = [fastest_schedule(rows, m, usable_bytes(choice.memory), policy) for policy in _SPLIT]
+    seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
+    found = None
+    if any(entry.seconds < float("inf") for entry in tried):
+        found = search_order(WorkerMap.straight(len(costs[m])), m, costs[m], usable_bytes(choice.memory))
+        seconds[ZERO_BUBBLE_AUTO] = found.seconds
+    split = {name: value for name, value in seconds.items() if name not in choice.seconds}
+    least = min(split.values(), default=float("inf"))
+    if least > choice.seconds[choice.schedule] * (1 - _MIN_SPLIT_GAIN):
+        return dataclasses.replace(choice, seconds=seconds)
+    name = next(name for name, value in split.items() if value <= least * (1 + _MIN_GAIN))
+    found = found if name == ZERO_BUBBLE_AUTO else None
+    return dataclasses.replace(choice, schedule=name, seconds=seconds, found=found)
 
 
 def _count_in_flight(stage: StageCosts, memory: float, micro_batches: int) -> int:
@@ -122,6 +189,12 @@ def _count_in_flight(stage: StageCosts, memory: float, micro_batches: int) -> in
 def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, policies: Sequence[str]) -> str:
     """Return which stage lacks most memory, with the largest M and one micro-batch in flight, and the remedies."""
     m = max(costs)
+    if any(runs_several_stages(policy) for policy in policies):
+        return (
+            f"schedule {' or '.join(map(abbreviate_schedule, policies))}, under which devices run several stages, "
+            f"keeps more in flight than fits into a device's {format_bytes(memory)}, with M = {m} too: use schedule "
+            "'auto', or more devices"
+        )
     needs = [stage.fixed_bytes + stage.working_bytes + stage.stash_bytes for stage in costs[m]]
     worst = max(range(len(needs)), key=lambda s: needs[s])
     stage, missing = costs[m][worst], needs[worst] - memory

@@ -13,7 +13,7 @@ from functools import partial
 import tensorflow as tf
 
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
-from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.plan import Plan
@@ -23,6 +23,7 @@ from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Port, Shape
 from graph_passes.ir.names import at
+from graph_passes.schedules.policies import is_searched
 from profiler.cluster import Cluster, Link
 
 # Assumed between the servers of a job where no cluster is given: 10 Gbps Ethernet.
@@ -64,6 +65,11 @@ def choose_estimated_schedule(
     largest = max(stage.fixed_bytes + stage.working_bytes + m * stage.stash_bytes for stage in stages)
     if largest * _AMPLE_MEMORY >= cluster.device_memory:
         stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks))
+    if is_searched(planned.plan.schedule):
+        split = [dataclasses.replace(stage, weights_seconds=stage.forward_seconds) for stage in stages]
+        policy = (planned.plan.schedule,)
+        choice = choose_schedule({m: split}, cluster.device_memory, policies=policy, measured=False)
+        return with_found_order(choice, planned.plan.stages, {m: split})
     policies = _POLICIES_OF_RANKS if ranks else POLICIES
     return choose_schedule({m: stages}, cluster.device_memory, policies=policies, measured=False)
 

@@ -14,12 +14,17 @@ from dapple_tf.autoplan.measured_problem import (
     measure_problem,
     usable_devices,
 )
+from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
+from dapple_tf.planner.chunk_search import plan_chunked
+from dapple_tf.planner.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from graph_passes.analysis.layers import Layers
+from graph_passes.schedules.policies import abbreviate_schedule, runs_several_stages
 from profiler.cluster import Cluster
 from profiler.units import format_samples
 
@@ -34,16 +39,49 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else _detect_usable(inputs.devices))
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
-    candidates = _plan_with_replicas(problem) if inputs.replicable else _plan_without_replicas(problem)
+    if problem.shares_devices:
+        candidates = _plan_shared_devices(problem, replicable=inputs.replicable, all_devices=inputs.ranks)
+    elif inputs.replicable:
+        candidates = _plan_with_replicas(problem)
+    else:
+        candidates = _plan_without_replicas(problem)
     chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
     if not inputs.request.schedule_is_auto:
         return decide_on(problem, chosen, "best", inputs.samples, None)
+    if runs_several_stages(chosen.schedule):  # no policy of one stage per device is for these stages
+        problem = dataclasses.replace(problem, schedule=chosen.schedule)
     choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,))
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
 
 
+def check_enough_layers(request: Request, layers: Layers) -> None:
+    """Raise PlanError if the request's schedule runs more stages on a device than the model can be cut into.
+
+    Planning says it too, but only when the model has been profiled.
+    """
+    if request.schedule_is_auto or not runs_several_stages(request.schedule):
+        return
+    least, most = least_stages(request.schedule), len(layers.positions()) + 1
+    if most < least:
+        raise PlanError(
+            f"schedule {abbreviate_schedule(request.schedule)!r} needs at least {least} stages, but "
+            f"{layers.graph.name} can be cut into {most}: choose a schedule with fewer stages per device"
+        )
+
+
 def _detect_usable(devices: int) -> Cluster:
     return Cluster.detect(usable_devices(devices))
+
+
+def _plan_shared_devices(problem: PlanningProblem, *, replicable: bool, all_devices: bool) -> list[Candidate]:
+    """Return the plans that planner "best" finds under a schedule with several stages per device, the best first.
+
+    Without ``replicable`` a worker is one device. With ``all_devices`` only plans on all of them are tried.
+    """
+    shapes = [shape for shape in list_shapes(problem) if replicable or shape.replicas == 1]
+    shapes = [shape for shape in shapes if not all_devices or shape.device_count == problem.cluster.devices]
+    result = plan_chunked(problem, shapes) or run_planner(problem, "best" if replicable else "gpipe")
+    return [result.chosen, *result.runners_up]
 
 
 def _plan_with_replicas(problem: PlanningProblem) -> list[Candidate]:
@@ -73,9 +111,9 @@ def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candida
     known = list(candidates)
     if replicable:
         known += [*baseline_candidates(problem), *fitted_baseline_candidates(problem)]
-    on_all = [candidate for candidate in known if _count_devices(candidate) == devices]
+    on_all = [candidate for candidate in known if candidate.device_count == devices]
     fastest = _fastest(candidates)
-    fewer = _count_devices(fastest)
+    fewer = fastest.device_count
     if not on_all:
         reason = (
             f"a micro-batch has {format_samples(problem.micro_batch_sizes[0])}"
@@ -101,7 +139,3 @@ def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candida
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.seconds)
-
-
-def _count_devices(candidate: Candidate) -> int:
-    return sum(stage.replicas for stage in candidate.stages)

@@ -8,6 +8,7 @@ from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
@@ -17,6 +18,7 @@ from graph_passes.schedules.policies import (
     chunked_policy,
     count_micro_batches,
     count_stages,
+    runs_several_stages,
     worker_map_of,
 )
 from graph_passes.schedules.worker_map import WorkerMap
@@ -48,7 +50,8 @@ def plan_requested_stages(
             f"{devices}: ask for fewer, or make more with dapple.init(devices=n)"
         )
     micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
-    check_batch_size(global_batch_size, micro_batches, replicas)
+    sizes = request.sizes(global_batch_size)
+    check_batch_size(global_batch_size, micro_batches, replicas, sizes)
     _check_schedule(request, count, micro_batches, global_batch_size // max(replicas))
     bounds = [0, *starts, len(layers.layers)]
     first_device = [0, *itertools.accumulate(replicas)]
@@ -57,16 +60,18 @@ def plan_requested_stages(
         StagePlan(first, end - 1, own[worker])
         for (first, end), worker in zip(itertools.pairwise(bounds), workers.worker_of, strict=True)
     ]
-    return Plan(
+    plan = Plan(
         model=layers.graph.name,
         planner="requested",
         global_batch_size=global_batch_size,
-        micro_batch_size=-(-global_batch_size // micro_batches),
+        micro_batch_size=max(sizes, default=-(-global_batch_size // micro_batches)),
         micro_batches=micro_batches,
         schedule="dapple-a" if request.schedule_is_auto else request.schedule,
         recompute=choose_recompute(request.recompute, layers, stages),
         stages=tuple(stages),
+        micro_batch_sizes=sizes or None,
     )
+    return plan if request.slice is None else slice_plan(plan, request.slice, costs.layers)
 
 
 def _check_schedule(request: Request, stages: int, micro_batches: int, largest: int) -> None:
@@ -87,7 +92,7 @@ def _find_starts(request: Request, layers: Layers, costs: EstimatedCosts) -> lis
     """Return the first layer of every stage but the first."""
     wanted = request.stages
     if wanted == "auto":
-        wanted = len(request.replicas or (1,))
+        wanted = _count_stages(request)
     if isinstance(wanted, int):
         return _balance(wanted, request, layers, costs)
     starts = [layers.find(name) for name in wanted]
@@ -95,6 +100,18 @@ def _find_starts(request: Request, layers: Layers, costs: EstimatedCosts) -> lis
         if after <= before:
             raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
     return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
+
+
+def _count_stages(request: Request) -> int:
+    """Return how many stages a worker for each entry of ``replicas`` runs under the request's schedule."""
+    workers = len(request.replicas or (1,))
+    if request.schedule_is_auto:
+        return workers
+    chunked = chunked_policy(request.schedule)
+    if chunked:
+        return workers * chunked[1]
+    given = count_stages(request.schedule) if runs_several_stages(request.schedule) else None
+    return given or workers
 
 
 def _balance(count: int, request: Request, layers: Layers, costs: EstimatedCosts) -> list[int]:

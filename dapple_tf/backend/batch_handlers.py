@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.backend.handler import Context, Handler, Outcome, check_finite
-from graph_passes.analysis.row_bounds import micro_batch_bounds, replica_bounds, share_bounds
+from graph_passes.analysis.row_bounds import cut_at, cut_points, micro_batch_bounds, replica_bounds, share_bounds
 from graph_passes.ir.graph import Node
 from graph_passes.ir.ops import OpName
 
@@ -33,8 +33,9 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _own_rows_before(size: Any, node: Node) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
-    earlier = tf.range(node.integer("micro_batch"), dtype=tf.int64)
-    low, high = replica_bounds(size, earlier, node.integer("micro_batches"), *_replica(node))
+    points, m = cut_points(node.integer("micro_batches"), _sizes(node)), node.integer("micro_batch")
+    rows = cut_at(size, tf.constant(list(points[: m + 1]), tf.int64), points[-1])
+    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node))
     return tf.reduce_sum(high - low)
 
 
@@ -56,7 +57,7 @@ def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     low, high = _bounds(size, node)
-    begin, end = micro_batch_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"))
+    begin, end = micro_batch_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"), _sizes(node))
     receivers, outputs = node.integer("of"), []
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
@@ -131,11 +132,17 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
 
 def _bounds(size: Any, node: Node) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
-    return replica_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"), *_replica(node))
+    m, micro_batches = node.integer("micro_batch"), node.integer("micro_batches")
+    return replica_bounds(size, m, micro_batches, *_replica(node), _sizes(node))
 
 
 def _replica(node: Node) -> tuple[int, int]:
     return node.integer("replica"), node.integer("replicas")
+
+
+def _sizes(node: Node) -> tuple[int, ...]:
+    """Return the given samples of each micro-batch; none where they are equal."""
+    return node.integers("sizes") if node.has("sizes") else ()
 
 
 def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:

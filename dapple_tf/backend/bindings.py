@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import nodes_of
+from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
@@ -18,8 +18,7 @@ _USE_COPIES = frozenset(
         OpName.PART,
         OpName.FORWARD,
         OpName.TAIL,
-        OpName.BACKWARD,
-        OpName.WEIGHTS,
+        *BACKWARD_OPS,
         OpName.REFRESH,
         OpName.READ_STATE,
     }

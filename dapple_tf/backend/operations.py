@@ -19,6 +19,7 @@ from dapple_tf.backend.stage_function import build_compiled_function, build_func
 from dapple_tf.frontend.joined_moments import join
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.names import BACKWARD_OPS
 from graph_passes.ir.ops import OpName
 
 _REDUCE: Mapping[str, Callable[[Any, int], Any]] = MappingProxyType(
@@ -158,7 +159,7 @@ def _never_inlined(graph: Graph) -> set[str]:
     stages = {
         function.name.partition("/")[0]
         for function in graph.functions
-        if OpName.BACKWARD in function.name and written_variables(function.graph)
+        if any(op in function.name for op in (OpName.BACKWARD, OpName.INPUTS)) and written_variables(function.graph)
     }
     return {function.name for function in graph.functions if function.name.partition("/")[0] in stages}
 
@@ -175,8 +176,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.JOIN: _join,
         OpName.FORWARD: _call,
         OpName.TAIL: _call,
-        OpName.BACKWARD: _call,
-        OpName.WEIGHTS: _call,
+        **dict.fromkeys(BACKWARD_OPS, _call),
         OpName.LOSS_SCALE: _call,
         OpName.UPDATE_TERMS: _call,
         OpName.COMBINE_TERMS: _call,

@@ -90,7 +90,7 @@ class Checkpoints:
     def save(self, steps: int, batches: int | None = None) -> str:
         """Save after ``steps`` steps and ``batches`` batches (default: ``steps``); return the path of the checkpoint.
 
-        In a job rank 0 receives the variables of other stages a few at a time, and keeps none. Raises CheckpointError,
+        In a job rank 0 receives the variables of other ranks a few at a time, and keeps none. Raises CheckpointError,
         on every rank, if the file cannot be written or the folder has a checkpoint of a later step; earlier checkpoints
         stay.
         """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import click
 
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.request import MicroBatches, Request
+from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.plan import Plan
@@ -27,7 +29,12 @@ PLAN_OPTIONS = [
         "--stages", default="auto", help="Number of stages, names of the layers that start one (a,b,c), or auto."
     ),
     click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
-    click.option("--micro-batches", default="8", show_default=True, help="M, the micro-batches of a step, or auto."),
+    click.option(
+        "--micro-batches",
+        default="8",
+        show_default=True,
+        help="M, the micro-batches of a step, or auto; or the samples (2,2,4) or shares (0.25,0.25,0.5) of each.",
+    ),
     SCHEDULE_OPTION,
     click.option(
         "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
@@ -50,6 +57,9 @@ PLAN_OPTIONS = [
         "--jit-compile/--no-jit-compile",
         default=None,
         help="Compile stage functions by XLA, or not (default: where the loss is a tf.function with jit_compile=True).",
+    ),
+    click.option(
+        "--slice", "slice_count", default=None, help="Micro-batches of 1F1B whose forwards run in halves: n, or auto."
     ),
     click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
@@ -76,6 +86,7 @@ def parse_request(
     recompute: str,
     batch_norm: BatchNorm,
     jit_compile: bool | None,
+    slice_count: str | None,
     **_: Any,
 ) -> Request:
     """Return the Request that PLAN_OPTIONS state; UsageError where a number is not one."""
@@ -88,12 +99,44 @@ def parse_request(
     if replicas is not None:
         problem = f"--replicas {replicas}: give one whole number for each stage, such as 2,1"
         wanted_replicas = parse_numbers(replicas, problem)
-    if micro_batches != "auto" and not micro_batches.removeprefix("-").isdecimal():
-        raise click.UsageError(f"--micro-batches {micro_batches}: give a whole number, or auto")
-    count = "auto" if micro_batches == "auto" else int(micro_batches)
+    count = parse_micro_batches(micro_batches)
     recomputed = parse_recompute(recompute)
     return Request(
-        wanted_stages, wanted_replicas, count, schedule, recomputed, batch_norm=batch_norm, jit_compile=jit_compile
+        wanted_stages,
+        wanted_replicas,
+        count,
+        schedule,
+        recomputed,
+        batch_norm=batch_norm,
+        jit_compile=jit_compile,
+        slice=parse_slice(slice_count),
+    )
+
+
+def parse_slice(text: str | None) -> Slice:
+    """Return what ``--slice`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal():
+        raise click.UsageError(f"--slice {text}: give the number of micro-batches to slice, or auto")
+    return int(text)
+
+
+def parse_micro_batches(text: str) -> MicroBatches:
+    """Return what ``--micro-batches`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
+    if text == "auto":
+        return text
+    parts = text.split(",")
+    if len(parts) > 1:
+        with contextlib.suppress(ValueError):
+            if all(part.strip().removeprefix("-").isdecimal() for part in parts):
+                return tuple(map(int, parts))
+            return tuple(map(float, parts))
+    elif text.removeprefix("-").isdecimal():
+        return int(text)
+    raise click.UsageError(
+        f"--micro-batches {text}: give a whole number, auto, or the samples (2,2,4) or shares (0.25,0.25,0.5) of each "
+        "micro-batch"
     )
 
 

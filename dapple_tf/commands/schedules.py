@@ -12,6 +12,8 @@ from dapple_tf.commands.output import print_result
 from dapple_tf.commands.schedule_option import read_schedule
 
 if TYPE_CHECKING:
+    from dapple_tf.simulator.order_search import FoundOrder
+    from dapple_tf.timeline.stage_costs import StageCosts
     from graph_passes.schedules.grid import Units
     from graph_passes.schedules.schedule import Schedule
 
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
 @click.option("--stages", type=click.IntRange(1, 4096), default=4, show_default=True, help="Stages in all.")
 @click.option("--micro-batches", type=click.IntRange(1, 65536), default=8, show_default=True, help="M.")
 @click.option("--forward", type=click.IntRange(1), default=1, show_default=True, help="Units of time of a forward.")
-@click.option("--backward", type=click.IntRange(1), help="Of a backward; by default 2, or 1 where it is split.")
-@click.option("--weights", type=click.IntRange(1), default=1, show_default=True, help="Of weight gradients (W).")
+@click.option("--backward", type=click.IntRange(1), default=2, show_default=True, help="Of a backward.")
+@click.option("--weights", type=click.IntRange(1), default=1, show_default=True, help="Of its weight gradients (W).")
+@click.option("--stashes", type=click.IntRange(1), help="The most stashes of a worker that zb-auto may use.")
 @click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto); a unit is a second.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def schedules(
@@ -30,8 +33,9 @@ def schedules(
     stages: int,
     micro_batches: int,
     forward: int,
-    backward: int | None,
+    backward: int,
     weights: int,
+    stashes: int | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -40,8 +44,9 @@ def schedules(
     Without SCHEDULE, list the names.
     """
     from dapple_tf.drawing.save import check_path
+    from graph_passes.errors import ScheduleError
     from graph_passes.schedules.grid import Units, format_grid, time_workers
-    from graph_passes.schedules.policies import NAMES, build_schedule
+    from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
     from graph_passes.schedules.text import is_text, parse_schedule
 
     if output:
@@ -51,9 +56,18 @@ def schedules(
             print_result(f"{name:20}  {meaning}")
         return
     name = read_schedule(schedule)
-    found = parse_schedule(name) if is_text(name) else build_schedule(name, stages, micro_batches)
-    usual = Units.usual(found)
-    units = Units(forward, usual.backward if backward is None else backward, weights if found.splits else 0)
+    searched = None
+    if is_searched(name):
+        searched = _search(name, stages, micro_batches, Units(forward, backward, weights), stashes)
+    elif stashes is not None:
+        raise ScheduleError(f"--stashes is for zb-auto, which searches within them; {name} holds what it holds")
+    if searched is not None:
+        found = searched.schedule
+    else:
+        found = parse_schedule(name) if is_text(name) else build_schedule(name, stages, micro_batches)
+    if found.split and weights >= backward:
+        raise ScheduleError(f"--weights {weights} is part of --backward {backward}: it must be less")
+    units = Units(forward, backward, weights)
     workers = time_workers(found, units)
     print_result(format_grid(found, units))
     for index, worker in enumerate(workers):
@@ -63,6 +77,8 @@ def schedules(
             f"worker {index}: {stages_of}; works {worker.work} of {total} units, bubble "
             f"{worker.idle} ({worker.idle / total:.1%}); at most {worker.stashes} stash{'es' * (worker.stashes != 1)}"
         )
+    if searched is not None:
+        print_result(_describe(searched))
     if output:
         _draw(found, units, output)
         print_result(f"picture: {output}")
@@ -74,23 +90,47 @@ def schedules(
         click.echo(json.dumps({"schedule": str(found), "micro_batches": found.micro_batches, "workers": rows}))
 
 
+def _search(name: str, stages: int, micro_batches: int, units: Units, stashes: int | None) -> FoundOrder:
+    """Return the order that ``zb-auto`` finds for equal stages; by default within the stashes of zb-h2."""
+    from dapple_tf.simulator.order_search import search_order
+    from graph_passes.errors import ScheduleError
+    from graph_passes.schedules.policies import check_schedule, worker_map_of
+
+    if units.weights >= units.backward:
+        raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")
+    check_schedule(name, stages, micro_batches)
+    workers = worker_map_of(name, stages)
+    most = (2 * workers.workers - 1) * len(workers.chunks[0]) if stashes is None else stashes
+    return search_order(workers, micro_batches, [_cost(units)] * stages, float(most))
+
+
+def _describe(found: FoundOrder) -> str:
+    named = "" if found.named is None else f"; {found.named[0]}, the best with a name, takes {found.named[1]:g}"
+    return f"{found.seconds:g} units, {found.distance:.1%} above the lower bound of {found.bound:g}{named}"
+
+
+def _cost(units: Units) -> StageCosts:
+    """Return the costs of a stage where a unit of time is a second, and a stash is a byte."""
+    from dapple_tf.timeline.stage_costs import StageCosts
+
+    links = ("send_forward_seconds", "send_backward_seconds", "allreduce_seconds", "exposed_seconds")
+    return StageCosts(
+        forward_seconds=units.forward,
+        backward_seconds=units.backward,
+        weights_seconds=units.weights,
+        stash_bytes=1.0,
+        **dict.fromkeys((*links, "fixed_bytes", "working_bytes"), 0.0),
+    )
+
+
 def _draw(schedule: Schedule, units: Units, path: str) -> None:
     """Save a picture of ``schedule``, in which a unit of time is a second."""
     from dapple_tf.simulator.engine import encode
     from dapple_tf.simulator.execution import execute
     from dapple_tf.simulator.simulated_step import execution_events
-    from dapple_tf.timeline.stage_costs import StageCosts
     from dapple_tf.timeline.timeline import Timeline
 
-    links = ("send_forward_seconds", "send_backward_seconds", "allreduce_seconds", "exposed_seconds")
-    nothing = dict.fromkeys((*links, "fixed_bytes", "stash_bytes", "working_bytes"), 0.0)
-    cost = StageCosts(
-        forward_seconds=units.forward,
-        backward_seconds=units.backward + units.weights,
-        weights_seconds=units.weights,
-        **nothing,
-    )
-    execution = execute(encode(schedule), [cost] * len(schedule.stages))
+    execution = execute(encode(schedule), [_cost(units)] * len(schedule.stages))
     places = [(stage, 0, f"worker {worker}") for stage, worker in enumerate(schedule.worker_map.worker_of)]
     step = execution_events(execution, places)
     Timeline(step.events, step.transfers, step.stage_events, title="one unit of time is one second").save(path)

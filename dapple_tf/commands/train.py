@@ -35,7 +35,7 @@ def train(
 ) -> None:
     """Train MODEL (path.py:callable or package.module:callable) over a pipeline.
 
-    Under mpirun or horovodrun every process trains its stage, and the first one prints and saves.
+    Under mpirun or horovodrun every process trains its stages, and the first one prints and saves.
     """
     settings = TrainSettings(steps, trace, tensorboard, checkpoint_dir, checkpoint_every, check_numerics, compare)
     check_usage(settings)

@@ -24,7 +24,7 @@ from profiler.cluster import Cluster
 def verify(**options: Any) -> None:
     """Compare one training step of MODEL over a pipeline with one on one device; exit 1 where they differ.
 
-    Under mpirun or horovodrun every process runs its stage; the first one also trains on one device, and prints.
+    Under mpirun or horovodrun every process runs its stages; the first one also trains on one device, and prints.
     """
     check_model_exists(options["model"])
     start_tensorflow(options["devices"])
@@ -45,6 +45,7 @@ def verify(**options: Any) -> None:
         recompute=request.recompute,
         batch_norm=request.batch_norm,
         jit_compile=request.jit_compile,
+        slice=request.slice,
         cluster=cluster,
     )
     ranks.print_result(str(report))

@@ -37,5 +37,7 @@ def describe_forced_exit(rank: int, status: RankStatus, seconds: float) -> str:
 
 
 def name_rank(rank: int, status: RankStatus) -> str:
-    """Return ``rank 1 (stage 0)``, or without the stage where it is not known."""
-    return f"rank {rank}" + ("" if status.stage is None else f" (stage {status.stage})")
+    """Return ``rank 1 (stage 0)``, ``rank 1 (stages 0, 2)``, or without the stages where they are not known."""
+    if not status.stages:
+        return f"rank {rank}"
+    return f"rank {rank} (stage{'s' * (len(status.stages) > 1)} {', '.join(map(str, status.stages))})"

@@ -101,12 +101,12 @@ def _batch_sizes(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) ->
     """Return the batch sizes that follow from what the ranks were given, by a text that says from what."""
     found: dict[str, int] = {}
     for i, name in enumerate(needs[0].arguments):
-        of_stage: dict[int, list[int]] = {}
+        of_worker: dict[tuple[int, ...], list[int]] = {}
         for rank, own in enumerate(needs):
             if own.inputs.uses[i] is Use.ALL:
                 found[f"argument {name} on rank {rank}"] = given[rank][i]
-            of_stage.setdefault(own.inputs.stage, []).append(rank)
-        for ranks in of_stage.values():
+            of_worker.setdefault(own.inputs.stages, []).append(rank)
+        for ranks in of_worker.values():
             if all(needs[rank].inputs.uses[i] is Use.OWN for rank in ranks):
                 on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks} together"
                 found[f"argument {name} on {on}"] = sum(given[rank][i] for rank in ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,7 +81,13 @@ _KINDS: Mapping[str, type[Message]] = {
     "call mismatch": CallMismatch,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_NESTED = {"status": RankStatus, "call": RankCall}
+
+
+def _read_status(value: Mapping[str, Any]) -> RankStatus:
+    return RankStatus(**{**value, "stages": tuple(value["stages"])})  # JSON has no tuples
+
+
+_NESTED: Mapping[str, Callable[[Any], Any]] = {"status": _read_status, "call": lambda value: RankCall(**value)}
 
 
 def to_json(message: Message) -> dict[str, Any]:
@@ -91,5 +97,5 @@ def to_json(message: Message) -> dict[str, Any]:
 
 def from_json(content: Mapping[str, Any]) -> Message:
     """Return the message that ``to_json`` wrote."""
-    fields = {key: _NESTED[key](**value) if key in _NESTED else value for key, value in content.items()}
+    fields = {key: _NESTED[key](value) if key in _NESTED else value for key, value in content.items()}
     return _KINDS[fields.pop("kind")](**fields)

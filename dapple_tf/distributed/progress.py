@@ -23,11 +23,12 @@ _CANCELLED_SECONDS = 0.5
 class RankStatus:
     """Progress of one rank, as it reports it to the others.
 
-    ``exchange``: name of the last exchange that it completed, "" for none in this step. ``collective_calls``: how many
-    calls that wait for all ranks (steps, broadcasts, gathers) it has entered.
+    ``stages``: those that it runs, none before it has a plan. ``exchange``: name of the last exchange that it
+    completed, "" for none in this step. ``collective_calls``: how many calls that wait for all ranks (steps,
+    broadcasts, gathers) it has entered.
     """
 
-    stage: int | None = None
+    stages: tuple[int, ...] = ()
     step: int = 0
     running: bool = False
     exchange: str = ""
@@ -60,12 +61,12 @@ class PendingExchanges(Protocol):
 class Progress:
     """Progress of this process; ``step`` counts the steps of all pipelines of the process.
 
-    ``calls``: number of calls announced that every rank must make; ``call_history`` is a checksum of them, and
-    ``call_listener`` is called with each. ``exchanges``: the native exchanges of this process, None where there are
-    none. ``programs``: number of programs that this process has built.
+    ``stages``: those that the program built last runs here. ``calls``: number of calls announced that every rank must
+    make; ``call_history`` is a checksum of them, and ``call_listener`` is called with each. ``exchanges``: the native
+    exchanges of this process, None where there are none. ``programs``: number of programs that this process has built.
     """
 
-    stage: int | None = None
+    stages: tuple[int, ...] = ()
     step: int = 0
     collective_calls: int = 0
     completed_collective_calls: int = 0
@@ -98,7 +99,7 @@ class Progress:
     def status(self) -> RankStatus:
         """Return the progress at this moment; any thread may call this."""
         number = 0 if self._exchange_variable is None else int(self._exchange_variable.numpy())
-        return RankStatus(self.stage, self.step, self._running, self._exchanges[number], self.collective_calls)
+        return RankStatus(self.stages, self.step, self._running, self._exchanges[number], self.collective_calls)
 
     @property
     def waiting_in(self) -> int | None:

@@ -85,7 +85,7 @@ class RankProgram(Program):
 class RankTarget:
     """Builds programs for one rank of ``job``; the first program gives all ranks the variables of rank 0.
 
-    ``device``: of the rank's stage. ``home``: the device of the batch, the loss and everything else that belongs to no
+    ``device``: of the rank's stages. ``home``: the device of the batch, the loss and everything else that belongs to no
     stage.
     """
 
@@ -127,7 +127,7 @@ class RankTarget:
         ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
         ``choose`` returns the functions of this rank that XLA compiles.
 
-        A step that returns gradients returns on each rank those of its stage. Raises JobError if the ranks differ in
+        A step that returns gradients returns on each rank those of its stages. Raises JobError if the ranks differ in
         TensorFlow, code, plan, model or batch, naming the difference.
         """
         self._job.compare(
@@ -155,7 +155,7 @@ class RankTarget:
         collectives = self._make_collectives(graphs)
         graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
         progress = self._job.progress
-        progress.stage = next(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
+        progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)
         with times.phase("emit"):
             every = {f.name: f for g in graphs for f in g.functions}

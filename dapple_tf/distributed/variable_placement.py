@@ -1,4 +1,4 @@
-"""Place variables: a rank holds those of its stage, and frees the memory of all others.
+"""Place variables: a rank holds those of its stages, and frees the memory of all others.
 
 Before a program runs, and as soon as it is built, every rank receives the variables that its part needs and drops the
 rest. Reading a dropped variable fails with an error that says what to do; it does not give an outdated value.

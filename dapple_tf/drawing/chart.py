@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-SpanKind = Literal["forward", "backward", "weights", "send-forward", "send-backward", "allreduce", "update"]
+SpanKind = Literal["forward", "backward", "inputs", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
-# Forward blue, backward green, as in the DAPPLE paper's figures. Where backward is split, "backward" computes the
-# gradients of inputs, and "weights" those of weights.
+# Forward blue, backward green, as in the DAPPLE paper's figures. A backward that is split is "inputs" and "weights".
 COLOURS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "#4f81bd",
         "backward": "#6aa84f",
+        "inputs": "#45a29e",
         "weights": "#c27ba0",
         "send-forward": "#93b5dd",
         "send-backward": "#a9cf99",
@@ -26,6 +26,7 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "forward",
         "backward": "backward",
+        "inputs": "input gradients",
         "weights": "weight gradients",
         "send-forward": "send forward",
         "send-backward": "send backward",

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.compiler import PlannedModel, StagedModel, pipeline_graph
-from dapple_tf.memory.in_flight import stage_states
+from dapple_tf.memory.in_flight import StageState, stage_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from graph_passes.analysis.op_costs import value_bytes
+from graph_passes.analysis.row_bounds import micro_batch_sizes
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.ir.names import at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.schedules.policies import build_schedule
-from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.schedule import FREEING, Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 
@@ -81,7 +82,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMem
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
     devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
     graph = pipeline_graph(planned.model, plan, devices, "home")
-    return predict_memory(graph, schedule, planned.model, planned.batch_size, ranks=ranks)
+    return predict_memory(graph, schedule, planned.model, planned.batch_size, sizes=plan.sizes, ranks=ranks)
 
 
 def predict_memory(
@@ -90,21 +91,23 @@ def predict_memory(
     model: StagedModel,
     batch_size: int,
     *,
+    sizes: Sequence[int] = (),
     ranks: bool = False,
 ) -> tuple[StageMemory, ...]:
     """Return the predicted memory of one device of each stage for a step on ``batch_size`` samples.
 
     ``graph`` is the pipelined graph of ``model`` under ``schedule``. Slices of the batch's arguments are views and
-    count nothing. ``ranks``: each device is a process of a job, so messages between stages take memory.
+    count nothing. ``sizes``: the given samples of each micro-batch; none for equal ones. Every micro-batch counts as
+    the largest. ``ranks``: each device is a process of a job, so messages between stages take memory.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
-    samples = [-(-batch_size // micro_batches // r) for r in replicas]
-    sizes = infer_sizes(graph, model, samples)
+    samples = [-(-max(micro_batch_sizes(batch_size, micro_batches, sizes)) // r) for r in replicas]
+    bytes_of = infer_sizes(graph, model, samples)
     variables = find_variables(graph)
     functions = [
-        {kind: sizes[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
+        {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
     ]
-    slices = find_slices(functions, model.sparse, variables, micro_batches, replicas)
+    slices = find_slices(list(map(_one_backward, functions)), model.sparse, variables, micro_batches, replicas)
     stages = [
         _predict_stage(stage, own, slices[stage], schedule, model, variables, micro_batches, replicas[stage], ranks)
         for stage, own in enumerate(functions)
@@ -138,23 +141,24 @@ def _predict_stage(
     replicas: int,
     ranks: bool,
 ) -> StageMemory:
-    stashed = find_stashed_tensors(functions)
+    in_turn = _one_backward(functions)
+    stashed = find_stashed_tensors(in_turn)
     if stage == model.stages - 1:  # gradients that the tail gives count there
         stashed = tuple(tensor for tensor in stashed if tensor.origin != "next stage")
-    transit = transfer_bytes(functions, stashed) if ranks else 0
+    transit = transfer_bytes(in_turn, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
         _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
-        for sizes in functions.values()
+        for sizes in in_turn.values()
     )
     update = dict(model.updates.stages).get(stage) if model.updates is not None else None
     update_bytes = _update_bytes(model, update, gradients, slices, micro_batches, replicas)
     in_actions, waiting = 0, 0
     for state in stage_states(schedule, stage):
-        held = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
-        held += slices.per_micro_batch * state.finished[schedule.freeing_kind]
-        in_actions = max(in_actions, held + transit + working[state.action.kind])
-        waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
+        if state.action.stage == stage:
+            held = held_bytes(state, stashed, slices.per_micro_batch)
+            in_actions = max(in_actions, held + transit + working[state.action.kind])
+            waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
     return StageMemory(
         stage=stage,
         weights=_variable_bytes(model, variables.owned(stage)),
@@ -168,14 +172,25 @@ def _predict_stage(
         working=working,
         update=update_bytes,
         in_step=max(in_actions, update_bytes),
-        loops=sum(node.op in _LOOPS for sizes in functions.values() for node in sizes.function.graph.nodes),
+        loops=sum(node.op in _LOOPS for sizes in in_turn.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
     )
 
 
+def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int) -> int:
+    """Return the bytes that a stage holds of micro-batches; ``slices``: of each one's sparse gradients."""
+    tensors = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
+    return tensors + slices * sum(state.finished[kind] for kind in FREEING)
+
+
+def _one_backward(functions: Mapping[str, FunctionSizes]) -> dict[str, FunctionSizes]:
+    """Return a stage's functions without B where it also has I and W, which take at least as much memory."""
+    return {kind: sizes for kind, sizes in functions.items() if kind != "B" or "I" not in functions}
+
+
 def _working_bytes(sizes: FunctionSizes, kind: str, stashed: Sequence[StashedTensor]) -> int:
     """Return the peak bytes of a function's tensors beside those that it stashes."""
-    own = sum(tensor.bytes for tensor in stashed if tensor.origin == kind)
+    own = sum(tensor.bytes for tensor in stashed if tensor.origin == kind or (tensor.origin, kind) == ("I", "B"))
     return max(0, peak_bytes(sizes.function.graph, sizes.bytes_of) - own)
 
 

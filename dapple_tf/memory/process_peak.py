@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.timeline.timeline import Timeline
+from graph_passes.schedules.schedule import FREEING
 
 Times = dict[tuple[int, int, str, int], tuple[float, float]]
 """Start and end of each action in seconds, by stage, replica, kind of action and micro-batch."""
@@ -40,7 +41,7 @@ def _allocations(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[
     last = max((end for _, end in times.values()), default=0.0)
     for (stage, replica, kind, m), (start, end) in times.items():
         yield start, end, stages[stage].working[kind]
-        if kind == list(stages[stage].working)[-1]:  # the action that gives the gradients of variables
+        if kind in FREEING:  # the action that gives the gradients of variables
             yield end, last, stages[stage].slices
         if kind == "F":
             for tensor in stages[stage].stashed:
@@ -50,18 +51,19 @@ def _allocations(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[
 
 def _lifetime(tensor: StashedTensor, stage: int, replica: int, m: int, times: Times) -> tuple[float, float]:
     """Return when the ``tensor`` of micro-batch ``m`` is computed, and when it is freed."""
-    freed = times[stage, replica, tensor.last_use, m][1]
+    whole = times.get((stage, replica, "B", m))  # of a micro-batch whose backward is one action
+    freed = times[stage, replica, tensor.last_use, m][1] if tensor.last_use == "F" or not whole else whole[1]
     match tensor.origin:
         case "previous stage":
             return _first_end(stage - 1, "F", m, times), freed
         case "next stage":
-            return _first_end(stage + 1, "B", m, times), freed
-    return times[stage, replica, tensor.origin, m][0], freed
+            return _first_end(stage + 1, "BI", m, times), freed
+    return (times[stage, replica, tensor.origin, m] if tensor.origin == "F" or not whole else whole)[0], freed
 
 
-def _first_end(stage: int, kind: str, m: int, times: Times) -> float:
-    """Return when the first replica of ``stage`` ends its action of this kind on micro-batch ``m``."""
-    return min(end for (s, _, k, n), (_, end) in times.items() if (s, k, n) == (stage, kind, m))
+def _first_end(stage: int, kinds: str, m: int, times: Times) -> float:
+    """Return when the first replica of ``stage`` ends its action of one of these kinds on micro-batch ``m``."""
+    return min(end for (s, _, k, n), (_, end) in times.items() if (s, n) == (stage, m) and k in kinds)
 
 
 def _counted_until(

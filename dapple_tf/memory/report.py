@@ -11,9 +11,11 @@ from dapple_tf.drawing.table import format_table
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
+from dapple_tf.memory.workers import WorkerMemory, predict_workers
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Schedule, most_in_flight
+from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
+from graph_passes.schedules.schedule import FREEING, most_in_flight
 from profiler.units import format_megabytes
 
 DeviceMeasurement = tuple[int | None, MeasuredMemory]
@@ -35,6 +37,7 @@ _HEAD = (
     "peak",
     "measured",
 )
+_WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
 # JSON key -> field of StageMemory.
 _JSON_FIELDS = {
     **{name: name for name in _FIXED},
@@ -51,8 +54,8 @@ class StageReport:
     """Memory of one stage.
 
     ``predicted``: for one of its devices. ``seen``: the most micro-batches in flight in the recorded step, by time
-    stamps; None before a step was recorded. ``measured``: for the stage's device with the highest peak; None where
-    devices are not measured one by one.
+    stamps; None before a step was recorded. ``measured``: for the stage's device with the highest peak, with all stages
+    that the device runs; None where devices are not measured one by one.
     """
 
     predicted: StageMemory
@@ -66,16 +69,21 @@ class Report:
 
     ``predicted``: the peak of all stages together, beyond what they hold between steps, with the actions at the times
     of the recorded step. ``measured``: the same, measured. Both are None where devices are measured one by one; they
-    are set where the devices share one allocator (logical CPU devices).
+    are set where the devices share one allocator (logical CPU devices). ``workers``: the predicted memory of a device
+    of each worker, with all stages that it runs.
     """
 
     plan: Plan
     stages: tuple[StageReport, ...]
+    workers: tuple[WorkerMemory, ...]
     predicted: int | None = None
     measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
-        lines = [_describe_plan(self.plan), *format_table(_HEAD, [_row(stage) for stage in self.stages])]
+        lines = [_describe_plan(self.plan), *format_table(_HEAD, [self._row(stage) for stage in self.stages])]
+        if self.plan.worker_map.is_chunked:
+            lines += ["devices that run several stages, with all of these:"]
+            lines += format_table(_WORKER_HEAD, list(map(_worker_row, self.workers)))
         looping = [str(stage.predicted.stage) for stage in self.stages if stage.predicted.loops]
         if looping:
             lines.append(f"not counted: tensors of each iteration of the While loops of stage {', '.join(looping)}")
@@ -92,6 +100,21 @@ class Report:
             )
         return "\n".join(lines)
 
+    def _row(self, stage: StageReport) -> list[str]:
+        memory, workers = stage.predicted, self.plan.worker_map
+        sizes = [
+            *(getattr(memory, name) for name in _FIXED),
+            *(memory.stash, memory.in_flight * memory.stash, memory.waiting, memory.transit),
+            *(max(memory.working.values(), default=0), memory.slices, memory.in_step, memory.peak),
+        ]
+        cells = [format_megabytes(size) for size in sizes]
+        in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
+        measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
+        together = workers.chunks[workers.worker_of[memory.stage]]
+        if stage.measured is not None and len(together) > 1:
+            measured += f" of stages {', '.join(map(str, together))}"
+        return [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
         return {
@@ -103,6 +126,7 @@ class Report:
                 }
                 for stage in self.stages
             ],
+            "workers": [{**dataclasses.asdict(worker), "peak": worker.peak} for worker in self.workers],
             "together": self.predicted,
             "measured": _measured_json(self.measured),
         }
@@ -110,35 +134,35 @@ class Report:
 
 def make_report(
     plan: Plan,
-    schedule: Schedule,
     predicted: Sequence[StageMemory],
     timeline: Timeline | None = None,
     measured: Sequence[DeviceMeasurement] = (),
 ) -> Report:
-    """Return the report of a plan that runs ``schedule``; ``timeline`` and ``measured`` are of a recorded step."""
+    """Return the report of a plan; ``timeline`` and ``measured`` are of a recorded step."""
     stages = []
     for stage, memory in enumerate(predicted):
         own = [found for device, found in measured if device in plan.stages[stage].devices]
         highest = max(own, key=lambda found: found.above_start, default=None)
-        seen = None if timeline is None else observed_in_flight(timeline, schedule, stage)
+        seen = None if timeline is None else observed_in_flight(timeline, stage)
         stages.append(StageReport(memory, seen, highest))
     shared = next((found for device, found in measured if device is None), None)
     peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
-    return Report(plan, tuple(stages), peak, shared)
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    return Report(plan, tuple(stages), predict_workers(predicted, schedule), peak, shared)
 
 
-def observed_in_flight(timeline: Timeline, schedule: Schedule, stage: int) -> int:
+def observed_in_flight(timeline: Timeline, stage: int) -> int:
     """Return the most micro-batches that a replica of ``stage`` had in flight at once, by time stamps.
 
     A micro-batch is in flight from the start of its forward to the end of the action that frees its stash.
     """
-    freeing, most = schedule.freeing_kind, 0
+    most = 0
     events = [event for event in timeline.events if event.action.stage == stage]
     for replica in {event.replica for event in events}:
         started = [(e.start, 1, e.action.kind) for e in events if e.replica == replica and e.action.kind == "F"]
-        freed = [(e.end, 0, e.action.kind) for e in events if e.replica == replica and e.action.kind == freeing]
+        freed = [(e.end, 0, e.action.kind) for e in events if e.replica == replica and e.action.kind in FREEING]
         in_order = sorted(started + freed)  # at equal times, what is freed comes first
-        most = max(most, most_in_flight((kind for _, _, kind in in_order), freeing))
+        most = max(most, most_in_flight(kind for _, _, kind in in_order))
     return most
 
 
@@ -146,23 +170,13 @@ def _describe_plan(plan: Plan) -> str:
     replicas = "" if max(plan.replicas) == 1 else f" on {', '.join(map(str, plan.replicas))} devices"
     return (
         f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.describe_micro_batches()}, "
-        f"schedule {plan.schedule}; in MB (10^6 bytes)"
-        + "; a device of several stages holds what their rows say together"
-        * (plan.device_count < sum(plan.replicas))
+        f"schedule {abbreviate_schedule(plan.schedule)}; in MB (10^6 bytes)"
     )
 
 
-def _row(stage: StageReport) -> list[str]:
-    memory = stage.predicted
-    sizes = [
-        *(getattr(memory, name) for name in _FIXED),
-        *(memory.stash, memory.in_flight * memory.stash, memory.waiting, memory.transit),
-        *(max(memory.working.values(), default=0), memory.slices, memory.in_step, memory.peak),
-    ]
-    cells = [format_megabytes(size) for size in sizes]
-    in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
-    measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
-    return [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
+def _worker_row(worker: WorkerMemory) -> list[str]:
+    sizes = map(format_megabytes, (worker.fixed, worker.in_step, worker.peak))
+    return [", ".join(map(str, worker.stages)), str(worker.stashes), *sizes]
 
 
 def _json_value(value: int | Mapping[str, int]) -> Any:

@@ -34,7 +34,7 @@ class FunctionSizes:
 
 
 def stage_functions(graph: Graph, stage: int) -> dict[str, Function]:
-    """Return the functions of a stage by the kind of action that runs them: F, B, and W where backward is split."""
+    """Return the functions of a stage by the kind of action that runs them: F, and B or I and W, or all of these."""
     functions = graph.function_by_name
     names = {kind: at(stage, what=call) for kind, call in CALL_OF_KIND.items()}
     return {kind: functions[name] for kind, name in names.items() if name in functions}
@@ -80,7 +80,7 @@ def _in_order(graph: Graph, stages: int) -> Iterator[tuple[int, Function]]:
     functions = [stage_functions(graph, stage) for stage in range(stages)]
     yield from ((stage, by_kind["F"]) for stage, by_kind in enumerate(functions))
     for stage in reversed(range(stages)):
-        yield from ((stage, functions[stage][kind]) for kind in ("B", "W") if kind in functions[stage])
+        yield from ((stage, functions[stage][kind]) for kind in ("B", "I", "W") if kind in functions[stage])
 
 
 class _ShapeInference:

@@ -10,11 +10,14 @@ from dapple_tf.memory.liveness import allocates, buffer_value
 from dapple_tf.memory.sizes import FunctionSizes
 from graph_passes.ir.graph import Port, Value
 
-Origin = Literal["previous stage", "F", "B", "next stage"]
+Origin = Literal["previous stage", "F", "B", "I", "next stage"]
 """The origin of a tensor: a neighbouring stage, or an action of the stage itself."""
 
 _Key = tuple[str, str]
 """Role and name of the port by which the functions of a stage know a tensor."""
+
+_ORIGINS: Mapping[str, Origin] = {"F": "F", "B": "B", "I": "I", "W": "I"}
+"""The origin of a tensor that a function of each kind of action computes."""
 
 _SENDERS: Mapping[str, Origin] = {"boundary": "previous stage", "gradient": "next stage"}
 """The neighbour that sends a port's tensor, by the port's role."""
@@ -25,8 +28,8 @@ class StashedTensor:
     """A tensor that a stage holds of each micro-batch in flight.
 
     ``origin``: "previous stage" or "next stage" where a neighbour computes it, and it exists from the end of the
-    neighbour's action; "F" or "B" where the stage's own action does, and it exists from that action's start.
-    ``last_use``: the kind of the last action that reads it (F, B or W), at whose end it is freed. ``name``: the
+    neighbour's action; "F", "B" or "I" where the stage's own action does, and it exists from that action's start.
+    ``last_use``: the kind of the last action that reads it (F, B, I or W), at whose end it is freed. ``name``: the
     boundary tensor that shares its memory, or "".
     """
 
@@ -44,9 +47,9 @@ class StashedTensor:
 def find_stashed_tensors(functions: Mapping[str, FunctionSizes]) -> tuple[StashedTensor, ...]:
     """Return the tensors that a stage holds of a micro-batch between its actions.
 
-    ``functions``: the stage's functions by kind of action, in the order in which they run. Each block of memory counts
-    once, even where several ports name it. Batch arguments (views of the caller's batch), variables and constants
-    count nothing.
+    ``functions``: the stage's functions by kind of action, in the order in which they run: F and B, or F, I and W. Each
+    block of memory counts once, even where several ports name it. Batch arguments (views of the caller's batch),
+    variables and constants count nothing.
     """
     stashed: dict[tuple[str, _Key], StashedTensor] = {}
     memory: dict[_Key, tuple[str, _Key] | None] = {}  # port -> its block: the origin, and its key there
@@ -73,7 +76,7 @@ def find_stashed_tensors(functions: Mapping[str, FunctionSizes]) -> tuple[Stashe
             memory[port.role, port.name] = block
             if block is not None and block not in stashed:
                 boundary = _boundary_name(sizes, buffer, graph.outputs)
-                stashed[block] = StashedTensor("F" if kind == "F" else "B", kind, sizes.bytes_of(buffer), boundary)
+                stashed[block] = StashedTensor(_ORIGINS[kind], kind, sizes.bytes_of(buffer), boundary)
     return tuple(stashed.values())
 
 

@@ -11,22 +11,27 @@ from typing import Any
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
 from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.chunk_shapes import least_stages
 from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.dp import plan_dp
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
     check_schedule_name,
+    chunked_policy,
     count_micro_batches,
     count_stages,
-    runs_several_stages,
+    is_searched,
+    worker_map_of,
 )
+from graph_passes.schedules.policies import check_schedule as check_schedule_of
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -37,6 +42,7 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "dp": plan_dp,
     "gpipe": plan_gpipe,
 }
+_OF_SHARED_DEVICES = ("best", "gpipe")  # the planners that know schedules with several stages per device
 
 
 def plan(
@@ -57,8 +63,9 @@ def plan(
     Sizes are in samples; without ``micro_batch_size`` every divisor of the global batch is tried. ``schedule``: a name,
     or "auto" for the fastest policy. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during
     the last backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``options``: of
-    the planner ("gpipe": ``stages``). Raises PlanError for invalid arguments, and if nothing fits the memory: which
-    stage lacks how many bytes, and what would fit.
+    the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside one). Raises
+    PlanError for invalid arguments, and if nothing fits the memory: which stage lacks how many bytes, and what would
+    fit.
     """
     problem = make_problem(
         profile,
@@ -99,9 +106,24 @@ def make_problem(
     micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
         check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
-    return PlanningProblem(
+    problem = PlanningProblem(
         profile, cluster, global_batch_size, micro_batch_sizes, schedule, recompute, optimizer_slots, overlap
     )
+    _check_blocks(problem)
+    return problem
+
+
+def _check_blocks(problem: PlanningProblem) -> None:
+    """Raise PlanError if the schedule runs several stages on a device, and the model has too few layers for them."""
+    if not problem.shares_devices:
+        return
+    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.schedule)
+    if blocks < least:
+        raise PlanError(
+            f"schedule {abbreviate_schedule(problem.schedule)!r} needs at least {least} stages, but the "
+            f"{len(problem.profile.layers)} layers of {problem.profile.model!r} form {blocks} blocks that can be a "
+            "stage: choose a schedule with fewer stages per device"
+        )
 
 
 def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
@@ -110,17 +132,16 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
-    if runs_several_stages(name):
-        raise PlanError(
-            f"schedule {abbreviate_schedule(name)!r} runs several stages on a device, and planners know one stage per "
-            "device only: choose another schedule, or train with stages of your own"
-        )
     stages = count_stages(name)
     if stages is None:
+        if chunked := chunked_policy(name):
+            check_schedule_of(name, chunked[1], max(micro_batches))
         return
-    if stages > devices:
+    workers = worker_map_of(name, stages).workers
+    if workers > devices:
+        on = f" on {workers} devices" if workers < stages else ""
         raise PlanError(
-            f"schedule {abbreviate_schedule(name)!r} is for {stages} stages, but the cluster has {devices} devices"
+            f"schedule {abbreviate_schedule(name)!r} is for {stages} stages{on}, but the cluster has {devices} devices"
         )
     build_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
@@ -139,6 +160,11 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     for name in options:
         if name not in known:
             raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
+    if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
+        raise PlanError(
+            f"schedule {abbreviate_schedule(problem.schedule)!r} runs several stages on a device, and planner "
+            f"{planner!r} makes plans of one stage per device: use planner {' or '.join(map(repr, _OF_SHARED_DEVICES))}"
+        )
     result = function(problem, **options)
     if result is None:
         raise PlanError(_explain_failure(problem, planner))
@@ -161,10 +187,23 @@ def _explain_failure(problem: PlanningProblem, planner: str) -> str:
     return describe_shortage(problem)
 
 
-def predict_plan(problem: PlanningProblem, candidate: Candidate, planner: str) -> tuple[Plan, Timeline]:
-    """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name."""
+def predict_plan(
+    problem: PlanningProblem, candidate: Candidate, planner: str, sizes: tuple[int, ...] | None = None
+) -> tuple[Plan, Timeline]:
+    """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name.
+
+    ``sizes``: the samples of each micro-batch of the plan, where they are given. Where the schedule is ``zb-auto``, the
+    plan has the order that is found for its stages.
+    """
     bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
+    note = ""
+    if is_searched(candidate.schedule):
+        found = search_plan_order(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+        bare, note = with_order(bare, found), str(found)
+    if sizes is not None:
+        bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = simulate(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+    timeline = Timeline(title=timeline.title, simulation=timeline.simulation, note=note) if note else timeline
     prediction = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

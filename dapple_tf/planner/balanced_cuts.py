@@ -40,3 +40,64 @@ def even_starts(costs: Floats, stages: int) -> Integers:
         end = choice[k, end]
         starts[k] = end
     return starts
+
+
+@compiled
+def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers, rounds: int) -> Integers:
+    """Return the first block of each contiguous stage, where both stages and the sums of each worker's are nearly even.
+
+    A stage costs the sum of ``costs`` of its blocks, and ``factors`` (of each stage) times the sum of ``more``.
+    ``worker_of``: of each stage. Needs at least as many blocks as stages. Each round cuts with the least sum over the
+    stages of (x + y)^2, where x is what the stage costs, and y what its worker's other stages cost as the round before
+    has cut them: in the first, as if all stages cost the same. The cuts of the round with the least maximum over the
+    workers are taken. In rounds x stages x blocks^2 steps.
+    """
+    stages, n = len(worker_of), len(costs)
+    sums, more_sums = np.zeros(n + 1), np.zeros(n + 1)
+    sums[1:], more_sums[1:] = np.cumsum(costs), np.cumsum(more)
+    own = np.full(stages, (sums[n] + factors.mean() * more_sums[n]) / stages)
+    starts: Integers = np.arange(stages)
+    least = np.inf
+    for _ in range(rounds):
+        load = np.zeros(worker_of.max() + 1)
+        for s in range(stages):
+            load[worker_of[s]] += own[s]
+        cut = _least_squares(sums, more_sums, factors, load[worker_of] - own)
+        load[:] = 0.0
+        for s in range(stages):
+            end = cut[s + 1] if s + 1 < stages else n
+            own[s] = sums[end] - sums[cut[s]] + factors[s] * (more_sums[end] - more_sums[cut[s]])
+            load[worker_of[s]] += own[s]
+        if load.max() < least * (1 - 1e-12):
+            starts, least = cut, load.max()
+    return starts
+
+
+@compiled
+def _least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
+    """Return the first block of each stage with the least sum of (what the stage costs + ``beside``)^2.
+
+    ``sums``, ``more_sums``: of the first 0, 1 ... blocks.
+    """
+    stages, n = len(beside), len(sums) - 1
+    best = np.full(n + 1, np.inf)  # best[i]: the least sum of squares with the first i blocks in the stages so far
+    best[0] = 0.0
+    choice = np.zeros((stages, n + 1), np.int64)
+    for s in range(stages):
+        following = np.full(n + 1, np.inf)
+        for end in range(s + 1, n + 1 - (stages - 1 - s)):
+            for start in range(end - 1, s - 1, -1):
+                own = sums[end] - sums[start] + factors[s] * (more_sums[end] - more_sums[start])
+                last = (own + beside[s]) ** 2
+                if last >= following[end]:
+                    break  # it only grows from here on
+                total = best[start] + last
+                if total < following[end]:
+                    following[end], choice[s, end] = total, start
+        best = following
+    starts = np.zeros(stages, np.int64)
+    end = n
+    for s in range(stages - 1, -1, -1):
+        end = choice[s, end]
+        starts[s] = end
+    return starts

@@ -9,6 +9,7 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from graph_passes.schedules.worker_map import WorkerMap
 
 _MOST_DEVICES = 64  # with more there are too many combinations of stages and replicas
 
@@ -20,12 +21,17 @@ def data_parallel(problem: PlanningProblem, devices: int | None = None) -> tuple
 
 def even_pipeline(problem: PlanningProblem, stages: int, replicas: int = 1) -> tuple[StagePlan, ...]:
     """Return ``stages`` stages of nearly equal compute, each on ``replicas`` devices, in the order of the devices."""
+    return even_stages(problem, WorkerMap.straight(stages), replicas)
+
+
+def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1) -> tuple[StagePlan, ...]:
+    """Return stages of nearly equal compute; each worker is on ``replicas`` devices, in the order of the devices."""
     forward, backward = problem.chain.block_seconds(problem.profile.batch_size)
     positions = problem.chain.positions
-    bounds = [positions[start] for start in even_starts(forward + backward, stages)] + [positions[-1]]
+    bounds = [positions[start] for start in even_starts(forward + backward, workers.stages)] + [positions[-1]]
     return tuple(
-        StagePlan(first, end - 1, tuple(range(i * replicas, (i + 1) * replicas)))
-        for i, (first, end) in enumerate(itertools.pairwise(bounds))
+        StagePlan(first, end - 1, tuple(range(worker * replicas, (worker + 1) * replicas)))
+        for worker, (first, end) in zip(workers.worker_of, itertools.pairwise(bounds), strict=True)
     )
 
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dapple_tf.errors import PlanError
 from dapple_tf.planner.baselines import (
     baseline_candidates,
     equal_replica_candidates,
     fitted_baseline_candidates,
     refit_cuts,
 )
+from dapple_tf.planner.chunk_search import interleaved_candidates, plan_chunked
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
@@ -34,10 +36,29 @@ _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
 
 
-def plan_best(problem: PlanningProblem) -> PlannerResult | None:
-    """Return the fastest plan in the simulator among those of every step below; None if nothing fits the memory.
+def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> PlannerResult | None:
+    """Return the fastest plan in the simulator; None if nothing fits the memory.
 
-    The result is proven optimal if no plan of a complete search space can be faster. The effects beside the steps are
+    Where the schedule is "auto", plans with each number of ``chunks``, stages per device, are considered beside those
+    with one, under interleaved 1F1B. Any other schedule says itself which stages share devices. Raises PlanError for
+    ``chunks`` below 2.
+    """
+    if problem.shares_devices:
+        return plan_chunked(problem)
+    if min(chunks, default=2) < 2:
+        raise PlanError(f"chunks={list(chunks)}: one stage per device is always considered, so give numbers from 2 on")
+    candidates, unsearched = _straight_candidates(problem)
+    if problem.schedule == "auto" and chunks:
+        # Reason: with few micro-batches the bubble of one stage per device is long, and no search above shortens it.
+        least = _least_seconds(candidates)
+        candidates += [c for c in interleaved_candidates(problem, chunks, least) if c.seconds < least * (1 - 1e-9)]
+    return rank_candidates(candidates, unsearched)
+
+
+def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
+    """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
+
+    The fastest is proven optimal if no plan of a complete search space can be faster. The effects beside the steps are
     what removing that one step changes on the published profiles (../shared/profiles, configs A, B and C, with and
     without overlap): 144 cases of 2 to 16 devices, all with a complete search space, and 20 *partial* cases of 32 and
     64 devices, whose search spaces are not complete (VGG-19, GNMT-16, BERT-48 and XLNet-36).
@@ -77,7 +98,7 @@ def plan_best(problem: PlanningProblem) -> PlannerResult | None:
         # Reason: a plan that the search left out may be near one that it found. Without: 3 of 144 steps are longer, by
         # up to 6.9%, and 2 of the 20 partial ones, by up to 2.4%.
         candidates += _refined_candidates(problem, candidates, complete)
-    return rank_candidates(candidates, unsearched)
+    return candidates, unsearched
 
 
 def _formula_candidate(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -133,7 +154,7 @@ def _search(
 def _half_cluster_candidate(problem: PlanningProblem) -> list[Candidate]:
     """Return the best plan on the first half of the devices, server by server."""
     half = halve_cluster(problem.cluster)
-    result = plan_best(replace(problem, cluster=half)) if half else None
+    result = plan_best(replace(problem, cluster=half), chunks=()) if half else None
     chosen = result and result.chosen
     found = chosen and problem.evaluate(chosen.stages, chosen.micro_batch_size, chosen.origin)
     return [found] if found else []
@@ -169,7 +190,7 @@ def rank_candidates(candidates: Iterable[Candidate], unsearched: float) -> Plann
     Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``unsearched``: the least
     bound (seconds) of the plans that are not among the candidates.
     """
-    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), sum(stage.replicas for stage in c.stages)))
+    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
     if not ranked:
         return None
     by_origin: dict[str, Candidate] = {}

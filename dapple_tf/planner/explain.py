@@ -11,12 +11,21 @@ from profiler.units import format_seconds_fixed
 
 
 def notation(plan: Plan) -> str:
-    """Return ``DP``, ``straight``, ``one device``, or the replicas of each stage: ``8:8`` (DAPPLE, section VI.B)."""
-    if len(plan.stages) == 1:
-        return "DP" if plan.replicas[0] > 1 else "one device"
-    if set(plan.replicas) == {1}:
-        return "straight"
-    return ":".join(map(str, plan.replicas))
+    """Return ``DP``, ``straight``, ``one device``, or the replicas of each stage: ``8:8`` (DAPPLE, section VI.B).
+
+    Where devices run several stages, the replicas of each worker, and how many stages: ``8:8, 2 stages per device``.
+    """
+    chunks = plan.worker_map.chunks
+    replicas = [plan.replicas[stages[0]] for stages in chunks]
+    text = ":".join(map(str, replicas))
+    if len(chunks) == 1:
+        text = "DP" if replicas[0] > 1 else "one device"
+    elif set(replicas) == {1}:
+        text = "straight"
+    least, most = min(map(len, chunks)), max(map(len, chunks))
+    if most > 1:
+        text += f", {most if least == most else f'{least} to {most}'} stages per device"
+    return text
 
 
 def split_positions(plan: Plan) -> str:
@@ -62,7 +71,7 @@ def describe_result(
     if result.formula_seconds is not None:
         lines.append(f"latency by the paper's formulas 1 to 3: {format_seconds_fixed(result.formula_seconds)}")
     if result.proven_optimal:
-        lines.append("no plan of the search space is faster in the simulator")
+        lines.append("no plan of one stage per device is faster in the simulator")
     batch_size, plan = problem.profile.batch_size, chosen[0]
     if not problem.profile.timings and plan.micro_batch_size < batch_size * max(plan.replicas):
         lines.append(
@@ -93,10 +102,14 @@ def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> 
 
 def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
     """Return the seconds of the step, divided among computation, AllReduce and waiting."""
-    compute = [plan.micro_batches * (c.forward_seconds + c.backward_seconds) for c in timeline.costs]
-    exposed = max(c.exposed_seconds for c in timeline.costs)
+    costs = timeline.costs
+    compute = [
+        plan.micro_batches * sum(costs[s].forward_seconds + costs[s].backward_seconds for s in stages)
+        for stages in plan.worker_map.chunks
+    ]
+    exposed = max(c.exposed_seconds for c in costs)
     return {
-        "computing in the busiest stage takes": max(compute),
+        "computing on the busiest device takes": max(compute),
         "AllReduce after the last backward takes": exposed,
         "waiting for other stages and transfers takes": max(0.0, timeline.step_seconds - max(compute) - exposed),
     }

@@ -5,24 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.baselines import even_pipeline
+from dapple_tf.planner.baselines import even_stages
+from dapple_tf.planner.chunk_shapes import most_stages
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
+from graph_passes.schedules.policies import worker_map_of
+from graph_passes.schedules.worker_map import WorkerMap
 
 
 def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> PlannerResult | None:
     """Return even stages (torchgpipe's block partition) of one device each; by default as many as possible.
 
-    All forwards come first, unless the problem names another schedule. None if it does not fit the memory. Raises
-    PlanError for more stages than devices, or than blocks of layers.
+    All forwards come first, unless the problem names another schedule, which may have several stages on each device.
+    None if it does not fit the memory. Raises PlanError for more stages than the devices can run, or than blocks of
+    layers, and ScheduleError for a number of stages that the schedule is not for.
     """
+    scheduled = replace(problem, schedule="gpipe") if problem.schedule == "auto" else problem
     blocks = len(problem.chain.parameter_bytes)
-    most = min(problem.cluster.devices, blocks)
+    most = most_stages(scheduled) if scheduled.shares_devices else min(problem.cluster.devices, blocks)
     count = most if stages is None else stages
     if not 1 <= count <= most:
         raise PlanError(
             f"stages={count}: {problem.profile.model!r} on {problem.cluster.devices} devices can have 1 to {most} "
             f"stages; its {len(problem.profile.layers)} layers form {blocks} blocks that can be a stage"
         )
-    scheduled = replace(problem, schedule="gpipe") if problem.schedule == "auto" else problem
-    found = scheduled.evaluate_all_sizes(even_pipeline(scheduled, count), "straight")
+    workers = worker_map_of(scheduled.schedule, count) if scheduled.shares_devices else WorkerMap.straight(count)
+    found = scheduled.evaluate_all_sizes(even_stages(scheduled, workers), "straight")
     return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.placement import device_indices
 from dapple_tf.planner.pricing import fastest_schedule, stage_cost_arrays
@@ -14,7 +15,7 @@ from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
-from graph_passes.schedules.policies import splits_backward
+from graph_passes.schedules.policies import runs_several_stages, splits_backward
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
@@ -42,6 +43,11 @@ class PlanningProblem:
     def chain(self) -> Chain:
         """The profile as a chain of blocks."""
         return linearise(self.profile)
+
+    @cached_property
+    def shares_devices(self) -> bool:
+        """Whether the schedule is given, and runs several stages on a device."""
+        return self.schedule != "auto" and runs_several_stages(self.schedule)
 
     @cached_property
     def search_spaces(self) -> tuple[SearchSpace, ...]:
@@ -83,17 +89,25 @@ class PlanningProblem:
             overlap=self.overlap,
         )
 
-    def evaluate(self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str) -> Candidate | None:
-        """Simulate these stages under the fastest schedule allowed.
+    def evaluate(
+        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, schedule: str | None = None
+    ) -> Candidate | None:
+        """Simulate these stages under the fastest schedule allowed, or under ``schedule``.
 
-        None if they do not fit the memory, or if some replica would get no sample. ``origin``: see ``Candidate``.
+        None if they do not fit the memory, if some replica would get no sample, or if the schedule has other stages on
+        the same devices. ``origin``: see ``Candidate``.
         """
         if max(stage.replicas for stage in stages) > micro_batch_size:
             return None
-        schedule = "dapple-a" if self.schedule == "auto" else self.schedule  # the costs are the same for all policies
-        plan = self.make_plan(stages, micro_batch_size, schedule, origin)
+        wanted = self.schedule if schedule is None else schedule
+        policy = "dapple-a" if wanted == "auto" else wanted  # the costs are the same for all policies
+        plan = self.make_plan(stages, micro_batch_size, policy, origin)
+        try:
+            check_workers(plan)
+        except (PlanError, ScheduleError):
+            return None
         costs = stage_cost_arrays(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
-        found = fastest_schedule(costs, plan.micro_batches, usable_bytes(self.cluster.device_memory), self.schedule)
+        found = fastest_schedule(costs, plan.micro_batches, usable_bytes(self.cluster.device_memory), wanted)
         if found.seconds == float("inf"):
             return None
         return Candidate(tuple(stages), micro_batch_size, found.schedule, found.seconds, origin)
@@ -108,8 +122,8 @@ class PlanningProblem:
 class Candidate:
     """Stages under a schedule, and the simulated ``seconds`` of a step.
 
-    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages" or "DAPPLE's
-    formulas".
+    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages", "DAPPLE's formulas"
+    or "chunks" (devices run several stages).
     """
 
     stages: tuple[StagePlan, ...]
@@ -118,13 +132,18 @@ class Candidate:
     seconds: float
     origin: str
 
+    @property
+    def device_count(self) -> int:
+        """The number of devices."""
+        return len({device for stage in self.stages for device in stage.devices})
+
 
 @dataclass(frozen=True)
 class PlannerResult:
     """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
 
-    ``proven_optimal``: no plan of the search space is faster in the simulator. ``formula_seconds``: the latency by
-    formula 2, if the planner chose by it.
+    ``proven_optimal``: no plan of one stage per device in the search space is faster in the simulator.
+    ``formula_seconds``: the latency by formula 2, if the planner chose by it.
     """
 
     chosen: Candidate

@@ -12,11 +12,11 @@ from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import SearchResult
 from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_bytes, transfer_seconds, working_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.simulator.engine import early_backward_order, has_weights, step_seconds
+from dapple_tf.simulator.engine import Order, early_backward_order, has_weights, step_seconds, worker_peaks
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import ZERO_BUBBLE, warm_up
+from graph_passes.schedules.policies import ZERO_BUBBLE, chunked_policy, is_searched, warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
 _GPIPE = POLICIES.index("gpipe")
@@ -78,6 +78,8 @@ def fastest_schedule(
     Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
     valid (``make_problem`` checks it).
     """
+    if is_searched(schedule):
+        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule)
     if schedule not in (*POLICIES, "auto"):
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule)
     warm_ups = policy_warm_ups(len(costs.forward_seconds), micro_batches)
@@ -104,6 +106,10 @@ def _named_schedule_seconds(
         order, in_flight = named_order(schedule, len(costs.forward_seconds), micro_batches)
     except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a schedule for another number of stages
         return nothing
+    if len(order.actions) < len(costs.forward_seconds):
+        peaks = worker_peaks(order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
+        fits = (peaks <= memory_bytes).all()
+        return ScheduleSeconds(order_seconds(order, costs, splits=has_weights(order)), schedule) if fits else nothing
     room = memory_bytes - costs.fixed_bytes - costs.working_bytes
     short = in_flight * costs.stash_bytes > room
     if short.any():
@@ -111,11 +117,30 @@ def _named_schedule_seconds(
         if schedule not in ZERO_BUBBLE or limit < 1:
             return nothing
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
-    weights = costs.weights_seconds if has_weights(order) else costs.weights_seconds[:0]
-    backward = costs.backward_seconds - costs.weights_seconds if len(weights) else costs.backward_seconds
-    send = costs.send_seconds
-    seconds = step_seconds(order, costs.forward_seconds, backward, weights, send, send, costs.exposed_seconds)
-    return ScheduleSeconds(seconds, schedule)
+    return ScheduleSeconds(order_seconds(order, costs, splits=has_weights(order)), schedule)
+
+
+def _searched_schedule_seconds(
+    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
+) -> ScheduleSeconds:
+    """Return the seconds of the best schedule with a name on the worker map of ``zb-auto``: a search takes far longer.
+
+    What the search finds later for the chosen plan is never slower.
+    """
+    chunks = chunked_policy(schedule)
+    names = {1: ("zb-h1", "zb-h2"), 2: ("zb-v",)}.get(chunks[1] if chunks else 1, ())
+    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name) for name in (schedule, *names)]
+    return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
+
+
+def order_seconds(order: Order, costs: StageCostArrays, *, splits: bool) -> float:
+    """Return the seconds of a step whose workers run their actions in this ``order``.
+
+    ``splits``: gradients of weights are actions of their own in it.
+    """
+    weights = costs.weights_seconds if splits else costs.weights_seconds[:0]
+    backward, send = costs.backward_seconds, costs.send_seconds
+    return float(step_seconds(order, costs.forward_seconds, backward, weights, send, send, costs.exposed_seconds))
 
 
 @compiled

@@ -120,10 +120,14 @@ def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...
     (Append First), with round replica counts and cuts between at least 32 blocks of nearly equal compute. The placement
     policies take servers in their order in the cluster, and if sizes differ also in order of falling size.
     """
+    return tuple(space for order in server_orders(cluster) for space in _spaces_of_order(chain, cluster, order))
+
+
+def server_orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Return the orders in which policies take servers: as given, and if sizes differ also by falling size."""
     given = tuple(range(len(cluster.servers)))
     largest_first = tuple(sorted(given, key=lambda server: -cluster.servers[server].devices))
-    orders = dict.fromkeys((given, largest_first))
-    return tuple(space for order in orders for space in _spaces_of_order(chain, cluster, order))
+    return tuple(dict.fromkeys((given, largest_first)))
 
 
 def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
@@ -143,7 +147,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
 
 def halve_cluster(cluster: Cluster) -> Cluster | None:
     """Return the first servers with half of the devices, rounded down and at most 128; None for one device."""
-    left = min(cluster.devices // 2, _MOST_DEVICES_OF_HALF)
+    left = halve_devices(cluster.devices)
     servers: list[Server] = []
     for server in cluster.servers:
         if left > 0:
@@ -152,6 +156,11 @@ def halve_cluster(cluster: Cluster) -> Cluster | None:
     names = {server.name for server in servers}
     links = {pair: link for pair, link in cluster.links.items() if names.issuperset(pair)}
     return replace(cluster, servers=tuple(servers), links=links) if servers else None
+
+
+def halve_devices(devices: int) -> int:
+    """Return half of this number of devices, rounded down and at most 128."""
+    return min(devices // 2, _MOST_DEVICES_OF_HALF)
 
 
 def _round_counts(total: int, unit: int) -> list[int]:

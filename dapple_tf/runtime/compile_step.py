@@ -29,6 +29,7 @@ from graph_passes.analysis.layers import find_layers
 from profiler.units import format_samples
 
 T = TypeVar("T")
+_PlanKey = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Target(Protocol):
@@ -72,13 +73,14 @@ class CompiledStep:
 class CompiledSteps:
     """Everything compiled for one loss: the ``models`` that were traced, and ``programs`` by what they run.
 
-    The key of a program: identity of its model, M, replicas of each stage, variant, and whether it takes local rows.
+    The key of a program: identity of its model, M, replicas of each stage, sizes of micro-batches where they are given,
+    variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
     were before the programs moved them. ``xla``: compiles stage functions, or None.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
-    programs: dict[tuple[int, int, tuple[int, ...], StepVariant, bool], Program] = field(default_factory=dict)
+    programs: dict[tuple[_PlanKey, StepVariant, bool], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
@@ -87,7 +89,7 @@ class CompiledSteps:
     def add(self, key: Key, model: StagedModel) -> None:
         """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
         dropped = self.models.add(key, model)
-        for program in [program for program in self.programs if program[0] == id(dropped)]:
+        for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
 
     @contextlib.contextmanager
@@ -122,6 +124,7 @@ def compile_step(
     key, size, times = batch_key(batch), batch_size(batch), compiled.times
 
     def trace() -> StagedModel:
+        autoplan.check_first_batch(size)
         with times.phase("trace"):
             options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
             earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
@@ -183,7 +186,7 @@ def find_program(
     ``kinds``: what kind of program it is, for the announcement to other ranks.
     """
     model, plan, local = planned.model, planned.plan, planned.local
-    key = (*_plan_key(planned), variant, local)
+    key = _plan_key(planned), variant, local
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
@@ -196,14 +199,15 @@ def find_program(
     return compiled.programs[key]
 
 
-def _plan_key(planned: PlannedModel) -> tuple[int, int, tuple[int, ...]]:
-    return id(planned.model), planned.plan.micro_batches, planned.plan.replicas
+def _plan_key(planned: PlannedModel) -> _PlanKey:
+    plan = planned.plan
+    return id(planned.model), plan.micro_batches, plan.replicas, plan.sizes
 
 
 def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
     """React to writes in backward that this plan repeats: refuse them, or warn once for each M and replicas."""
     model = planned.model
-    if model.backward_writes and not any(key[:3] == _plan_key(planned) for key in compiled.programs):
+    if model.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
         writes = planned.exactness.reasons[len(model.exactness.reasons) :]
         report_exactness(model.graph.name, writes, autoplan.inexact)
 

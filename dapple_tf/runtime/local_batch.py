@@ -23,7 +23,7 @@ def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
     """Return the rows that each rank needs (one rank in one process); ``plan``: not fitted to a short batch."""
     form, planned = compiled.form, compiled.planned
     return tuple(
-        InputNeeds(form.paths, inputs, plan.micro_batches, max(plan.replicas), planned.batch_size)
+        InputNeeds(form.paths, inputs, plan.micro_batches, max(plan.replicas), planned.batch_size, plan.sizes)
         for inputs in compiled.program.inputs
     )
 

@@ -16,7 +16,6 @@ from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.runtime.compile_step import CompiledStep
 from dapple_tf.runtime.rehearsal import can_rehearse, rehearse
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import build_schedule
 
 # Of a step that cannot be rehearsed the first recorded run, which also allocates what stays, and the second are
 # measured. Their timelines have these notes.
@@ -84,12 +83,11 @@ class MemoryRecorder:
 
     def report(self, planned: PlannedModel, timeline: Timeline | None) -> Report:
         """Return the report of ``planned``; with a ``timeline``, also what was measured of that recorded step."""
-        schedule = build_schedule(planned.plan.schedule, len(planned.plan.stages), planned.plan.micro_batches)
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
             self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)
         measured = () if timeline is None else self._of(planned).measurements
-        return make_report(planned.plan, schedule, self._predicted[1], timeline, measured)
+        return make_report(planned.plan, self._predicted[1], timeline, measured)
 
     def _of(self, planned: PlannedModel) -> _Measured:
         for known in self._known:

@@ -107,5 +107,5 @@ def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | N
         predicted = Prediction(timeline, BY_PROFILE)
     else:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-        predicted = predict_from_times(measured, schedule)
+        predicted = predict_from_times(measured, schedule, plan.sizes)
     return Recording(plan_title(plan), measured, predicted, planned_seconds(plan))

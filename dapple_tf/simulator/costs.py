@@ -10,15 +10,18 @@ from dapple_tf.plan import Plan
 from dapple_tf.simulator.compiled import Floats, compiled
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import splits_backward
+from graph_passes.schedules.policies import splits_backward, stages_ending_split
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
 
-def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> tuple[StageCosts, ...]:
+def stage_costs(
+    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, samples: int | None = None
+) -> tuple[StageCosts, ...]:
     """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). Re-computed
+    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``samples``: of
+    the micro-batch; without it, ``plan.micro_batch_size``. Re-computed
     layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
     inputs are stashed (DAPPLE, section VI.E).
     """
@@ -26,13 +29,15 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
     homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
     crossing, working = profile.crossing_bytes(), profile.working_bytes()
     parameters, stash = profile.parameter_bytes, profile.stash_bytes
-    slices = {r: plan.micro_batch_size / r for r in plan.replicas}
+    samples = plan.micro_batch_size if samples is None else samples
+    slices = {r: samples / r for r in plan.replicas}
     seconds = {
         r: (profile.forward_seconds(n), profile.backward_seconds(n), profile.weights_seconds(n))
         for r, n in slices.items()
     }
     splits = splits_backward(plan.schedule)
-    scale = plan.micro_batch_size / profile.batch_size
+    ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
+    scale = samples / profile.batch_size
     found = []
     for index, stage in enumerate(plan.stages):
         r, layers = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
@@ -53,7 +58,9 @@ def stage_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slo
                 send_forward_seconds=send,
                 send_backward_seconds=send,
                 allreduce_seconds=total,
-                exposed_seconds=exposed_seconds(weights if splits else backward, ring) if plan.overlap else total,
+                exposed_seconds=exposed_seconds(weights if index in ends_split else backward, ring)
+                if plan.overlap
+                else total,
                 fixed_bytes=float(parameters[layers].sum()) * (2 + optimizer_slots),
                 stash_bytes=stashed * scale / r,
                 working_bytes=work * scale / r,

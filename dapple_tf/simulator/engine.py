@@ -21,10 +21,11 @@ from graph_passes.schedules.schedule import Action, Kind, Schedule
 Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
 
 # An action in an int64: the stage above bit 34, the kind in bits 32 and 33, the micro-batch below.
-_FORWARD, _BACKWARD, _WEIGHTS = 0, 1, 2
-_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+_FORWARD, _BACKWARD, _WEIGHTS, _INPUTS = 0, 1, 2, 3
+_KINDS: tuple[Kind, ...] = ("F", "B", "W", "I")
 _KIND_SHIFT, _STAGE_SHIFT = 32, 34
 _MICRO_BATCH_MASK, _KIND_MASK = (1 << _KIND_SHIFT) - 1, 3
+_EITHER = (_BACKWARD ^ _INPUTS) << _KIND_SHIFT  # makes the code of B that of I, which has this bit already
 _NONE = -1  # behind the last action of a worker that has fewer than others
 
 
@@ -97,6 +98,93 @@ def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
     return Order(actions, np.arange(stages), micro_batches)
 
 
+@compiled
+def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
+    """Return the order of ``graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
+
+    A Numba version of that function; test_engine.py asserts that both return the same order.
+    """
+    count = max(1, micro_batches // workers)
+    calls = chunks * micro_batches
+    forwards, backwards = np.empty(calls, np.int64), np.empty(calls, np.int64)  # of worker 0
+    place, largest = 0, 0
+    for group in range(count):
+        begin, end = micro_batches * group // count, micro_batches * (group + 1) // count
+        largest = max(largest, end - begin)
+        for chunk in range(chunks):
+            for m in range(begin, end):
+                forwards[place] = ((chunk * workers) << _STAGE_SHIFT) | m
+                last = ((chunks - 1 - chunk) * workers) << _STAGE_SHIFT
+                backwards[place] = last | (_BACKWARD << _KIND_SHIFT) | m
+                place += 1
+    actions = np.empty((workers, 2 * calls), np.int64)
+    for w in range(workers):
+        ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
+        own = w << _STAGE_SHIFT
+        for i in range(ahead):
+            actions[w, i] = forwards[i] + own
+        place = ahead
+        for i in range(calls):
+            actions[w, place] = backwards[i] + own
+            place += 1
+            if ahead + i < calls:
+                actions[w, place] = forwards[ahead + i] + own
+                place += 1
+    return Order(actions, np.arange(workers * chunks) % workers, micro_batches)
+
+
+@compiled
+def most_held(order: Order, stash: Floats, group: Integers) -> Floats:
+    """Return the most that each group of stages holds at once of ``stash``, each stage's share of a micro-batch.
+
+    A stage holds it from its first action on a micro-batch, the forward, to its last. ``group``: of each stage, from 0;
+    the stages of a group are on one worker.
+    """
+    actions, stages = order.actions, len(group)
+    left = np.zeros((stages, order.micro_batches), np.int64)  # actions that have not run
+    for code in actions.flat:
+        if code != _NONE:
+            left[code >> _STAGE_SHIFT, code & _MICRO_BATCH_MASK] += 1
+    begun = np.zeros((stages, order.micro_batches), np.bool_)
+    held = np.zeros(stages, np.int64)
+    groups = group.max() + 1
+    members = np.argsort(group)
+    bounds = np.searchsorted(group[members], np.arange(groups + 1))
+    most = np.zeros(groups)
+    for w in range(actions.shape[0]):
+        for code in actions[w]:
+            if code == _NONE:
+                break
+            s, m = code >> _STAGE_SHIFT, code & _MICRO_BATCH_MASK
+            if not begun[s, m]:
+                begun[s, m] = True
+                held[s] += 1
+                total, g = 0.0, group[s]
+                for i in range(bounds[g], bounds[g + 1]):
+                    total += held[members[i]] * stash[members[i]]
+                most[g] = max(most[g], total)
+            left[s, m] -= 1
+            if left[s, m] == 0:
+                held[s] -= 1
+    return most
+
+
+@compiled
+def worker_peaks(order: Order, fixed: Floats, stash: Floats, working: Floats) -> Floats:
+    """Return the most bytes that a device of each worker holds.
+
+    That is the ``fixed`` bytes of its stages, the largest ``working`` bytes of one of them, and the most ``stash``
+    bytes in flight. The arguments are bytes of each stage, on one device.
+    """
+    peaks = most_held(order, stash, order.worker_of)
+    largest = np.zeros(len(peaks))
+    for s in range(len(fixed)):
+        w = order.worker_of[s]
+        peaks[w] += fixed[s]
+        largest[w] = max(largest[w], working[s])
+    return peaks + largest
+
+
 @inlined
 def _all_workers(workers: int, stages: int) -> Integers:
     """Return the stack of workers that may run an action, the first on top.
@@ -110,9 +198,12 @@ def _all_workers(workers: int, stages: int) -> Integers:
 
 
 @inlined
-def _waits_for(actions: Integers, head: Integers, worker: int, code: int) -> bool:
-    """Return whether ``code`` is the next action of ``worker``; ``head``: see ``run``."""
-    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] == code)
+def _waits_for(actions: Integers, head: Integers, worker: int, code: int, either: int) -> bool:
+    """Return whether ``code`` is the next action of ``worker``, with the bits ``either`` set in both.
+
+    ``head``: see ``run``.
+    """
+    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] | either == code | either)
 
 
 @compiled
@@ -121,12 +212,14 @@ def run(
 ) -> Run:
     """Return starts and ends of forwards, backwards, weight gradients, transfers forward and backward [S, M], seconds.
 
-    ``forward`` to ``send_backward``: seconds of each stage (the last entry of a transfer is not read); ``weights`` has
-    size 0 where the order has no such actions, as have their starts and ends. A worker runs its actions strictly in
-    order. A forward waits for its transfer from the previous stage, a backward for its transfer from the next stage. A
-    transfer starts when its producer has ended and its channel is free, first in first out; it occupies no device. On
-    one worker it takes no time and no channel. The times of what never ran are NaN (also the last row of transfers).
-    The last result is the number of actions that ran: if it is less than the order has, the order deadlocks.
+    ``forward`` to ``send_backward``: seconds of each stage (the last entry of a transfer is not read); ``backward`` is
+    the whole, of which ``weights`` is the part of weight gradients. That has size 0 where the order has no such
+    actions, as have their starts and ends. Backwards are B, or I where that is an action of its own. A worker runs its
+    actions strictly in order. A forward waits for its transfer from the previous stage, a backward for its transfer
+    from the next stage. A transfer starts when its producer has ended and its channel is free, first in first out; it
+    occupies no device. On one worker it takes no time and no channel. The times of what never ran are NaN (also the
+    last row of transfers). The last result is the number of actions that ran: if it is less than the order has, the
+    order deadlocks.
     """
     actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
     (workers, length), stages = actions.shape, len(worker_of)
@@ -171,7 +264,7 @@ def run(
                         begin = max(end, free_f[s])
                         free_f[s] = begin + send_forward[s]
                         start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
-                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT)):
+                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT), 0):
                             waiting[count] = to
                             count += 1
             elif kind == _WEIGHTS:
@@ -187,7 +280,7 @@ def run(
                     if np.isnan(arrival):
                         break
                     start = max(start, arrival)
-                end = start + backward[s]
+                end = start + (backward[s] if kind == _BACKWARD else backward[s] - weights[s])
                 start_b[s, m], end_b[s, m] = start, end
                 if s:
                     to = worker_of[s - 1]
@@ -197,13 +290,90 @@ def run(
                         begin = max(end, free_b[s - 1])
                         free_b[s - 1] = begin + send_backward[s - 1]
                         start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
-                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT)):
+                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT), _EITHER):
                             waiting[count] = to
                             count += 1
             now[w] = end
             head[w] += 1
             done += 1
     return start_f, end_f, start_b, end_b, start_w, end_w, start_send_f, end_send_f, start_send_b, end_send_b, done
+
+
+@compiled
+def _row_peak(row: Integers, stash: Floats) -> float:
+    """Return the most stash that one worker holds at once."""
+    held = peak = 0.0
+    for code in row:
+        if code == _NONE:
+            break
+        kind = (code >> _KIND_SHIFT) & _KIND_MASK
+        if kind == _FORWARD:
+            held += stash[code >> _STAGE_SHIFT]
+            peak = max(peak, held)
+        elif kind != _INPUTS:
+            held -= stash[code >> _STAGE_SHIFT]
+    return peak
+
+
+@compiled
+def move_actions(
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    send_forward: Floats,
+    send_backward: Floats,
+    exposed: Floats,
+    stash: Floats,
+    most: Floats,
+    moves: int,
+) -> float:
+    """Move single actions within their workers, at random, while the step gets no longer; return its seconds.
+
+    The actions of a stage and kind stay in micro-batch order: micro-batches are alike, and variables that calls write
+    are then written in the order of the samples. ``order`` is written to. ``stash``: of a micro-batch on each stage;
+    ``most``: of each worker. The other arguments are as in ``step_seconds``. Tries ``moves`` moves; the same arguments
+    give the same result.
+    """
+    np.random.seed(0)
+    actions = order.actions
+    workers = actions.shape[0]
+    lengths = np.array([np.sum(actions[w] != _NONE) for w in range(workers)])
+    best = step_seconds(order, forward, backward, weights, send_forward, send_backward, exposed)
+    for _ in range(moves):
+        w = np.random.randint(workers)
+        row, source = actions[w], np.random.randint(lengths[w])
+        distance = 1 + int(np.random.exponential(4.0))
+        target = source + (distance if np.random.random() < 0.5 else -distance)
+        if target < 0 or target >= lengths[w] or _passes_another(row, source, target):
+            continue
+        _shift(row, source, target)
+        seconds = np.inf
+        if _row_peak(row, stash) <= most[w]:
+            seconds = step_seconds(order, forward, backward, weights, send_forward, send_backward, exposed)
+        if seconds <= best:
+            best = seconds
+        else:
+            _shift(row, target, source)
+    return best
+
+
+@compiled
+def _passes_another(row: Integers, source: int, target: int) -> bool:
+    """Return whether the entry at ``source`` would pass one of the same stage and kind on its way to ``target``."""
+    for place in range(min(source, target), max(source, target) + 1):
+        if place != source and row[place] >> _KIND_SHIFT == row[source] >> _KIND_SHIFT:
+            return True
+    return False
+
+
+@compiled
+def _shift(row: Integers, source: int, target: int) -> None:
+    """Move the entry at ``source`` to ``target``."""
+    moved, step = row[source], 1 if target > source else -1
+    for place in range(source, target, step):
+        row[place] = row[place + step]
+    row[target] = moved
 
 
 @compiled
@@ -254,7 +424,7 @@ def step_seconds(
                     else:
                         free_f[s] = max(now[w], free_f[s]) + send_forward[s]
                         arrival_f[s + 1, m] = free_f[s]
-                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT)):
+                        if _waits_for(actions, head, to, code + (1 << _STAGE_SHIFT), 0):
                             waiting[count] = to
                             count += 1
                 else:
@@ -267,7 +437,8 @@ def step_seconds(
             else:
                 if arrival_b[s, m] == np.inf:
                     break
-                now[w] = max(now[w], arrival_b[s, m]) + backward[s]
+                seconds = backward[s] if kind == _BACKWARD else backward[s] - weights[s]
+                now[w] = max(now[w], arrival_b[s, m]) + seconds
                 last[s] = now[w]
                 arrival_b[s, m] = ended
                 if s:
@@ -277,7 +448,7 @@ def step_seconds(
                     else:
                         free_b[s - 1] = max(now[w], free_b[s - 1]) + send_backward[s - 1]
                         arrival_b[s - 1, m] = free_b[s - 1]
-                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT)):
+                        if _waits_for(actions, head, to, code - (1 << _STAGE_SHIFT), _EITHER):
                             waiting[count] = to
                             count += 1
             head[w] += 1

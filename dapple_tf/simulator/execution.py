@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,8 +20,9 @@ class Execution:
     """Starts and ends of forwards, backwards, and transfers in both directions: arrays [S, M], seconds.
 
     Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see
-    ``engine``. Arrays of weight gradients have size 0 where these are not actions of their own. The AllReduce of a
-    stage runs for ``exposed_seconds`` after its last gradients.
+    ``engine``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own, and their
+    arrays have size 0 where none are. The AllReduce of a stage runs for ``exposed_seconds`` after its last gradients.
+    ``of_micro_batches``: for each micro-batch the costs of each stage, where micro-batches differ in size.
     """
 
     order: Order
@@ -36,6 +37,7 @@ class Execution:
     end_send_forward: Floats
     start_send_backward: Floats
     end_send_backward: Floats
+    of_micro_batches: tuple[tuple[StageCosts, ...], ...] = field(default=(), kw_only=True)
 
     @property
     def stages(self) -> int:
@@ -56,15 +58,32 @@ class Execution:
         """Return the actions of ``stage``, in the order in which its worker runs them."""
         return tuple(action for action in self.actions[self.order.worker_of[stage]] if action.stage == stage)
 
+    def stash_bytes(self, stage: int) -> tuple[float, ...]:
+        """Return the bytes that each micro-batch in flight holds on one device of ``stage``."""
+        if self.of_micro_batches:
+            return tuple(costs[stage].stash_bytes for costs in self.of_micro_batches)
+        return (self.costs[stage].stash_bytes,) * self.micro_batches
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Seconds for which each stage computes."""
+        if self.of_micro_batches:
+            return tuple(
+                sum(cost.forward_seconds + cost.backward_seconds for cost in of_stage)
+                for of_stage in zip(*self.of_micro_batches, strict=True)
+            )
+        return tuple(self.micro_batches * (cost.forward_seconds + cost.backward_seconds) for cost in self.costs)
+
     @property
     def splits(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether some weight gradients are actions of their own."""
         return bool(self.start_weights.size)
 
     @cached_property
     def last_gradients(self) -> Floats:
-        """End of each stage's last backward, or last weight gradients where they are actions of their own; seconds."""
-        return np.array([row.max() for row in (self.end_weights if self.splits else self.end_backward)])
+        """End of each stage's last backward or last weight gradients, in seconds."""
+        ends = np.concatenate([self.end_backward, self.end_weights], axis=1) if self.splits else self.end_backward
+        return np.array(np.nanmax(ends, axis=1))
 
     @cached_property
     def allreduce_end(self) -> Floats:
@@ -90,12 +109,11 @@ def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
     stages = len(order.worker_of)
     if len(costs) != stages:
         raise ScheduleError(f"the schedule has {stages} stages, but there are costs of {len(costs)}")
-    split = has_weights(order)
-    weights = np.array([cost.weights_seconds for cost in costs if split], np.float64)
+    weights = np.array([cost.weights_seconds for cost in costs if has_weights(order)], np.float64)
     *times, done = run(
         order,
         np.array([cost.forward_seconds for cost in costs], np.float64),
-        np.array([cost.backward_seconds - split * cost.weights_seconds for cost in costs], np.float64),
+        np.array([cost.backward_seconds for cost in costs], np.float64),
         weights,
         np.array([cost.send_forward_seconds for cost in costs], np.float64),
         np.array([cost.send_backward_seconds for cost in costs], np.float64),

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.simulated_step import execution_events
+from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.recording import BY_TIMES, Prediction
+from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.schedule import Schedule
 
 
-def predict_from_times(measured: Timeline, schedule: Schedule) -> Prediction:
+def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[int] = ()) -> Prediction:
     """Return ``schedule`` executed with the median seconds of each stage's actions, transfers and AllReduce.
+
+    ``sizes``: the given samples of each micro-batch; the medians are then of the micro-batches of one size.
 
     The prediction has the schedule's own waiting, but no contention and no jitter, which the measured step has. Weights
     are updated after the last event, for the measured seconds.
     """
-    execution = execute(encode(schedule), measured.costs)
+    if sizes:
+        of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
+        execution = execute_sizes(schedule, measured.costs, [of_size[size] for size in sizes])
+    else:
+        execution = execute(encode(schedule), measured.costs)
     updates = [event for event in measured.stage_events if event.kind == "update"]
     step = execution_events(execution, measured.places, updates)
     return Prediction(Timeline(step.events, step.transfers, step.stage_events, title=measured.title), BY_TIMES)
+
+
+def _measure(measured: Timeline, micro_batches: Collection[int]) -> list[StageCosts]:
+    """Return the costs of each stage for these micro-batches."""
+    step = measured.step
+    return [measure_stage_costs(step, stage, micro_batches) for stage in range(step.stages)]

@@ -6,6 +6,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.execution import Execution
+from graph_passes.schedules.schedule import FREEING
 
 
 def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
@@ -13,25 +14,29 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
 
     Weights, gradients and slots of all stages on the device count all the time, and the largest of their working sets.
     A forward adds a stash when it starts; the backward of the micro-batch frees it when it ends, or its weight
-    gradients where they are actions of their own.
+    gradients where they are an action of their own.
     """
     worker = execution.order.worker_of[stage]
     stages = [s for s, w in enumerate(execution.order.worker_of) if w == worker]
     costs = [execution.costs[s] for s in stages]
-    freeing, ends = ("W", execution.end_weights) if execution.splits else ("B", execution.end_backward)
-    times, changes = [0.0], [[0] * len(stages)]
+    stashes = {s: execution.stash_bytes(s) for s in stages}
+    # A column for each stage and size of stash: counts are exact, and sums of bytes may round.
+    columns = sorted({(s, stash) for s in stages for stash in stashes[s]})
+    times, changes = [0.0], [[0] * len(columns)]
     # A worker runs one action at a time, so these times are in order.
     for action in execution.actions[worker]:
         if action.kind == "F":
             times.append(execution.start_forward[action.stage, action.micro_batch])
-        elif action.kind == freeing:
+        elif action.kind in FREEING:
+            ends = execution.end_backward if action.kind == "B" else execution.end_weights
             times.append(ends[action.stage, action.micro_batch])
         else:
             continue
-        changes.append([(1 if action.kind == "F" else -1) * (s == action.stage) for s in stages])
+        own = action.stage, stashes[action.stage][action.micro_batch]
+        changes.append([(1 if action.kind == "F" else -1) * (column == own) for column in columns])
     base = sum(cost.fixed_bytes for cost in costs) + max(cost.working_bytes for cost in costs)
     in_flight = np.cumsum(changes, axis=0)
-    return np.array(times), base + in_flight @ np.array([cost.stash_bytes for cost in costs])
+    return np.array(times), base + in_flight @ np.array([stash for _, stash in columns])
 
 
 def usable_bytes(device_memory: float) -> float:

@@ -8,8 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.simulator.compiled import Integers
-from dapple_tf.simulator.engine import Order, early_backward_order, encode
-from graph_passes.schedules.policies import build_schedule, warm_up_by_name
+from dapple_tf.simulator.engine import Order, early_backward_order, encode, interleaved_order, most_held
+from graph_passes.schedules.policies import (
+    CHUNKED,
+    build_schedule,
+    check_schedule,
+    chunked_policy,
+    warm_up_by_name,
+    worker_map_of,
+)
 
 
 class Ordered(NamedTuple):
@@ -19,9 +26,20 @@ class Ordered(NamedTuple):
     in_flight: Integers
 
 
+def is_interleaved(name: str) -> bool:
+    """Return whether a valid name is that of interleaved 1F1B, whose orders are compiled; others take far longer."""
+    chunked = chunked_policy(name)
+    return chunked is not None and chunked[0] is CHUNKED["interleaved-1f1b"]
+
+
 @lru_cache(maxsize=128)
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     """Return the order of a schedule, which must not be written to. Raises ScheduleError for an unknown name."""
+    if is_interleaved(name):
+        check_schedule(name, stages, micro_batches)
+        workers = worker_map_of(name, stages).workers
+        order = interleaved_order(workers, stages // workers, micro_batches)
+        return Ordered(order, most_held(order, np.ones(stages), np.arange(stages)).astype(np.int64))
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
         schedule = build_schedule(name, stages, micro_batches)

@@ -29,7 +29,7 @@ class SimulatedStep:
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
-        """The costs of each stage."""
+        """The costs of each stage, for the largest micro-batch."""
         return self.execution.costs
 
     @property
@@ -52,11 +52,8 @@ class SimulatedStep:
         """The fraction of the step in which each stage computes; transfers and AllReduce do not count."""
         if not self.step_seconds:
             return (1.0,) * len(self.costs)
-        m = self.plan.micro_batches
         # At most 1: adding up the same seconds in another order may exceed the step by a rounding error.
-        return tuple(
-            min(1.0, m * (cost.forward_seconds + cost.backward_seconds) / self.step_seconds) for cost in self.costs
-        )
+        return tuple(min(1.0, busy / self.step_seconds) for busy in self.execution.busy_seconds)
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[float, ...]:
@@ -108,9 +105,11 @@ def execution_events(execution: Execution, places: Sequence[Place], updates: Seq
 def _events_of_place(execution: Execution, place: Place) -> list[Event]:
     """Return the actions of one replica in the order in which it runs them."""
     stage, replica, device = place
+    backward = execution.start_backward[stage].tolist(), execution.end_backward[stage].tolist()
     times = {
         "F": (execution.start_forward[stage].tolist(), execution.end_forward[stage].tolist()),
-        "B": (execution.start_backward[stage].tolist(), execution.end_backward[stage].tolist()),
+        "B": backward,
+        "I": backward,
     }
     if execution.splits:
         times["W"] = execution.start_weights[stage].tolist(), execution.end_weights[stage].tolist()

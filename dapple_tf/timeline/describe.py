@@ -60,19 +60,21 @@ def describe_path(timeline: Timeline) -> str:
 
 
 def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
-    """Return a simulated step's summary, a table of its stages, and a line for each stage that does not fit."""
+    """Return a simulated step's summary, a table of its stages, and a line for each device's stages that do not fit."""
     lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
-    computed = ("F", "B", "W") if split else ("F", "B")
+    computed = ("F", "B", "of it W") if split else ("F", "B")
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", "peak memory")
-    lines += format_table(header, [_row(stage, simulation) for stage in timeline.stages], left=len(header))
+    lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
     memory = simulation.device_memory
-    for stage, (peak, fits) in enumerate(zip(simulation.peak_memory_bytes, simulation.fits, strict=True)):
+    for stages in simulation.plan.worker_map.chunks:  # the peak of each of them is that of their device
+        peak, fits = simulation.peak_memory_bytes[stages[0]], simulation.fits[stages[0]]
         if not fits:
-            lines.append(
-                f"stage {stage} does not fit: it lacks {format_bytes(peak - memory, 4)} of the device's "
-                f"{format_bytes(memory, 4)}"
-            )
+            who = f"stage {stages[0]} does not fit: it lacks"
+            if len(stages) > 1:
+                who = f"stages {', '.join(map(str, stages))} do not fit on one device: they lack"
+            lines.append(f"{who} {format_bytes(peak - memory, 4)} of the device's {format_bytes(memory, 4)}")
+    lines += [timeline.note] if timeline.note else []
     return "\n".join(lines)
 
 
@@ -110,17 +112,16 @@ def find_slowest(timeline: Timeline, count: int = 5) -> tuple[SlowAction, ...]:
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
 
 
-def _row(stage: StageSummary, simulation: Simulation) -> tuple[str, ...]:
+def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str, ...]:
     planned = simulation.plan.stages[stage.stage]
-    inputs = stage.backward_seconds - (stage.weights_seconds or 0.0)
-    weights = () if stage.weights_seconds is None else (format_seconds(stage.weights_seconds),)
+    weights = "-" if stage.weights_seconds is None else format_seconds(stage.weights_seconds)
     return (
         str(stage.stage),
         format_ranges(planned.devices),
         f"{planned.first_layer}-{planned.last_layer}",
         format_seconds(stage.forward_seconds),
-        format_seconds(inputs),
-        *weights,
+        format_seconds(stage.backward_seconds),
+        *([weights] if split else []),
         format_seconds(stage.allreduce_seconds),
         f"{stage.utilisation:.0%}",
         format_bytes(simulation.peak_memory_bytes[stage.stage], 4),

@@ -36,7 +36,7 @@ class EventDependencies:
         if isinstance(item, StageEvent):
             yield from self._inputs_of_stage_event(item)
         elif isinstance(item, Transfer):
-            yield from self._runs[item.producer]
+            yield from (run for action in item.producers for run in self._runs[action])
             yield from self._before(item)
         else:
             yield from self._before(item)
@@ -54,12 +54,13 @@ class EventDependencies:
     def _needed_actions(self, action: Action) -> Iterator[Action]:
         """Yield the actions whose results ``action`` takes.
 
-        The B of a stage whose inputs need no gradient, such as the first, is empty and waits for nothing: its W takes
+        The I of a stage whose inputs need no gradient, such as the first, is empty and waits for nothing: its W takes
         the gradient from the next stage.
         """
         yield from dependencies(action, self._step.stages)
-        if action.kind == "W" and action.stage + 1 < self._step.stages:
-            yield Action(action.stage + 1, "B", action.micro_batch)
+        if action.kind == "W":
+            inputs = Action(action.stage, "I", action.micro_batch)
+            yield from (a for a in dependencies(inputs, self._step.stages) if a.stage > action.stage)
 
     def _inputs_of_stage_event(self, item: StageEvent) -> Iterator[Item]:
         """Yield the stage's events before an AllReduce; before a weight update, which waits at a barrier, all events.

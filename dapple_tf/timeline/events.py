@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.schedule import Action, Kind
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]
@@ -43,12 +43,13 @@ class Transfer:
     end: float
 
     @property
-    def producer(self) -> Action:
-        """The action whose result is sent."""
-        return Action(self.source, "F" if self.source < self.target else "B", self.micro_batch)
+    def producers(self) -> tuple[Action, ...]:
+        """The actions that may give what is sent: F, or B or I, of which a step has one."""
+        kinds: tuple[Kind, ...] = ("F",) if self.source < self.target else ("B", "I")
+        return tuple(Action(self.source, kind, self.micro_batch) for kind in kinds)
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target} {self.producer.kind}{self.micro_batch}"
+        return f"{self.source}>{self.target} {self.producers[0].kind}{self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from dapple_tf.timeline.events import StepEvents
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import CALL_OF_KIND
 
 
-def measure_stage_costs(step: StepEvents, stage: int) -> StageCosts:
+def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[int] | None = None) -> StageCosts:
     """Return the median seconds of a stage's actions and of the transfers to and from the next stage.
 
-    ``allreduce_seconds``: while any of the stage's AllReduces ran on all its devices; ``exposed_seconds``: from the end
-    of the stage's last action to that of its last AllReduce. A timeline has no bytes: they are 0.
+    ``micro_batches``: those whose actions and transfers count, without it all. ``allreduce_seconds``: while any of the
+    stage's AllReduces ran on all its devices; ``exposed_seconds``: from the end of the stage's last action to that of
+    its last AllReduce. A timeline has no bytes: they are 0.
     """
     seconds = {
-        kind: _median(e.end - e.start for e in step.events if (e.action.stage, e.action.kind) == (stage, kind))
+        kind: _median(
+            e.end - e.start
+            for e in step.events
+            if (e.action.stage, e.action.kind) == (stage, kind)
+            and (micro_batches is None or e.action.micro_batch in micro_batches)
+        )
         for kind in CALL_OF_KIND
     }
     computed = max(event.end for event in step.events if event.action.stage == stage)
     reductions = [e for e in step.stage_events if (e.kind, e.stage) == ("allreduce", stage)]
     return StageCosts(
         forward_seconds=seconds["F"],
-        backward_seconds=seconds["B"] + seconds["W"],  # there is no W where backward is one action
+        # Where some backwards are whole and others split, the halves count, so that I is as long as it was.
+        backward_seconds=seconds["I"] + seconds["W"] or seconds["B"],
         weights_seconds=seconds["W"],
-        send_forward_seconds=_median(_channel_seconds(step, stage, stage + 1)),
-        send_backward_seconds=_median(_channel_seconds(step, stage + 1, stage)),
+        send_forward_seconds=_median(_channel_seconds(step, stage, stage + 1, micro_batches)),
+        send_backward_seconds=_median(_channel_seconds(step, stage + 1, stage, micro_batches)),
         allreduce_seconds=sum(_seconds_in_order((step.start(e), e.end) for e in reductions)),
         exposed_seconds=max(0.0, max((e.end for e in reductions), default=0.0) - computed),
         fixed_bytes=0.0,
@@ -36,9 +43,16 @@ def measure_stage_costs(step: StepEvents, stage: int) -> StageCosts:
     )
 
 
-def _channel_seconds(step: StepEvents, source: int, target: int) -> Iterator[float]:
+def _channel_seconds(
+    step: StepEvents, source: int, target: int, micro_batches: Container[int] | None
+) -> Iterator[float]:
     """Yield the seconds for which each transfer had its channel for itself; an early one waits behind others."""
-    return _seconds_in_order((t.start, t.end) for t in step.transfers if (t.source, t.target) == (source, target))
+    transfers = sorted(
+        (t for t in step.transfers if (t.source, t.target) == (source, target)), key=lambda transfer: transfer.end
+    )
+    for transfer, seconds in zip(transfers, _seconds_in_order((t.start, t.end) for t in transfers), strict=True):
+        if micro_batches is None or transfer.micro_batch in micro_batches:
+            yield seconds
 
 
 def _seconds_in_order(spans: Iterable[tuple[float, float]]) -> Iterator[float]:

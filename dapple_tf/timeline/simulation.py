@@ -20,7 +20,7 @@ class Simulation(Protocol):
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
-        """Seconds and bytes of each stage."""
+        """Seconds and bytes of each stage, for the largest micro-batch."""
 
     @property
     def step_seconds(self) -> float:

@@ -13,6 +13,8 @@ from graph_passes.schedules.schedule import Action
 class StageSummary:
     """Figures of one stage; seconds are of one micro-batch: the cost model's, or medians of a recorded step.
 
+    Of micro-batches of different sizes, the cost model's are those of the largest.
+
     ``devices``: names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the whole
     backward; ``weights_seconds``: its weight gradients, where they are actions of their own (W), else None.
     ``allreduce_seconds``: the AllReduce of the stage's gradients. ``order``: the actions in the order in which they

@@ -78,7 +78,7 @@ def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     Receivers of other senders need not meet: an exchange has started by the time that its first receiver leaves it. A
     sender leaves it as soon as its tensors are queued, which says nothing of the others.
     """
-    stage_of = {stamp.device: stamp.stage for stamp in stamps if stamp.op in KIND_OF_CALL}
+    runs = {(stamp.device, stamp.stage) for stamp in stamps if stamp.op in KIND_OF_CALL}
     by_name: dict[str, list[Stamp]] = {}
     for stamp in stamps:
         if stamp.op == "exchange" and parse_exchange_name(stamp.name) is not None:
@@ -87,7 +87,7 @@ def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     for name, ranks in by_name.items():
         stages = parse_exchange_name(name)
         assert stages is not None, "other exchanges were left out above"
-        received = [stamp.end for stamp in ranks if stage_of.get(stamp.device) == stages[1]]
+        received = [stamp.end for stamp in ranks if (stamp.device, stages[1]) in runs]
         start = min([max(stamp.start for stamp in ranks), *received])
         transfers.append(Transfer(*stages, start, max(stamp.end for stamp in ranks)))
     return sorted(transfers, key=lambda transfer: transfer.start)

@@ -50,8 +50,8 @@ class Timeline:
     lines.
 
     ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step it creates the
-    events when they are first needed. ``note``: what distorts the times of a recorded step, "" for nothing. Two
-    timelines are equal if their events are.
+    events when they are first needed. ``note``: what distorts the times of a recorded step, how the order of a
+    simulated one was found, or "". Two timelines are equal if their events are.
     """
 
     def __init__(

@@ -131,9 +131,15 @@ def values_of(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-def cut_samples(size: int, parts: int) -> list[slice]:
-    """Return the samples of each part: of N samples, part m of M holds [N m / M, N (m+1) / M)."""
-    return [slice(size * m // parts, size * (m + 1) // parts) for m in range(parts)]
+def cut_samples(size: int, parts: int, sizes: Sequence[int] = ()) -> list[slice]:
+    """Return the samples of each part: of N samples, part m of M holds [N m / M, N (m+1) / M).
+
+    With ``sizes``, the parts are in that proportion instead: exactly these where they add up to N.
+    """
+    if not sizes:
+        return [slice(size * m // parts, size * (m + 1) // parts) for m in range(parts)]
+    ends = [size * sum(sizes[: m + 1]) // sum(sizes) for m in range(parts)]
+    return [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 def _run(function: Any, arguments: Sequence[Any]) -> Any:

@@ -75,7 +75,8 @@ class Report:
 
     def __str__(self) -> str:
         plan = self.plan
-        head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {plan.micro_batches} micro-batches"
+        cut = plan.describe_micro_batches() if plan.sizes else f"{plan.micro_batches} micro-batches"
+        head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {cut}"
         lines = [f"{head}, {abbreviate_schedule(plan.schedule)}: {self._outcome}"]
         because = [] if self.plain.ok else [f"because of {reason}" for reason in self.exactness.reasons]
         if self.in_turn is None or self.plain.ok:

@@ -8,7 +8,8 @@ from typing import Any
 
 from dapple_tf import internals
 from dapple_tf.autoplan.recompute_option import Recompute
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.request import MicroBatches, Request
+from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
@@ -32,7 +33,7 @@ def verify(
     plan: Plan | None = None,
     stages: int | Sequence[str] | str = "auto",
     replicas: Sequence[int] | None = None,
-    micro_batches: int | str = 8,
+    micro_batches: MicroBatches = 8,
     schedule: str = "auto",
     recompute: Recompute = False,
     sparse_gradients: str = "exact",
@@ -40,6 +41,7 @@ def verify(
     batch_loss: BatchLoss = False,
     batch_norm: BatchNorm = "micro-batch",
     jit_compile: bool | None = None,
+    slice: Slice = None,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
 ) -> Report:
@@ -69,6 +71,7 @@ def verify(
         batch_loss,
         batch_norm,
         jit_compile,
+        slice,
     )
     step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
     planned = step.build_exposed(*batch)
@@ -112,7 +115,7 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
     if model.statistics:
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))
         return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
-    parts = cut_samples(planned.batch_size, plan.micro_batches)
+    parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)
     in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))
     if not in_turn.ok:  # dropout and counts are the whole batch's in the pipeline: divide only batch norm's batch
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned))))
@@ -129,7 +132,7 @@ def _find_pieces(planned: PlannedModel) -> SizesOf:
     def sizes_of(layer: Any) -> list[list[int]]:
         owner = owners.get(id(layer.moving_mean.value))
         replicas = 1 if owner is None or model.joins else plan.replicas[owner]
-        parts = cut_samples(planned.batch_size, plan.micro_batches)
+        parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)
         return [[piece.stop - piece.start for piece in cut_samples(part.stop - part.start, replicas)] for part in parts]
 
     return sizes_of

@@ -16,10 +16,12 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import DappleWarning
 from dapple_tf.xla.examples import find_examples
 from dapple_tf.xla.problems import find_problem
+from graph_passes.analysis.row_bounds import micro_batch_sizes
 from graph_passes.ir.graph import Function, Graph, Node
+from graph_passes.ir.names import BACKWARD_OPS
 from graph_passes.ir.ops import OpName
 
-_CALLS = frozenset({OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS, OpName.UPDATE})
+_CALLS = frozenset({OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS, OpName.UPDATE})
 
 
 @dataclass
@@ -39,7 +41,8 @@ class Xla:
         self, planned: PlannedModel, graph: Graph, bindings: Bindings, functions: Sequence[Function]
     ) -> Compiled:
         model, plan, size = planned.model, planned.plan, planned.batch_size
-        samples = [-(-size // plan.micro_batches // replicas) for replicas in plan.replicas]
+        largest = max(micro_batch_sizes(size, plan.micro_batches, plan.sizes))
+        samples = [-(-largest // replicas) for replicas in plan.replicas]
         examples = find_examples(graph.replace(functions=tuple(functions)), model, samples, size)
         compiled: dict[str, frozenset[str]] = {}
         problems: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.row_bounds import fit_micro_batches, replica_bounds
+from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes, replica_bounds
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of
@@ -25,16 +25,16 @@ class Use(StrEnum):
 
     NONE = "none"
     OWN = "own"
-    """Those that its replica of its stage takes of every micro-batch."""
+    """Those that its replica of its stages takes of every micro-batch."""
     ALL = "all"
 
 
 @dataclass(frozen=True)
 class RankInputs:
-    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of ``stage``."""
+    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of each of ``stages``."""
 
     uses: tuple[Use, ...]
-    stage: int = 0
+    stages: tuple[int, ...] = (0,)
     replica: int = 0
     replicas: int = 1
 
@@ -43,8 +43,9 @@ class RankInputs:
 class InputNeeds:
     """The rows that this rank needs of each argument of the loss (in one process: all).
 
-    ``arguments``: the flattened arguments by their paths ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``
-    and ``most_replicas``: of the plan. ``batch_size``: of the batch that ran, or was built, last.
+    ``arguments``: the flattened arguments by their paths ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``,
+    ``most_replicas`` and ``sizes`` (samples of each micro-batch; none for equal ones): of the plan. ``batch_size``: of
+    the batch that ran, or was built, last. A batch of another size than the plan's is cut as ``fit_plan`` says.
     """
 
     arguments: tuple[str, ...]
@@ -52,6 +53,7 @@ class InputNeeds:
     micro_batches: int
     most_replicas: int
     batch_size: int
+    sizes: tuple[int, ...] = ()
 
     def rows(self, batch_size: int | None = None) -> dict[str, Rows]:
         """Return the rows of each argument that this rank needs of a batch, by default one of ``self.batch_size``.
@@ -66,9 +68,10 @@ class InputNeeds:
         return {name: known[use] for name, use in zip(self.arguments, self.inputs.uses, strict=True)}
 
     def _own_rows(self, size: int) -> Rows:
-        count = fit_micro_batches(size, self.micro_batches, self.most_replicas)
+        sizes = fit_sizes(size, self.sizes, self.most_replicas)
+        count = len(sizes) or fit_micro_batches(size, self.micro_batches, self.most_replicas)
         place = self.inputs.replica, self.inputs.replicas
-        return tuple(replica_bounds(size, m, count, *place) for m in range(count))
+        return tuple(replica_bounds(size, m, count, *place, sizes) for m in range(count))
 
     def __str__(self) -> str:
         samples = f"{self.batch_size} sample{'s' * (self.batch_size != 1)}"
@@ -86,9 +89,10 @@ def find_inputs(graph: Graph) -> RankInputs:
         if name != BATCH_SIZE_NAME:
             ops = {node.op for node in users[name]} - {OpName.BATCH_SIZE}
             uses.append(Use.NONE if not ops else Use.OWN if ops == {OpName.SLICE} else Use.ALL)
-    call = nodes_of(graph, OpName.FORWARD)[0]
+    calls = nodes_of(graph, OpName.FORWARD)
+    stages = tuple(sorted({call.integer("stage") for call in calls}))
     replicas = max((node.integer("replicas") for node in nodes_of(graph, OpName.SLICE)), default=1)
-    return RankInputs(tuple(uses), call.integer("stage"), call.integer("replica"), replicas)
+    return RankInputs(tuple(uses), stages, calls[0].integer("replica"), replicas)
 
 
 def whole_batch(tensors: int) -> RankInputs:

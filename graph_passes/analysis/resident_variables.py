@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import nodes_of
+from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
@@ -16,8 +16,7 @@ _USE_COPIES = frozenset(
         OpName.PART,
         OpName.FORWARD,
         OpName.TAIL,
-        OpName.BACKWARD,
-        OpName.WEIGHTS,
+        *BACKWARD_OPS,
         OpName.READ_STATE,
     }
 )
@@ -27,7 +26,7 @@ _USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT})
 def resident_variables(graph: Graph) -> frozenset[str]:
     """Return the names of the variables that a rank's graph (see ``project``) reads or writes itself.
 
-    A copy is a variable of its own: where another stage owns a variable (tied weights), only its copy is resident.
+    A copy is a variable of its own: where another rank owns a variable (tied weights), only its copy is resident.
     """
     copies = {
         (node.integer("stage"), node.integer("replica"), name)

@@ -1,16 +1,40 @@
 """The rows of a batch that micro-batches and replicas take: first and end row, in the order of the samples.
 
+A batch of N samples is cut into M micro-batches at the rows N p // p_M, where p_0 = 0 to p_M are the *cut points*: the
+numbers 0 to M for equal micro-batches, or the sums of given ``sizes``. A batch of as many samples as the sizes add up
+to is then cut into these sizes, and any other one in their proportion. No sizes (an empty sequence) means equal ones.
+
 Every function takes numbers, or tensors of numbers, and returns the same.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 
-def micro_batch_bounds(size: Any, micro_batch: Any, micro_batches: Any) -> tuple[Any, Any]:
+def cut_points(micro_batches: int, sizes: Sequence[int] = ()) -> Sequence[int]:
+    """Return the M + 1 cut points of micro-batches in proportion to ``sizes``, or of equal ones."""
+    return (0, *itertools.accumulate(sizes)) if sizes else range(micro_batches + 1)
+
+
+def cut_at(size: Any, point: Any, last: int) -> Any:
+    """Return the row at which a batch of ``size`` samples is cut for a cut point; ``last``: the last one."""
+    return size * point // last
+
+
+def micro_batch_bounds(size: Any, micro_batch: int, micro_batches: int, sizes: Sequence[int] = ()) -> tuple[Any, Any]:
     """Return the first and the end sample of a micro-batch in a batch of ``size`` samples."""
-    return size * micro_batch // micro_batches, size * (micro_batch + 1) // micro_batches
+    points = cut_points(micro_batches, sizes)
+    return cut_at(size, points[micro_batch], points[-1]), cut_at(size, points[micro_batch + 1], points[-1])
+
+
+def micro_batch_sizes(size: int, micro_batches: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the samples of each micro-batch of a batch of ``size`` samples."""
+    points = cut_points(micro_batches, sizes)
+    rows = [cut_at(size, point, points[-1]) for point in points]
+    return tuple(end - first for first, end in itertools.pairwise(rows))
 
 
 def share_bounds(begin: Any, end: Any, i: int, count: int) -> tuple[Any, Any]:
@@ -20,9 +44,11 @@ def share_bounds(begin: Any, end: Any, i: int, count: int) -> tuple[Any, Any]:
     return begin + (end - begin) * i // count, begin + (end - begin) * (i + 1) // count
 
 
-def replica_bounds(size: Any, micro_batch: Any, micro_batches: Any, replica: int, replicas: int) -> tuple[Any, Any]:
+def replica_bounds(
+    size: Any, micro_batch: int, micro_batches: int, replica: int, replicas: int, sizes: Sequence[int] = ()
+) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of a micro-batch that a replica takes."""
-    return share_bounds(*micro_batch_bounds(size, micro_batch, micro_batches), replica, replicas)
+    return share_bounds(*micro_batch_bounds(size, micro_batch, micro_batches, sizes), replica, replicas)
 
 
 def fit_micro_batches(samples: int, micro_batches: int, replicas: int) -> int:
@@ -31,3 +57,11 @@ def fit_micro_batches(samples: int, micro_batches: int, replicas: int) -> int:
     ``replicas``: the most that a stage has. A batch of fewer samples than replicas is one micro-batch.
     """
     return max(1, min(micro_batches, samples // max(1, min(replicas, samples))))
+
+
+def fit_sizes(samples: int, sizes: Sequence[int], replicas: int) -> Sequence[int]:
+    """Return ``sizes``, or none where a batch of ``samples``, cut so, would leave a replica without a sample.
+
+    ``replicas``: the most that a stage has.
+    """
+    return sizes if sizes and min(micro_batch_sizes(samples, len(sizes), sizes)) >= replicas else ()

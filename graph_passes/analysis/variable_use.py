@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import SHARED_STATISTICS, at
+from graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, at
 from graph_passes.ir.ops import OpName
 
 
@@ -61,7 +61,7 @@ def find_variables(graph: Graph) -> Variables:
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
         once = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS
-        ops = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, *once, OpName.TAIL)
+        ops = (OpName.FORWARD, *BACKWARD_OPS, *once, OpName.TAIL)
         names = [at(stage, what=op) for op in ops]
         optional = names[1:]  # backward, where it is split, where something runs once a step, and where there is a tail
         for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):
@@ -71,7 +71,7 @@ def find_variables(graph: Graph) -> Variables:
                     stages.append(stage)
             writes = written_variables(function.graph)
             state |= writes.keys()
-            per_micro_batch |= set() if function.name in names[3:] else writes.keys()
+            per_micro_batch |= set() if function.name in names[4:] else writes.keys()
             for name, nodes in writes.items():
                 (added if all(node.has("adds") for node in nodes) else assigned).add(name)
     at_end: dict[str, list[int]] = {}

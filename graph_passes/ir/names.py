@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import Graph, Node
+from graph_passes.ir.graph import Attr, Graph, Node
 from graph_passes.ir.ops import OpName
 
 BATCH_SIZE_NAME = "batch/size"
@@ -27,9 +27,13 @@ def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:
     return tuple(node for node in graph.nodes if node.op in ops)
 
 
-def weight_gradient_op(graph: Graph, stage: int) -> OpName:
-    """Return the op whose calls give the gradients of a stage's variables: ``weights`` if its backward is split."""
-    return OpName.WEIGHTS if at(stage, what=OpName.WEIGHTS) in graph.function_by_name else OpName.BACKWARD
+BACKWARD_OPS = OpName.BACKWARD, OpName.INPUTS, OpName.WEIGHTS
+"""The ops of a micro-batch's backward on a stage: the whole, or its two parts."""
+
+
+def weight_gradient_op(graph: Graph, stage: int, micro_batch: int) -> OpName:
+    """Return the op whose call gives the gradients of a stage's variables: ``weights`` where the backward is split."""
+    return OpName.WEIGHTS if at(stage, 0, micro_batch, OpName.WEIGHTS) in graph.by_name else OpName.BACKWARD
 
 
 def replica_counts(graph: Graph) -> tuple[int, ...]:
@@ -44,3 +48,10 @@ def replica_counts(graph: Graph) -> tuple[int, ...]:
 def micro_batch_count(graph: Graph) -> int:
     """Return M, the number of micro-batches, from the forward calls."""
     return max(node.integer("micro_batch") for node in nodes_of(graph, OpName.FORWARD)) + 1
+
+
+def cut_attributes(graph: Graph) -> dict[str, Attr]:
+    """Return the attributes that say how the batch is cut: M, and ``sizes`` where the slices have them."""
+    found: dict[str, Attr] = {"micro_batches": micro_batch_count(graph)}
+    sizes = next((node.integers("sizes") for node in nodes_of(graph, OpName.SLICE) if node.has("sizes")), None)
+    return found if sizes is None else {**found, "sizes": sizes}

@@ -40,6 +40,7 @@ class OpName(StrEnum):
     CAST = "cast"
     ONE = "one"
     BACKWARD = "backward"
+    INPUTS = "inputs"
     WEIGHTS = "weights"
     SPLIT = "split"
     CONCAT = "concat"
@@ -146,6 +147,7 @@ _VARIABLES = Attribute("variables", "tuple[str, ...]")
 _REPLICAS = Attribute("replicas", "int")
 _SUMMED = Attribute("summed", "tuple[str, ...]", required=False)
 _MICRO_BATCHES = Attribute("micro_batches", "int")
+_SIZES = Attribute("sizes", "tuple[int, ...]", required=False)
 _PIECES = Attribute("pieces", "int")
 _AXES = Attribute("axes", "tuple[int, ...]")
 _OUTER = Attribute("outer", "tuple[int, ...]")
@@ -171,10 +173,11 @@ _TABLE = (
     Op(
         OpName.SLICE,
         "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch. The "
-        "tensors at the positions `local` hold only the replica's rows, in the order of the micro-batches.",
+        "tensors at the positions `local` hold only the replica's rows, in the order of the micro-batches. `sizes`: "
+        "the samples of each micro-batch, where they are given; another batch is cut in their proportion.",
         Operands("the batch size, then tensors of the batch", None, ("int64",)),
         Operands("the share of the samples, then the rows of each tensor", None, ("float64",)),
-        (*_CALLED, _MICRO_BATCHES, _REPLICAS, Attribute("local", "tuple[int, ...]", required=False)),
+        (*_CALLED, _MICRO_BATCHES, _SIZES, _REPLICAS, Attribute("local", "tuple[int, ...]", required=False)),
     ),
     Op(
         OpName.ROW_BOUNDS,
@@ -182,9 +185,12 @@ _TABLE = (
         "a micro-batch, of the whole batch.",
         Operands("the batch size", 1, ("int64",)),
         Operands("a vector of these three numbers", 1, ("int64",)),
-        tuple(
-            Attribute(name, "int", required=False)
-            for name in ("stage", "replica", "micro_batch", "micro_batches", "replicas")
+        (
+            *(
+                Attribute(name, "int", required=False)
+                for name in ("stage", "replica", "micro_batch", "micro_batches", "replicas")
+            ),
+            _SIZES,
         ),
     ),
     Op(
@@ -278,8 +284,14 @@ _TABLE = (
     ),
     Op(
         OpName.BACKWARD,
-        "Call a stage's backward function on one micro-batch; without the gradients of weights where `weights` gives "
-        "them.",
+        "Call a stage's backward function on one micro-batch.",
+        Operands("the function's inputs, variables left out"),
+        Operands("the function's outputs"),
+        (*_CALLED, _FUNCTION, _INLINE),
+    ),
+    Op(
+        OpName.INPUTS,
+        "Call the part of a stage's backward that gives the gradients of its inputs.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
         (*_CALLED, _FUNCTION, _INLINE),
@@ -296,7 +308,15 @@ _TABLE = (
         "Cut boundary tensors of one replica into the rows that each replica of the neighbouring stage takes.",
         Operands("the batch size, then the tensors", None, ("int64",)),
         Operands("for each tensor, the rows of each receiver"),
-        (*_CALLED, _MICRO_BATCHES, _REPLICAS, _AXES, Attribute("of", "int"), Attribute("receivers", "tuple[int, ...]")),
+        (
+            *_CALLED,
+            _MICRO_BATCHES,
+            _SIZES,
+            _REPLICAS,
+            _AXES,
+            Attribute("of", "int"),
+            Attribute("receivers", "tuple[int, ...]"),
+        ),
     ),
     Op(
         OpName.CONCAT,

@@ -17,7 +17,7 @@ class Accumulate:
 
     name: str = "accumulate"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.ACCUMULATE, OpName.GRADIENTS, OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS}),
         may_produce=frozenset({OpName.ACCUMULATE, OpName.GRADIENTS}),
     )

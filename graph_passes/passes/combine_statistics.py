@@ -30,7 +30,7 @@ from graph_passes.ir.graph import (
     attributes,
     tensor,
 )
-from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, replica_counts
+from graph_passes.ir.names import BATCH_SIZE_NAME, at, cut_attributes, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
@@ -154,7 +154,7 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
             OpName.SLICE,
             (Value(BATCH_SIZE_NAME), *rows),
             (tensor("float64"), *(graph.type_of(value) for value in rows)),
-            attributes({**place, "micro_batches": count, "replicas": replicas}),
+            attributes({**place, **cut_attributes(graph), "replicas": replicas}),
         )
         call = Node(
             at(stage, replica, m, OpName.PARTIALS),

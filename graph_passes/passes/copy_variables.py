@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Graph, Node, attributes
-from graph_passes.ir.names import at, nodes_of, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
-_CALLS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS)
+_CALLS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS)
 _WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 

@@ -54,7 +54,7 @@ class GatherSlices:
     parts: tuple[SparsePart, ...]
     name: str = "gather_slices"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.GATHER_SLICES, OpName.BARRIER}),
         may_produce=frozenset({OpName.GATHER_SLICES}),
     )
@@ -93,7 +93,7 @@ def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
     given = sorted((part.stage, part.pair, part.variable) for part in parts)
     found = []
     for stage in range(len(replica_counts(graph))):
-        function = graph.function(at(stage, what=weight_gradient_op(graph, stage)))
+        function = graph.function(at(stage, what=weight_gradient_op(graph, stage, 0)))
         found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
     for call in nodes_of(graph, OpName.TAIL):
         function, stage = graph.function(call.string("function")), len(replica_counts(graph))
@@ -138,11 +138,10 @@ def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:
         (call,) = nodes_of(graph, OpName.TAIL)
         slices, indices = slice_ports(graph.function(call.string("function")))[part.pair]
         return [(call.values()[slices], call.values()[indices])]
-    op = weight_gradient_op(graph, part.stage)
-    slices, indices = slice_ports(graph.function(at(part.stage, what=op)))[part.pair]
-    calls = (
-        at(part.stage, replica, m, op)
-        for m in range(micro_batch_count(graph))
-        for replica in range(replica_counts(graph)[part.stage])
-    )
-    return [(Value(call, slices), Value(call, indices)) for call in calls]
+    pieces = []
+    for m in range(micro_batch_count(graph)):
+        op = weight_gradient_op(graph, part.stage, m)
+        slices, indices = slice_ports(graph.function(at(part.stage, what=op)))[part.pair]
+        calls = [at(part.stage, replica, m, op) for replica in range(replica_counts(graph)[part.stage])]
+        pieces += [(Value(call, slices), Value(call, indices)) for call in calls]
+    return pieces

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
+from graph_passes.ir.names import BACKWARD_OPS
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
-_TIMED = frozenset({OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
+_TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.ir.graph import Function, Graph, Node, Value, attributes
-from graph_passes.ir.names import nodes_of, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
 
-_CALLS = (OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS)
+_CALLS = (OpName.FORWARD, *BACKWARD_OPS)
 _ADDED = frozenset({OpName.PART, OpName.JOIN})
 
 

@@ -1,6 +1,7 @@
 """Build the call-level graph: each stage's forward, backward and weight gradients, once for each micro-batch.
 
-Micro-batch m of M has the samples [N m / M, N (m+1) / M) of a batch of N. Backward starts from the micro-batch's share
+Micro-batch m of M has the samples [N m / M, N (m+1) / M) of a batch of N, or as many as its given size says (see
+``analysis.row_bounds``). Backward starts from the micro-batch's share
 n / N of the batch, so that the gradients are those of the mean over the whole batch even where the micro-batches are
 uneven (DAPPLE, Fig. 10, with the weights that make it exact). Where the loss is a sum over samples, it starts from 1.
 Where the optimizer scales the loss, it starts from that times the scale.
@@ -8,17 +9,19 @@ Where the optimizer scales the loss, it starts from that times the scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from graph_passes.analysis.tail import TailInput
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import BATCH_SIZE_NAME, at
+from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.stage_calls import StageCalls
+
+_HALVES = OpName.INPUTS, OpName.WEIGHTS
 
 MergeKind = Literal["concat", "mean", "sum", "first"]
 """The operation that merges the aux outputs of the micro-batches into one of the step."""
@@ -53,10 +56,11 @@ class Microbatch:
     """Call the functions of ``stages`` stages on each of ``micro_batches`` micro-batches.
 
     The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` (but not where only
-    forward runs) and, where backward is split, ``stageN/weights``; ``stageN/once`` where the stage has it, and
-    ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``; ``optimizer/loss_scale`` where the
-    optimizer scales the loss. ``aux``: how to merge each aux output.
-    ``loss``: whether the loss is the mean or the sum of the micro-batches'.
+    forward runs) or, where it is split, ``stageN/inputs`` and ``stageN/weights``; ``stageN/once`` where the stage has
+    it, and ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``; ``optimizer/loss_scale`` where
+    the optimizer scales the loss. ``aux``: how to merge each aux output.
+    ``loss``: whether the loss is the mean or the sum of the micro-batches'. ``split``: stage and micro-batch of each
+    backward that is two calls. ``sizes``: the samples of each micro-batch; none for equal ones.
     """
 
     stages: int
@@ -64,17 +68,20 @@ class Microbatch:
     aux: tuple[MergeKind, ...] = ()
     loss: Literal["mean", "sum"] = "mean"
     frontier: tuple[TailInput, ...] = ()
+    split: frozenset[tuple[int, int]] = frozenset()
+    sizes: tuple[int, ...] = ()
     name: str = "microbatch"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.INPUT}),
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
         produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.MERGE}),
-        may_produce=frozenset({OpName.BACKWARD, OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
-        | {OpName.WEIGHTS, OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS, OpName.LOSS_SCALE},
+        may_produce=frozenset({*BACKWARD_OPS, OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
+        | {OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS, OpName.LOSS_SCALE},
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return call_stages(graph, self.stages, self.micro_batches, self.aux, self.loss, self.frontier)
+        options = self.aux, self.loss, self.frontier, self.split, self.sizes
+        return call_stages(graph, self.stages, self.micro_batches, *options)
 
 
 def call_stages(
@@ -84,20 +91,25 @@ def call_stages(
     aux: Sequence[MergeKind] = (),
     loss: Literal["mean", "sum"] = "mean",
     frontier: Sequence[TailInput] = (),
+    split: Set[tuple[int, int]] = frozenset(),
+    sizes: Sequence[int] = (),
 ) -> Graph:
     """Return the graph with slices, calls, and the merged loss and aux outputs, for one replica of each stage.
 
-    Raises GraphError if there is no micro-batch, no batched argument, or an unknown kind of merge.
+    Raises GraphError if there is no micro-batch, no batched argument, an unknown kind of merge, or another number of
+    sizes.
     """
     if micro_batches < 1:
         raise GraphError(f"M = {micro_batches}: there must be at least one micro-batch")
+    if sizes and len(sizes) != micro_batches:
+        raise GraphError(f"M = {micro_batches}, but there are {len(sizes)} sizes of micro-batches: give one for each")
     if not graph.inputs:
         raise GraphError("a pipeline needs at least one batched argument")
     for kind in (loss, *aux):
         if kind not in get_args(MergeKind):
             raise GraphError(f"outputs are merged by one of {', '.join(get_args(MergeKind))}, not by {kind!r}")
     size = Node(BATCH_SIZE_NAME, OpName.BATCH_SIZE, (Value(graph.inputs[0]),), (tensor("int64"),))
-    calls = StageCalls(graph, micro_batches, loss)
+    calls = StageCalls(graph, micro_batches, loss, sizes)
     nodes: list[Node] = [*graph.nodes, size, *calls.loss_scale()]
     for stage in range(stages):
         nodes += calls.once(stage)
@@ -107,7 +119,7 @@ def call_stages(
         nodes += calls.tail(stages - 1, frontier)
         for m in together:
             for stage in reversed(range(stages)):
-                for op in (OpName.BACKWARD, OpName.WEIGHTS):
+                for op in _HALVES if (stage, m) in split else [OpName.BACKWARD]:
                     if at(stage, what=op) in graph.function_by_name:
                         nodes += calls.backward(stage, m, op)
     merged: list[tuple[str, str, MergeKind]] = [("loss", "loss", loss)]

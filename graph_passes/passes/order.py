@@ -17,9 +17,9 @@ from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule
+from graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Kind, Schedule
 
-_WRITING: tuple[Kind, ...] = ("F", "B")  # the kinds of action that may write variables
+_WRITING: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"))  # the kinds of action that may write the same variables
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,27 @@ def _accumulated_at_once(actions: Sequence[Action]) -> Iterator[Action]:
 
     Gradients are added in micro-batch order, so these are the actions before which all earlier micro-batches have run.
     """
-    ran: dict[tuple[int, str], set[int]] = {}
+    ran: dict[int, set[int]] = {}
     for action in actions:
-        micro_batches = ran.setdefault((action.stage, action.kind), set())
-        micro_batches.add(action.micro_batch)
-        if micro_batches.issuperset(range(action.micro_batch)):
-            yield action
+        if action.kind in FREEING:  # the kinds that give gradients of weights
+            micro_batches = ran.setdefault(action.stage, set())
+            micro_batches.add(action.micro_batch)
+            if micro_batches.issuperset(range(action.micro_batch)):
+                yield action
 
 
 def check_writes(graph: Graph, schedule: Schedule) -> None:
     """Raise ScheduleError if calls that write a variable (batch norm, seeds) are not in micro-batch order."""
     for stage, actions in enumerate(schedule.stages):
-        for kind in _WRITING:
-            function = graph.function_by_name.get(at(stage, what=CALL_OF_KIND[kind]))
-            written = written_variables(function.graph) if function else {}
-            calls = [action for action in actions if action.kind == kind]
+        for kinds in _WRITING:
+            functions = [graph.function_by_name.get(at(stage, what=CALL_OF_KIND[kind])) for kind in kinds]
+            written = {name for function in functions if function for name in written_variables(function.graph)}
+            calls = [action for action in actions if action.kind in kinds]
             for first, second in itertools.pairwise(calls if written else []):
                 if first.micro_batch > second.micro_batch:
                     raise ScheduleError(
-                        f"the schedule runs {first} before {second}, but {CALL_OF_KIND[kind]} of stage {stage} writes "
-                        f"{min(written)!r}, which one device would write in the order of the samples: run the {kind} "
+                        f"the schedule runs {first} before {second}, but {CALL_OF_KIND[first.kind]} of stage {stage} "
+                        f"writes {min(written)!r}, which one device would write in the order of the samples: run the "
+                        f"{' and '.join(sorted({a.kind for a in calls}))} "
                         "of this stage in micro-batch order"
                     )

@@ -36,7 +36,7 @@ class Overlap:
     bucket_bytes: int = BUCKET_BYTES
     name: str = "overlap"
     contract: ClassVar[Contract] = Contract(
-        requires=frozenset({OpName.FORWARD, OpName.BACKWARD}),
+        requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS}),
     )
@@ -61,7 +61,7 @@ def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
     stages = {node.integer("stage") for node in nodes_of(graph, OpName.GRADIENTS)}
     for stage, count in enumerate(replica_counts(graph)):
         if count > 1 and stage in stages:
-            op = weight_gradient_op(graph, stage)
+            op = weight_gradient_op(graph, stage, last)
             function = graph.function(at(stage, what=op))
             buckets[stage] = cut_buckets(order_gradients(function), bucket_bytes)
             if last:
@@ -73,7 +73,7 @@ def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
         final = node.has("micro_batch") and node.integer("micro_batch") == last
         if stage not in buckets:
             nodes.append(node)
-        elif node.op == weight_gradient_op(graph, stage) and final:
+        elif node.op == weight_gradient_op(graph, stage, last) and final:
             name = at(stage, what=f"last_{node.op}") if last else node.string("function")
             forward = at(stage, node.integer("replica"), last, OpName.FORWARD)
             nodes.append(node.with_attrs(function=name, inline=True).after(forward, READS))

@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PlaceRank:
-    """Put the nodes of a rank's stage on ``device``, and those that belong to no stage on ``home``."""
+    """Put the nodes of a rank's stages on ``device``, and those that belong to no stage on ``home``."""
 
     device: str
     home: str

@@ -1,7 +1,8 @@
 """One rank's part of a pipelined graph: its own nodes, and exchanges in place of the edges to and from other ranks.
 
-A rank is one process with one device. Nodes without a stage (inputs, loss, barrier, the optimizer's shared steps) run
-on every rank. A stage's reduction and update run on each of its ranks, from equal gradients.
+A rank is one process with one device, which runs one stage or several (those of its worker). Tensors between two stages
+of one rank stay there. Nodes without a stage (inputs, loss, barrier, the optimizer's shared steps) run on every rank. A
+stage's reduction and update run on each of its ranks, from equal gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from graph_passes.errors import GraphError
@@ -50,7 +52,10 @@ _REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})
 
 @dataclass(frozen=True)
 class Project:
-    """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s."""
+    """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s.
+
+    Stages of one worker have the same ranks.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
@@ -72,9 +77,9 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
 
     Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
-    gradients of its stage (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
+    gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
     barriers, so that TensorFlow never leaves out one whose results this rank does not need but for which others wait.
-    Raises GraphError unless ``ranks`` give each replica of each stage a rank of its own.
+    Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
     """
     _check_ranks(graph, ranks)
     placement = _Placement(graph, ranks)
@@ -103,10 +108,12 @@ def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
     replicas, rank_counts = replica_counts(graph), tuple(len(stage) for stage in ranks)
     if replicas != rank_counts:
         raise GraphError(f"the stages have {replicas} replicas, but there are {rank_counts} ranks for them")
-    all_ranks = sorted(rank for stage in ranks for rank in stage)
+    # With other ranks for another stage of the worker, the edges that order its calls would be lost.
+    all_ranks = sorted(rank for worker in {tuple(stage) for stage in ranks} for rank in worker)
     if all_ranks != list(range(len(all_ranks))):
         raise GraphError(
-            f"the stages are on ranks {[list(s) for s in ranks]}: use each of 0 to {len(all_ranks) - 1} once"
+            f"the stages are on ranks {[list(s) for s in ranks]}: use all ranks from 0 on, each for the replicas of "
+            "one stage, or of several stages whose ranks are the same, in the same order"
         )
 
 
@@ -119,9 +126,13 @@ class _Placement:
 
     def ranks_of(self, node: Node) -> tuple[int, ...]:
         if not node.has("stage"):
-            return tuple(sorted(rank for stage in self.ranks for rank in stage))
+            return self.every_rank
         stage = self.ranks[node.integer("stage")]
         return tuple(stage) if node.op in _ON_EVERY_REPLICA else (stage[node.integer("replica")],)
+
+    @cached_property
+    def every_rank(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for stage in self.ranks for rank in stage}))
 
     def inputs(self, node: Node, rank: int) -> tuple[Value, ...]:
         """Return the inputs of ``node`` on ``rank``: for a sum over replicas, only those of its own replica."""
@@ -223,7 +234,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     """Return the name of the exchange that carries ``value`` to ``node``.
 
     One exchange carries all tensors that cross a boundary in one direction for one micro-batch, or all that replicas
-    join after one part of a call.
+    join after one part of a call. Its name says the stages, since several boundaries may be between the same ranks.
     """
     producer = graph.node(value.node)
     if node.op == OpName.JOIN:  # of all replicas with all

@@ -1,14 +1,14 @@
 """Place the variables of a job: where each replica is a process (rank), one rank keeps a variable and sends its value.
 
-Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies.
-Copies remain of what forward writes (a failed step must change no variable), and of variables that another stage owns
-(tied weights), whose values that stage sends at the start of the step.
+Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies, and
+neither does another stage of the same ranks (tied weights). Copies remain of what forward writes (a failed step must
+change no variable), and of variables that a stage of other ranks owns, which sends their values as the step starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,9 +24,13 @@ _WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 @dataclass(frozen=True)
 class RankVariables:
-    """Change the copies of variables to those that ranks need; ``types``: the type of each variable's value."""
+    """Change the copies of variables to those that ranks need.
+
+    ``types``: the type of each variable's value. ``ranks``: of each stage, as for ``Project``.
+    """
 
     types: tuple[tuple[str, TensorType], ...]
+    ranks: tuple[tuple[int, ...], ...]
     name: str = "rank_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -35,10 +39,10 @@ class RankVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return rank_variables(graph, dict(self.types))
+        return rank_variables(graph, dict(self.types), self.ranks)
 
 
-def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
+def rank_variables(graph: Graph, types: Mapping[str, TensorType], ranks: Sequence[Sequence[int]]) -> Graph:
     """Return the graph with variables read at owners, refreshed from there, and state merged before ``commit``."""
     variables = find_variables(graph)
     nodes: list[Node] = []
@@ -46,7 +50,7 @@ def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     removed: set[str] = set()
     for node in graph.nodes:
         if node.op == OpName.REFRESH:
-            refresh = _rank_refresh(node, variables, types, reads)
+            refresh = _rank_refresh(node, variables, types, ranks, reads)
             nodes += [] if refresh is None else [refresh]
             removed |= {node.name} if refresh is None else set()
         elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
@@ -62,15 +66,19 @@ def rank_variables(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
 
 
 def _rank_refresh(
-    node: Node, variables: Variables, types: Mapping[str, TensorType], reads: dict[str, Node]
+    node: Node,
+    variables: Variables,
+    types: Mapping[str, TensorType],
+    ranks: Sequence[Sequence[int]],
+    reads: dict[str, Node],
 ) -> Node | None:
     """Return the refresh of the copies that a rank needs, or None if it needs none.
 
-    It takes the values of variables that another stage owns (a ``read_variable`` there is added to ``reads``), and
-    reads those that forward writes itself.
+    It takes the values of variables that a stage of other ranks owns (a ``read_variable`` there is added to ``reads``),
+    and reads those that forward writes itself.
     """
-    stage = node.integer("stage")
-    foreign = [name for name in node.strings("variables") if variables.owner(name) != stage]
+    own = tuple(ranks[node.integer("stage")])
+    foreign = [name for name in node.strings("variables") if tuple(ranks[variables.owner(name)]) != own]
     state = [name for name in node.strings("variables") if name in variables.state and name not in foreign]
     if not foreign and not state:
         return None

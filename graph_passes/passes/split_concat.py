@@ -20,7 +20,7 @@ from typing import ClassVar
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
-from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at, cut_attributes, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.batch_loss import TAIL_OPS, piece_of_replica, replicate_tail
@@ -66,8 +66,7 @@ def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = f
     stages = len(counts)
     if len(replicas) != stages or min(replicas) < 1:
         raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
-    micro_batches = micro_batch_count(graph)
-    boundaries = _Boundaries(graph, tuple(replicas), shared, micro_batches)
+    boundaries = _Boundaries(graph, tuple(replicas), shared)
     nodes: list[Node] = []
     for node in graph.nodes:
         if not node.has("stage"):
@@ -117,11 +116,11 @@ class _Boundaries:
     ``nodes``: the split, concat and add nodes, made when a replica first needs them, one for all tensors of a boundary.
     """
 
-    def __init__(self, graph: Graph, replicas: tuple[int, ...], shared: Set[str], micro_batches: int) -> None:
+    def __init__(self, graph: Graph, replicas: tuple[int, ...], shared: Set[str]) -> None:
         self.graph = graph
         self.replicas = replicas
         self.shared = shared
-        self.micro_batches = micro_batches
+        self.cut = cut_attributes(graph)
         self.nodes: dict[str, Node] = {}
         self._crossing: dict[tuple[str, int, bool], list[Value]] = {}
 
@@ -137,7 +136,7 @@ class _Boundaries:
             return Value(_of_replica(value.node, replica), value.index)
         if not self._is_shared(value):
             return self._concat(producer, value, here, replica)
-        if producer.op == OpName.BACKWARD:
+        if producer.op in BACKWARD_OPS:
             return self._add(producer, value, here, replica)
         first = overlaps(replica, self.replicas[here], self.replicas[there])[0]
         return Value(_of_replica(value.node, first), value.index)
@@ -196,7 +195,7 @@ class _Boundaries:
             attrs: dict[str, Attr] = {
                 "axes": tuple(self._axis(v) for v in tensors),
                 "micro_batch": m,
-                "micro_batches": self.micro_batches,
+                **self.cut,
                 "receivers": receivers,
                 "of": q,
                 "replica": i,

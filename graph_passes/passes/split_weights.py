@@ -1,11 +1,13 @@
 """Cut each stage's backward in two functions: the gradients of the stage's inputs, and the gradients of its weights.
 
 Other stages wait only for the first, so a schedule may run the second (``W``) at any later time (Qi et al., "Zero
-Bubble Pipeline Parallelism", 2023). What both need is computed once, in the first, and *carried* to the second.
+Bubble Pipeline Parallelism", 2023). What both need is computed once, in the first, and *carried* to the second. A stage
+that runs the backward of some micro-batches whole keeps that function too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,32 +16,40 @@ from graph_passes.analysis.layers import variables_of
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.extract import extract_function
 from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 # Views, constants and values of weights: the second function repeats these ops, which costs nothing, and carries none.
 FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})
-_BACKWARD = f"/{OpName.BACKWARD}"
 _OF_VARIABLES: frozenset[Role] = frozenset({"variable", "slices", "indices"})
 
 
 @dataclass(frozen=True)
 class SplitWeights:
-    """Replace each ``stageN/backward`` by one without gradients of variables, and ``stageN/weights`` for these."""
+    """Add ``stageN/inputs``, and ``stageN/weights`` for the gradients of variables, to stages that split backwards.
 
+    ``split``: stage and micro-batch of each backward that runs as two calls. A stage that splits all of its
+    ``micro_batches`` loses its ``stageN/backward``.
+    """
+
+    split: frozenset[tuple[int, int]]
+    micro_batches: int
     name: str = "split_weights"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return split_weights(graph)
+        return split_weights(graph, self.split, self.micro_batches)
 
 
-def split_weights(graph: Graph) -> Graph:
-    """Return the graph with two functions in place of each backward function."""
+def split_weights(graph: Graph, split: Set[tuple[int, int]], micro_batches: int) -> Graph:
+    """Return the graph with the functions of both halves in place of, or beside, each backward function."""
     state = find_variables(graph).state
+    counts = Counter(at(stage, what=OpName.BACKWARD) for stage, _ in split)
     functions: list[Function] = []
     for function in graph.functions:
-        functions += split_function(function, state) if function.name.endswith(_BACKWARD) else [function]
+        functions += [function] if counts[function.name] < micro_batches else []
+        functions += split_function(function, state) if counts[function.name] else []
     return graph.replace(functions=tuple(functions))
 
 
@@ -62,10 +72,10 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     carried = _carried(graph, first - second, second, [value for _, value in weights])
     carry_ports: dict[Value, tuple[Role, str]] = {value: ("carry", str(value)) for value in carried}
     first_results = [*boundary, *((Port("carry", str(value), graph.type_of(value)), value) for value in carried)]
-    weights_name = f"{function.name.removesuffix(_BACKWARD)}/{OpName.WEIGHTS}"
+    stage_name = function.name.removesuffix(f"/{OpName.BACKWARD}")
     return (
-        _extract(function, function.name, first, {}, first_results),
-        _extract(function, weights_name, second, carry_ports, weights),
+        _extract(function, f"{stage_name}/{OpName.INPUTS}", first, {}, first_results),
+        _extract(function, f"{stage_name}/{OpName.WEIGHTS}", second, carry_ports, weights),
     )
 
 

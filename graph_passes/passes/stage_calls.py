@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graph_passes.analysis.tail import TailInput
 from graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import BATCH_SIZE_NAME, at
+from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.batch_loss import call_tail
 
@@ -22,12 +22,13 @@ class StageCalls:
 
     ``values``: the value for a role, port name, stage and micro-batch. ``results``: by name of the output (``loss``, or
     the number of an aux output), a pair for each micro-batch: the value, and the micro-batch's share of the samples. An
-    output of the tail has its value alone. ``types``: the types of all calls' outputs.
+    output of the tail has its value alone. ``types``: the types of all calls' outputs. ``sizes``: see ``Microbatch``.
     """
 
-    def __init__(self, graph: Graph, micro_batches: int, loss: str) -> None:
+    def __init__(self, graph: Graph, micro_batches: int, loss: str, sizes: Sequence[int] = ()) -> None:
         self.graph = graph
         self.micro_batches = micro_batches
+        self.cut: dict[str, Attr] = {"micro_batches": micro_batches, **({"sizes": tuple(sizes)} if sizes else {})}
         self.loss = loss
         self.types: dict[Value, TensorType] = {}
         self.values: dict[tuple[str, str, int, int], Value] = {}
@@ -68,7 +69,7 @@ class StageCalls:
 
     def forward(self, stage: int, m: int) -> list[Node]:
         function = self.graph.function(at(stage, what=OpName.FORWARD))
-        names = (at(stage, what=op) for op in (OpName.BACKWARD, OpName.WEIGHTS))
+        names = (at(stage, what=op) for op in BACKWARD_OPS)
         others = [self.graph.function_by_name[name] for name in names if name in self.graph.function_by_name]
         slices = self._slice(stage, m, function, *others)
         inputs = []
@@ -127,7 +128,7 @@ class StageCalls:
         return nodes
 
     def backward(self, stage: int, m: int, op: OpName) -> list[Node]:
-        """Return the call of a stage's backward or weights function, which ``op`` is."""
+        """Return the call of a stage's backward function, or of that of one of its halves, which ``op`` is."""
         function = self.graph.function(at(stage, what=op))
         nodes: list[Node] = []
         inputs = []
@@ -166,7 +167,7 @@ class StageCalls:
     def _slice(self, stage: int, m: int, *functions: Function) -> list[Node]:
         """Return the nodes of a micro-batch's rows of the arguments, its share of the samples and its row bounds."""
         nodes = []
-        attrs = _place(stage, m, micro_batches=self.micro_batches, replicas=1)
+        attrs = _place(stage, m, **self.cut, replicas=1)
         for name in dict.fromkeys(port.name for f in functions for _, port in f.input_ports("rows")):
             nodes.append(
                 Node(at(stage, 0, m, OpName.ROW_BOUNDS), OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), attrs)

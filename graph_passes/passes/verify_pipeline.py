@@ -11,7 +11,7 @@ import networkx as nx
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import at, nodes_of, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.order import call_name
@@ -72,7 +72,7 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
             for first, second in itertools.pairwise(names):
                 if first not in set(graph.node(second).predecessors()):
                     raise GraphError(f"no edge makes {second!r} run after {first!r}, as the schedule says")
-    for node in nodes_of(graph, OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS):
         if node.name not in scheduled:
             raise GraphError(f"{node.name!r} is not in the schedule")
 
@@ -81,7 +81,7 @@ def verify_copies(graph: Graph) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
     variables = find_variables(graph)
     refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
-    for node in nodes_of(graph, OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS):
         stage, replica = node.integer("stage"), node.integer("replica")
         copied = variables.copied(stage, replica)
         refresh = refreshed.get((stage, replica))
@@ -114,7 +114,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         if name in reached:
             reached.update(edges.predecessors(name))
     consumers = graph.consumers()
-    for node in nodes_of(graph, OpName.TAIL, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, OpName.TAIL, *BACKWARD_OPS):
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:
@@ -165,7 +165,7 @@ def verify_statistics(graph: Graph) -> None:
 
 def verify_inlined(graph: Graph) -> None:
     """Raise GraphError unless each inlined backward call waits for its forward: it may read what forward wrote."""
-    for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
+    for node in nodes_of(graph, *BACKWARD_OPS):
         forward = at(node.integer("stage"), node.integer("replica"), node.integer("micro_batch"), OpName.FORWARD)
         if node.has("inline") and forward not in {control.source for control in node.controls}:
             raise GraphError(f"{node.name!r} is inlined, and no control edge makes it wait for {forward!r}")

@@ -1,4 +1,9 @@
-"""Prove, before any rank runs, that the graphs of all ranks fit together and cannot deadlock."""
+"""Prove, before any rank runs, that the graphs of all ranks fit together and cannot deadlock.
+
+A rank may run several stages, and two ranks may share several boundaries. The edges of a rank's graph order its calls,
+and each exchange and each sum has a name of its own by which ranks match it. So ranks need not start them in one order:
+it is enough that none waits for itself through others.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Function, Graph, Node, Value, attributes
-from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
@@ -79,7 +79,7 @@ def _write(graph: Graph, stage: int, function: Function, sums: dict[str, Value])
     attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
     op = OpName.WRITE_STATISTICS
     node = Node(at(stage, what=op), op, tuple(sums[name] for name in taken), (), attrs)
-    for call in nodes_of(graph, OpName.FORWARD, OpName.BACKWARD, OpName.WEIGHTS):
+    for call in nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS):
         if call.integer("stage") == stage:
             node = node.after(call.name, "statistics: what forward and backward read is not written before")
     return node

@@ -10,20 +10,16 @@ from graph_passes.schedules.schedule import Action, Schedule, run_schedule
 
 @dataclass(frozen=True)
 class Units:
-    """Whole units of time of a forward, a backward (of inputs only, where there are W), and weight gradients."""
+    """Whole units of time of a forward, of a backward, and of the part of that which is gradients of weights (W)."""
 
     forward: int = 1
     backward: int = 2
-    weights: int = 0
-
-    @staticmethod
-    def usual(schedule: Schedule) -> Units:
-        """Return one for a forward, and two for a backward, of which weight gradients are half where they are apart."""
-        return Units(1, 1, 1) if schedule.splits else Units()
+    weights: int = 1
 
     def of(self, action: Action) -> int:
         """Return the units of ``action``."""
-        return {"F": self.forward, "B": self.backward, "W": self.weights}[action.kind]
+        inputs = self.backward - self.weights
+        return {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}[action.kind]
 
 
 @dataclass(frozen=True)

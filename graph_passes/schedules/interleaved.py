@@ -20,9 +20,9 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     The paper has groups of p micro-batches, and M a multiple of p. Of any other M, groups have p to 2 p - 1
     micro-batches, as equal as possible, and the warm-up is as long as the largest group needs.
     """
-    groups = _groups(workers, micro_batches)
-    forwards = _order(groups, range(chunks))
-    backwards = _order(groups, range(chunks - 1, -1, -1))
+    groups = micro_batch_groups(workers, micro_batches)
+    forwards = order_calls(groups, range(chunks))
+    backwards = order_calls(groups, range(chunks - 1, -1, -1))
     rows = []
     for worker, stages in enumerate(WorkerMap.looped(workers, chunks).chunks):
         ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
@@ -32,14 +32,14 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-def _groups(workers: int, micro_batches: int) -> list[range]:
-    """Cut the micro-batches into groups of at least ``workers``; into one group where there are fewer."""
+def micro_batch_groups(workers: int, micro_batches: int) -> list[range]:
+    """Return groups of at least ``workers`` micro-batches, as equal as possible; one group where there are fewer."""
     count = max(1, micro_batches // workers)
     bounds = [micro_batches * group // count for group in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def _order(groups: Sequence[range], chunks: Sequence[int]) -> list[tuple[int, int]]:
+def order_calls(groups: Sequence[range], chunks: Sequence[int]) -> list[tuple[int, int]]:
     """Return chunk and micro-batch of every call of one kind, in order."""
     return [(chunk, m) for group in groups for chunk in chunks for m in group]
 

@@ -13,11 +13,16 @@ from types import MappingProxyType
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.breadth_first import looped_breadth_first
+from graph_passes.schedules.dualpipe_v import dualpipe_v
+from graph_passes.schedules.hanayo import hanayo
 from graph_passes.schedules.interleaved import interleaved_1f1b
+from graph_passes.schedules.interleaved_zero_bubble import interleaved_zero_bubble
 from graph_passes.schedules.schedule import Action, Schedule, check
 from graph_passes.schedules.text import LONGEST_NUMBER, is_text, parse_schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import zero_bubble
+from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO, zero_bubble_auto
+from graph_passes.schedules.zero_bubble_v import zero_bubble_v
 
 ZERO_BUBBLE = ("zb-h1", "zb-h2")
 """Policies whose schedules have weight gradients as actions of their own."""
@@ -32,21 +37,29 @@ _EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
 class ChunkedPolicy:
     """A policy whose workers hold several stages each.
 
-    ``option``: the letter of the option that gives the number of stages per worker, and its ``default``. ``build``
-    takes the numbers of workers, of stages per worker and of micro-batches, and returns the schedule. ``place`` takes
-    the first two, and returns the worker map.
+    ``option``: the letter of the option that gives the number of stages per worker, in units of ``unit`` stages, and
+    its ``default``; without a letter the number is always the same. ``build`` takes the number of workers, the option's
+    value and the number of micro-batches, and returns the schedule. ``place`` takes the numbers of workers and of
+    stages per worker, and returns the worker map. ``splits``: whether gradients of weights are actions of their own.
     """
 
-    option: str
+    option: str | None
     default: int
     place: Callable[[int, int], WorkerMap]
     build: Callable[[int, int, int], Schedule]
+    unit: int = 1
+    splits: bool = False
 
 
 CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
     {
         "interleaved-1f1b": ChunkedPolicy("v", 2, WorkerMap.looped, interleaved_1f1b),
+        "interleaved-zb": ChunkedPolicy("v", 2, WorkerMap.looped, interleaved_zero_bubble, splits=True),
         "looped-bfs": ChunkedPolicy("v", 2, WorkerMap.looped, looped_breadth_first),
+        "zb-v": ChunkedPolicy(None, 1, WorkerMap.waves, lambda p, _, m: zero_bubble_v(p, m), unit=2, splits=True),
+        "dualpipe-v": ChunkedPolicy(None, 1, WorkerMap.waves, lambda p, _, m: dualpipe_v(p, m), unit=2, splits=True),
+        "hanayo": ChunkedPolicy("w", 1, WorkerMap.waves, hanayo, unit=2),
+        ZERO_BUBBLE_AUTO: ChunkedPolicy("v", 1, WorkerMap.waves, zero_bubble_auto, splits=True),
     }
 )
 """Policies with several stages per worker, by name."""
@@ -61,6 +74,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "zb-h2": "zero bubble with up to 2 S - 1 micro-batches in flight",
         "interleaved-1f1b:v=2": "1F1B with v stages per worker, looped",
         "looped-bfs:v=2": "breadth first with v stages per worker, looped",
+        "interleaved-zb:v=2": "zero bubble with v stages per worker, looped",
+        "zb-v": "zero bubble with two stages per worker, V-shaped, at the memory of dapple-a",
+        "dualpipe-v": "forwards paired with backwards of other micro-batches, two stages per worker, V-shaped",
+        "zb-auto:v=1": "the fastest zero-bubble order found for the stages' seconds and the devices' memory",
+        "hanayo:w=1": "w waves over the workers and back: 2 w stages per worker",
         "K=3,2,1": "the warm-up of each stage",
         "0F0 0B0; 1F0 1B0": "the actions of each worker",
     }
@@ -91,7 +109,7 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
         f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
-        f"(and :D=n), {', '.join(CHUNKED)} (and :v=n), K=3,2,1, and the actions of every worker: 0F0 0B0; 1F0 1B0"
+        f"(and :D=n), {', '.join(map(_form, CHUNKED))}, K=3,2,1, and the actions of every worker: 0F0 0B0; 1F0 1B0"
     )
 
 
@@ -162,7 +180,7 @@ def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
         return schedule
     if chunked := chunked_policy(name):
         chunked_by, chunks = chunked
-        return chunked_by.build(_count_workers(name, stages, chunks), chunks, micro_batches)
+        return chunked_by.build(_count_workers(name, stages, chunks), chunks // chunked_by.unit, micro_batches)
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is not None:
         return early_backward(warm, micro_batches)
@@ -224,14 +242,20 @@ def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
         return None
     policy = CHUNKED[match[1]]
     if match[2] not in (None, policy.option):
+        has = f"it has {policy.option}, as {_form(match[1])}" if policy.option else "it has none"
+        raise ScheduleError(f"{name!r}: {match[1]} has no option {match[2]}; {has}")
+    given = policy.default if match[3] is None else int(match[3])
+    if not 1 <= given * policy.unit <= _MOST_CHUNKS:
         raise ScheduleError(
-            f"{name!r}: {match[1]} has no option {match[2]}; it has {policy.option}, as {match[1]}:"
-            f"{policy.option}={policy.default}"
+            f"{name!r}: {policy.option} is {given}; it must be between 1 and {_MOST_CHUNKS // policy.unit}"
         )
-    chunks = policy.default if match[3] is None else int(match[3])
-    if not 1 <= chunks <= _MOST_CHUNKS:
-        raise ScheduleError(f"{name!r}: {policy.option} is {chunks}; a worker has 1 to {_MOST_CHUNKS} stages")
-    return policy, chunks
+    return policy, given * policy.unit
+
+
+def _form(policy: str) -> str:
+    """Return the form of a chunked policy's name, such as ``interleaved-1f1b:v=2``."""
+    chunked = CHUNKED[policy]
+    return f"{policy}:{chunked.option}={chunked.default}" if chunked.option else policy
 
 
 def runs_several_stages(name: str) -> bool:
@@ -240,6 +264,12 @@ def runs_several_stages(name: str) -> bool:
         return parse_schedule(name).worker_map.is_chunked
     chunked = chunked_policy(name)
     return chunked is not None and chunked[1] > 1
+
+
+def is_searched(name: str) -> bool:
+    """Return whether the schedule ``name`` is searched for where the costs of the stages are known (``zb-auto``)."""
+    match = _POLICY.fullmatch(name)
+    return match is not None and match[1] == ZERO_BUBBLE_AUTO
 
 
 def _count_workers(name: str, stages: int, chunks: int) -> int:
@@ -290,8 +320,22 @@ def count_micro_batches(name: str, possible: Collection[int]) -> int | None:
 
 
 def splits_backward(name: str) -> bool:
-    """Return whether weight gradients are actions of their own (W) in the schedule ``name``, which must be valid."""
-    return "W" in name if is_text(name) else name.partition(":")[0] in ZERO_BUBBLE
+    """Return whether some weight gradients are actions of their own (W) in the valid schedule ``name``."""
+    if is_text(name):
+        return "W" in name
+    policy = name.partition(":")[0]
+    return policy in ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
+
+
+def stages_ending_split(name: str, stages: int, micro_batches: int) -> frozenset[int]:
+    """Return the stages that run the weight gradients of the last micro-batch as an action of their own (W).
+
+    Raises ScheduleError where ``build_schedule`` would.
+    """
+    if not splits_backward(name):
+        return frozenset()
+    split = build_schedule(name, stages, micro_batches).split
+    return frozenset(stage for stage in range(stages) if (stage, micro_batches - 1) in split)
 
 
 def truncate_schedule(name: str, micro_batches: int) -> str:

@@ -1,9 +1,9 @@
-"""Schedules as data: the order in which each worker runs forwards (F), backwards (B) and weight gradients (W).
+"""Schedules as data: the order in which each worker runs forwards (F) and backwards (B, or I and W).
 
 A worker is the group of devices that run the same stages: one device, or r replicas. It has one stage or several
-(chunks of the model). An action prints as ``2F0`` (stage 2, forward, micro-batch 0). In a schedule without W, B is the
-whole backward. In a schedule with W, B gives the gradients of the stage's inputs, and W those of its weights, at any
-later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M
+(chunks of the model). An action prints as ``2F0`` (stage 2, forward, micro-batch 0). The backward of a stage and
+micro-batch is either one action, B, or two: I gives the gradients of the stage's inputs, and W those of its weights, at
+any later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M
 micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
 """
 
@@ -21,26 +21,36 @@ from typing import Literal
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.worker_map import WorkerMap
 
-Kind = Literal["F", "B", "W"]
-Call = Literal["forward", "backward", "weights"]
+Kind = Literal["F", "B", "I", "W"]
+Call = Literal["forward", "backward", "inputs", "weights"]
 
-CALL_OF_KIND: Mapping[Kind, Call] = MappingProxyType({"F": "forward", "B": "backward", "W": "weights"})
+CALL_OF_KIND: Mapping[Kind, Call] = MappingProxyType({"F": "forward", "B": "backward", "I": "inputs", "W": "weights"})
 """The op of the pipelined graph, and the stage function, that each kind of action runs."""
 
 KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call in CALL_OF_KIND.items()})
 """The reverse of ``CALL_OF_KIND``."""
 
-# The actions whose results each kind of action takes, for the same micro-batch: kind, and offset to the own stage.
-_NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = MappingProxyType(
-    {"F": (("F", -1),), "B": (("F", 0), ("B", 1)), "W": (("B", 0),)}
+FREEING: tuple[Kind, ...] = ("B", "W")
+"""The kinds of action that are the last to need a micro-batch's stash on their stage."""
+
+# What an action of each kind gives: activations, gradients of inputs, or gradients of weights.
+_Result = Literal["activations", "gradients", "weights"]
+_RESULT: Mapping[Kind, _Result] = MappingProxyType(
+    {"F": "activations", "B": "gradients", "I": "gradients", "W": "weights"}
 )
+# The results that each kind of action takes, for the same micro-batch: which, and offset to the own stage.
+_OF_BACKWARD: tuple[tuple[_Result, int], ...] = (("activations", 0), ("gradients", 1))
+_NEEDS: Mapping[Kind, tuple[tuple[_Result, int], ...]] = MappingProxyType(
+    {"F": (("activations", -1),), "B": _OF_BACKWARD, "I": _OF_BACKWARD, "W": (("gradients", 0),)}
+)
+_HALVES: tuple[Kind, Kind] = ("I", "W")
 _NAMED_ACTIONS = 20  # in the message of a stage with wrong actions
 _GRID_ACTIONS = 32  # of a stage, in the message of a deadlock
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One run of a stage's forward, backward, or weight gradients on one micro-batch."""
+    """One run of a stage's forward, or of its backward or a half of it, on one micro-batch."""
 
     stage: int
     kind: Kind
@@ -59,10 +69,11 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.workers)
 
-    @property
-    def splits(self) -> bool:
-        """Whether the gradients of weights are actions of their own (W)."""
-        return any(action.kind == "W" for action in self.workers[0])
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stage and micro-batch of each backward that is two actions, I and W."""
+        actions = itertools.chain.from_iterable(self.workers)
+        return frozenset((action.stage, action.micro_batch) for action in actions if action.kind == "W")
 
     @cached_property
     def worker_map(self) -> WorkerMap:
@@ -85,46 +96,62 @@ class Schedule:
     @property
     def warm_up(self) -> tuple[int, ...]:
         """K_i: the forwards of each stage before its first backward."""
-        return tuple([a.kind for a in actions].index("B") for actions in self.stages)
-
-    @property
-    def freeing_kind(self) -> Kind:
-        """The kind of the last action that needs a micro-batch's stash: W where backward is split, else B."""
-        return "W" if self.splits else "B"
+        return tuple(sum(1 for _ in itertools.takewhile(_is_forward, actions)) for actions in self.stages)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches in flight on each stage; see ``most_in_flight``."""
-        freeing = self.freeing_kind
-        return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.stages)
+        return tuple(most_in_flight(a.kind for a in actions) for actions in self.stages)
 
     @property
     def stashes(self) -> tuple[int, ...]:
         """The most stashes that each worker holds at once, one for each stage and micro-batch in flight."""
-        freeing = self.freeing_kind
-        return tuple(most_in_flight((a.kind for a in actions), freeing) for actions in self.workers)
+        return tuple(most_in_flight(a.kind for a in actions) for actions in self.workers)
 
     def first_micro_batches(self, count: int) -> Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
         return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers))
 
 
-def most_in_flight(kinds: Iterable[Kind], freeing: Kind) -> int:
-    """Return the most micro-batches in flight at once: F has begun, and the ``freeing`` action has not ended.
+def _is_forward(action: Action) -> bool:
+    return action.kind == "F"
 
-    ``kinds``: of a stage's actions in order, each F where it begins and each ``freeing`` action where it ends.
+
+def most_in_flight(kinds: Iterable[Kind]) -> int:
+    """Return the most micro-batches in flight at once: F has begun, and B or W, which frees the stash, has not ended.
+
+    ``kinds``: of a stage's actions in order, each F where it begins and each B and W where it ends.
     """
-    changes = ((kind == "F") - (kind == freeing) for kind in kinds)
+    changes = ((kind == "F") - (kind in FREEING) for kind in kinds)
     return max(itertools.accumulate(changes), default=0)
 
 
-def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
-    """Return the actions whose results ``action`` takes, in a pipeline of ``stages`` stages.
+def with_inputs_apart(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Return the actions with I in place of each B that has a W of the same stage and micro-batch.
 
-    F takes the result of the stage before's F; B that of its own F and of the next stage's B; W that of its own B.
+    Texts and traces of earlier versions write B for the half of backward that gives gradients of inputs.
     """
-    needed = ((kind, action.stage + offset) for kind, offset in _NEEDS[action.kind])
-    return tuple(Action(stage, kind, action.micro_batch) for kind, stage in needed if 0 <= stage < stages)
+    actions = tuple(actions)
+    split = {(a.stage, a.micro_batch) for a in actions if a.kind == "W"}
+    return tuple(
+        Action(a.stage, "I", a.micro_batch) if a.kind == "B" and (a.stage, a.micro_batch) in split else a
+        for a in actions
+    )
+
+
+def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
+    """Return the actions whose results ``action`` may take, in a pipeline of ``stages`` stages.
+
+    F takes the result of the stage before's F; B and I that of their own F, and of the next stage's B or I, of which a
+    schedule has one; W that of its own I.
+    """
+    found = [
+        Action(action.stage + offset, kind, action.micro_batch)
+        for needed, offset in _NEEDS[action.kind]
+        for kind, result in _RESULT.items()
+        if result == needed and 0 <= action.stage + offset < stages
+    ]
+    return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))
 
 
 def run_schedule(
@@ -138,11 +165,11 @@ def run_schedule(
     the same worker it is there when it is made. A worker that has fewer ends than actions is blocked at the next one:
     the schedule deadlocks.
     """
-    stages, kinds = range(schedule.worker_map.stages), tuple(CALL_OF_KIND)
+    stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
     worker_of = schedule.worker_map.worker_of
-    ended: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}
-    arrived: dict[Kind, list[dict[int, float]]] = {kind: [{} for _ in stages] for kind in kinds}  # at the other stage
-    channel_free = {kind: [0.0 for _ in stages] for kind in kinds}
+    ended: dict[_Result, list[dict[int, float]]] = {result: [{} for _ in stages] for result in results}
+    arrived: dict[_Result, list[dict[int, float]]] = {result: [{} for _ in stages] for result in results}  # elsewhere
+    channel_free = {result: [0.0 for _ in stages] for result in results}
     inputs: list[dict[Kind, list[dict[int, float]]]] = [
         {
             kind: [(arrived if d else ended)[need][stage + d] for need, d in _NEEDS[kind] if stage + d in stages]
@@ -150,11 +177,11 @@ def run_schedule(
         }
         for stage in stages
     ]
-    # Whether the result of each kind of action leaves the worker: F goes to the next stage, B to the one before.
-    sent: dict[Kind, list[bool]] = {
-        "F": [worker_of[s] != worker_of[s + 1] for s in stages[:-1]] + [False],
-        "B": [False] + [worker_of[s] != worker_of[s - 1] for s in stages[1:]],
-        "W": [False for _ in stages],
+    # Whether a result leaves the worker: activations go to the next stage, gradients of inputs to the one before.
+    sent: dict[_Result, list[bool]] = {
+        "activations": [worker_of[s] != worker_of[s + 1] for s in stages[:-1]] + [False],
+        "gradients": [False] + [worker_of[s] != worker_of[s - 1] for s in stages[1:]],
+        "weights": [False for _ in stages],
     }
     ends: list[list[float]] = [[] for _ in schedule.workers]
     free = [0.0 for _ in schedule.workers]
@@ -164,22 +191,22 @@ def run_schedule(
         for worker, actions in enumerate(schedule.workers):
             while len(ends[worker]) < len(actions):
                 action = actions[len(ends[worker])]
-                stage, kind, m = action.stage, action.kind, action.micro_batch
-                start = max([free[worker], *[known.get(m, math.inf) for known in inputs[stage][kind]]])
+                stage, result, m = action.stage, _RESULT[action.kind], action.micro_batch
+                start = max([free[worker], *[known.get(m, math.inf) for known in inputs[stage][action.kind]]])
                 if start == math.inf:
                     break
                 free[worker] = end = start + seconds(action)
                 ends[worker].append(end)
-                ended[kind][stage][m] = arrived[kind][stage][m] = end
-                if sent[kind][stage]:
-                    channel_free[kind][stage] = max(end, channel_free[kind][stage]) + send_seconds(action)
-                    arrived[kind][stage][m] = channel_free[kind][stage]
+                ended[result][stage][m] = arrived[result][stage][m] = end
+                if sent[result][stage]:
+                    channel_free[result][stage] = max(end, channel_free[result][stage]) + send_seconds(action)
+                    arrived[result][stage][m] = channel_free[result][stage]
                 moved = True
     return tuple(map(tuple, ends))
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each worker runs F and B (and W, if there is any) of each micro-batch of its stages.
+    """Raise ScheduleError unless each worker runs F, and B or both I and W, of each micro-batch of its stages.
 
     And unless each stage is on one worker, and the schedule runs to its end: for a deadlock the message has the worker
     x step grid, in which the blocked actions are marked ``!``.
@@ -187,17 +214,21 @@ def check(schedule: Schedule) -> None:
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")
     chunks = schedule.worker_map.chunks  # raises where a stage is on two workers, or on none
-    split = any(action.kind == "W" for actions in schedule.workers for action in actions)
-    kinds: tuple[Kind, ...] = ("F", "B", "W") if split else ("F", "B")
-    micro_batches = math.ceil(len(schedule.stages[0]) / len(kinds))
+    micro_batches = len({action.micro_batch for action in schedule.stages[0] if action.kind == "F"})
+    halves = any(action.kind in "IW" for actions in schedule.workers for action in actions)
     for worker, (stages, actions) in enumerate(zip(chunks, schedule.workers, strict=True)):
-        expected = {Action(stage, kind, m) for stage in stages for kind in kinds for m in range(micro_batches)}
-        if set(actions) != expected or len(actions) != len(expected):
-            different = heapq.nsmallest(_NAMED_ACTIONS, expected ^ set(actions))
+        present = set(actions)
+        expected = {Action(stage, "F", m) for stage in stages for m in range(micro_batches)}
+        for forward in tuple(expected):
+            inputs, weights = (Action(forward.stage, kind, forward.micro_batch) for kind in _HALVES)
+            whole = Action(forward.stage, "B", forward.micro_batch)
+            expected |= {inputs, weights} if not present.isdisjoint({inputs, weights}) else {whole}
+        if present != expected or len(actions) != len(expected):
+            different = heapq.nsmallest(_NAMED_ACTIONS, expected ^ present)
             who = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker} (stages {list(stages)})"
             raise ScheduleError(
-                f"{who} must run {'F, B and W' if split else 'F and B'} of each micro-batch once; missing or "
-                f"unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
+                f"{who} must run F{', and B or both I and W,' if halves else ' and B'} of each micro-batch once; "
+                f"missing or unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
             )
     heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
     if any(head < len(actions) for head, actions in zip(heads, schedule.workers, strict=True)):

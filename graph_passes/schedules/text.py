@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, with_inputs_apart
 
 LONGEST_NUMBER = 9
 """Digits of a number in the text or name of a schedule."""
 
-_ACTION = re.compile(rf"(\d{{1,{LONGEST_NUMBER}}})([FBW])(\d{{1,{LONGEST_NUMBER}}})")
-_KINDS: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
+_ACTION = re.compile(rf"(\d{{1,{LONGEST_NUMBER}}})([FBIW])(\d{{1,{LONGEST_NUMBER}}})")
+_KINDS: dict[str, Kind] = {kind: kind for kind in CALL_OF_KIND}
 
 
 def is_text(schedule: str) -> bool:
@@ -21,6 +21,8 @@ def is_text(schedule: str) -> bool:
 
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
+
+    A B beside a W of the same stage and micro-batch is read as I: texts of earlier versions write it so.
 
     Raises ScheduleError that names the word, the stage or the worker that is wrong, or shows the deadlock.
     """
@@ -32,7 +34,7 @@ def parse_schedule(text: str) -> Schedule:
             if not match:
                 raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
             actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
-        workers.append(tuple(actions))
+        workers.append(with_inputs_apart(actions))
     schedule = Schedule(tuple(workers))
     check(schedule)
     return schedule

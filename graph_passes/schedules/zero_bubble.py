@@ -18,7 +18,7 @@ from graph_passes.schedules.schedule import Action, Schedule, check
 
 
 def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, most: int) -> Schedule:
-    """Return the schedule of K_i forwards, then alternately B, the W of d_i micro-batches earlier and F, then the rest.
+    """Return the schedule of K_i forwards, then alternately I, the W of d_i micro-batches earlier and F, then the rest.
 
     ``warm``: K_i. ``most``: D, the most micro-batches that a stage holds (F has run and W has not). The delay is that
     of ``delays``, or D - K_i where that is less. Raises ScheduleError for a K_i out of range or above D.
@@ -30,7 +30,7 @@ def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, 
         delay = min(delays[stage], most - k)
         actions = [Action(stage, "F", m) for m in range(k)]
         for m in range(micro_batches):
-            actions.append(Action(stage, "B", m))
+            actions.append(Action(stage, "I", m))
             if m >= delay:
                 actions.append(Action(stage, "W", m - delay))
             if k + m < micro_batches:

@@ -188,11 +188,18 @@ def test_a_plan_for_devices_that_are_not_there_is_refused(loss: Any) -> None:
         rank_graphs(model, plan_of(model), 3)
 
 
-def test_ranks_with_several_stages_are_refused(loss: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_runs_all_stages_of_its_device(loss: Any, ranks: int) -> None:
     model = model_of(loss)
-    plan = make_plan((0, 0, (0,)), (1, 1, (0,)), schedule="looped-bfs:v=2")
-    with pytest.raises(PlanError, match="looped-bfs:v=2 gives each rank several stages, which jobs cannot run yet"):
-        rank_graphs(model, plan, 1)
+    devices = tuple(range(ranks))
+    plan = make_plan((0, 0, devices), (1, 1, devices), schedule="looped-bfs:v=2")
+    graphs = rank_graphs(model, plan, ranks)
+    for rank, graph in enumerate(graphs):
+        calls = {(node.integer("stage"), node.integer("replica")) for node in nodes_of(graph, OpName.FORWARD)}
+        assert calls == {(0, rank), (1, rank)}
+        assert not any("_to_stage" in node.name for node in nodes_of(graph, OpName.EXCHANGE))
+    with pytest.raises(PlanError, match=rf"the plan is for {ranks} ranks, .*, but the job has 3"):
+        rank_graphs(model, plan, 3)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,36 @@ def test_a_plan_file_is_read_field_by_field(tmp_path: Path) -> None:
     assert plan.replicas == (2, 1)
 
 
+SIZED = {**VALID, "micro_batch_size": 11, "micro_batch_sizes": [2, 9, 10, 11]}
+
+
+def test_given_sizes_are_a_field_of_the_file_only_where_there_are_any(tmp_path: Path) -> None:
+    plan = Plan.load(written(tmp_path, SIZED))
+    assert plan.micro_batch_sizes == plan.sizes == (2, 9, 10, 11)
+    plan.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == SIZED
+    plain = Plan.load(written(tmp_path, VALID))
+    assert (plain.micro_batch_sizes, plain.sizes) == (None, ())
+    assert "micro_batch_sizes" not in plain.to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"micro_batches": 3, "global_batch_size": 8}, "3 micro-batches of 2 or 3 samples"),
+        ({"micro_batches": 4, "global_batch_size": 8}, "4 micro-batches of 2 samples"),
+        ({"micro_batches": 1, "global_batch_size": 1}, "1 micro-batch of 1 sample"),
+        ({"micro_batch_sizes": (2, 2, 4)}, "3 micro-batches of 2, 2 and 4 samples"),
+        ({"micro_batch_sizes": (4, 4)}, "2 micro-batches of 4 samples"),
+        ({"micro_batch_sizes": (*range(1, 18),)}, "17 micro-batches of 1 to 17 samples"),
+    ],
+)
+def test_micro_batches_are_described_with_their_samples(change: dict[str, Any], text: str) -> None:
+    if sizes := change.get("micro_batch_sizes"):
+        change |= {"micro_batches": len(sizes), "global_batch_size": sum(sizes), "micro_batch_size": max(sizes)}
+    assert make_plan((0, 1, (0,)), **change).describe_micro_batches() == text
+
+
 def test_a_plan_is_saved_in_the_documented_format(tmp_path: Path) -> None:
     Plan.load(written(tmp_path, VALID)).save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == VALID
@@ -71,11 +101,16 @@ def plans(draw: st.DrawFn) -> Plan:
         stages.append((first, last, tuple(devices)))
         first = last + 1
     text = st.text(max_size=9)
+    sizes = draw(st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple))
+    cut = {"micro_batches": draw(st.integers(1, 99))}
+    if sizes:
+        cut = {"micro_batches": len(sizes), "global_batch_size": sum(sizes), "micro_batch_size": max(sizes)}
     return make_plan(
         *stages,
+        **cut,
+        micro_batch_sizes=sizes,
         model=draw(text),
         schedule=draw(st.sampled_from(["gpipe", "dapple-a", "dapple-b:D=3", "1f1b-so", "zb-h1"])),
-        micro_batches=draw(st.integers(1, 99)),
         recompute=draw(st.booleans() | st.sets(st.integers(0, first - 1)).map(sorted).map(tuple)),
         predicted=draw(st.none() | st.dictionaries(text, st.integers() | st.lists(st.floats(0, 1)), max_size=3)),
     )
@@ -126,6 +161,14 @@ STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
         ({"recompute": [0, 99]}, r"recompute\[1\] is layer 99, but the layers are 0 to "),
         ({"recompute": [1, 1]}, r"recompute\[1\] is layer 1 after 1: name each layer once, ascending"),
         ({"predicted": [1]}, r"predicted is \[1\], not an object"),
+        ({"micro_batch_sizes": 8}, "micro_batch_sizes is 8, not a list"),
+        ({"micro_batch_sizes": [8, "8"]}, r"micro_batch_sizes\[1\] is '8', not a whole number"),
+        ({"micro_batch_sizes": [8.0]}, r"micro_batch_sizes\[0\] is 8.0, not a whole number"),
+        ({"micro_batch_sizes": [8, 8, 0, 16]}, r"micro_batch_sizes\[2\] is 0; a micro-batch has at least 1 sample"),
+        ({"micro_batch_sizes": []}, "micro_batch_sizes has 0 sizes, but micro_batches is 4"),
+        ({"micro_batch_sizes": [8, 24]}, "micro_batch_sizes has 2 sizes, but micro_batches is 4"),
+        ({"micro_batch_sizes": [8, 8, 8, 9]}, "micro_batch_sizes add up to 33, but global_batch_size is 32"),
+        ({"micro_batch_sizes": [8, 8, 7, 9]}, "the largest of micro_batch_sizes is 9, but micro_batch_size is 8"),
         ({"stages": {}}, "stages is {}, not a list"),
         ({"stages": []}, "a plan needs at least one stage"),
         ({"stages": ["a"]}, r"stages\[0\] is 'a', not an object"),

@@ -20,6 +20,7 @@ GOOD = make_plan((0, 1, (0,)), (2, 3, (1,)))
 
 def test_a_plan_that_fits_passes() -> None:
     check_plan(GOOD, FOUR, make_cluster())
+    check_plan(dataclasses.replace(GOOD, micro_batch_size=3, micro_batch_sizes=(1, 3)), FOUR, make_cluster())
     check_plan(make_plan((0, 1, (0, 1)), (2, 3, (2,))), dataclasses.replace(FOUR, unsplittable=(1, 3)), make_cluster(3))
     check_plan(GOOD, dataclasses.replace(FOUR, uncuttable=(1, 3), unsplittable=(2,)), make_cluster())
 
@@ -31,6 +32,11 @@ def test_a_plan_that_fits_passes() -> None:
             dataclasses.replace(GOOD, global_batch_size=5),
             FOUR,
             "micro_batch_size 2 x micro_batches 2 is not global_batch_size 5: choose micro-batches that divide",
+        ),
+        (
+            make_plan((0, 1, (0, 1)), (2, 3, (2,)), micro_batch_size=3, micro_batch_sizes=(1, 3)),
+            FOUR,
+            "stage 0 has 2 replicas, but a micro-batch has 1 sample: use larger micro-batches or fewer replicas",
         ),
         (
             dataclasses.replace(GOOD, global_batch_size=0, micro_batch_size=0),

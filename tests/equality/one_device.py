@@ -69,11 +69,13 @@ class Comparison:
         assert error <= tolerance, f"{name} differs by {error:.1e} (allowed {tolerance:.0e})"
 
 
-def compare(problem: Problem, batches: Sequence[Any], *, in_turn: int = 1, **options: Any) -> Comparison:
+def compare(
+    problem: Problem, batches: Sequence[Any], *, in_turn: int | Sequence[int] = 1, **options: Any
+) -> Comparison:
     """Train on ``batches`` on one device, then from the same values through a pipeline of these ``options``.
 
     ``in_turn``: the one device runs that many micro-batches one after the other (for losses that draw random numbers or
-    keep state). All variables are restored before the pipeline starts.
+    keep state), or those of these sizes. All variables are restored before the pipeline starts.
 
     The pipeline returns gradients in the first step. Later steps are plain ones, except under the profile ``ci``
     (``make test``): there all steps are of the program that returns gradients, since building another takes time.
@@ -122,7 +124,7 @@ def as_tf(variable: Any) -> tf.Variable:
 # --- one device
 
 
-def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int = 1) -> Outcome:
+def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int | Sequence[int] = 1) -> Outcome:
     """A GradientTape and ``optimizer.apply`` in one tf.function on the first CPU, as any tutorial has it."""
     optimizer = problem.make_optimizer()
     trainable = {name: v for name, v in problem.variables.items() if v.trainable}
@@ -173,12 +175,13 @@ def _mean(tensors: Sequence[Any], shares: Sequence[float]) -> Any:
     return tf.add_n([tensor * tf.constant(share, tensor.dtype) for tensor, share in zip(dense, shares, strict=True)])
 
 
-def _parts(batch: Sequence[Any], count: int) -> list[Any]:
-    """The batch cut into ``count`` micro-batches: m holds samples [N m / M, N (m + 1) / M)."""
-    if count == 1:
+def _parts(batch: Sequence[Any], cut: int | Sequence[int]) -> list[Any]:
+    """The batch cut into ``cut`` micro-batches: m holds samples [N m / M, N (m + 1) / M); or into these sizes."""
+    if cut == 1:
         return [batch]
     size = _size(batch)
-    bounds = [size * m // count for m in range(count + 1)]
+    bounds = [size * m // cut for m in range(cut + 1)] if isinstance(cut, int) else [0, *itertools.accumulate(cut)]
+    assert bounds[-1] == size, "sizes are those of all batches"
     return [
         tf.nest.map_structure(lambda t, low=low, high=high: t[low:high], batch)
         for low, high in itertools.pairwise(bounds)

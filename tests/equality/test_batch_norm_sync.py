@@ -76,7 +76,7 @@ def test_recomputation_keeps_what_replicas_joined(schedule: str) -> None:
     found = check(two_norms(), random((9, 8)), 2, 2, micro_batches=2, recompute=True, schedule=schedule)
     graph = found.step.graph
     kinds = {(node.name.split("/")[-2], node.strings("kinds")) for node in nodes_of(graph, OpName.JOIN)}
-    assert kinds == {("forward", ("moments",)), ("backward", ("sum",))}
+    assert kinds == {("forward", ("moments",)), ("inputs" if schedule == "zb-h1" else "backward", ("sum",))}
 
 
 @slow

@@ -17,11 +17,14 @@ from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from graph_passes.schedules.policies import build_schedule, worker_map_of
+from profiler.presets import config
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
-MIXED = "0F0 2F0 2B0 2W0 0B0 0W0; 1F0 3F0 4F0 4B0 4W0 3B0 3W0 1B0 1W0"  # any map, backward in two parts
+SPLIT = "0F0 2F0 2I0 2W0 0I0 0W0; 1F0 3F0 4F0 4I0 4W0 3I0 3W0 1I0 1W0"  # any map, backward in two parts
+# A V: a device runs a forward and another micro-batch's backward one after the other, and delays weight gradients.
+MIXED = "0F0 0F1 3F0 3I0 3F1 3B1 0I0 3W0 0B1 0W0; 1F0 1F1 2F0 2F1 2B0 2I1 1B0 2W1 1I1 1W1"
 STARTS = ["layer1", "layer2", "layer3", "layer4", "layer5"]
 
 
@@ -53,7 +56,8 @@ def problem(layers: int, make_optimizer: Callable[[], Any] = adam) -> Problem:
         ("interleaved-1f1b:v=2", 4, 3, (2, 2)),
         ("interleaved-1f1b:v=3", 3, 2, (1,)),
         (V_SHAPED, 4, 2, (1, 2)),
-        (MIXED, 5, 1, (1, 1)),
+        (SPLIT, 5, 1, (1, 1)),
+        (MIXED, 4, 2, (1, 2)),
     ],
 )
 def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int, replicas: tuple[int, ...]) -> None:
@@ -71,19 +75,32 @@ def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int
     assert [plan.stages[chunks[0]].replicas for chunks in plan.worker_map.chunks] == list(replicas)
 
 
-@pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": ["layer1", "layer4"]}, {"inexact": "allow"}])
-def test_options_of_a_step_work_with_several_stages_a_device(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "options"),
+    [
+        ("interleaved-1f1b", 4, {"recompute": True}),
+        ("interleaved-1f1b", 4, {"recompute": ["layer1", "layer4"]}),
+        ("interleaved-1f1b", 4, {"inexact": "allow"}),
+        (MIXED, 2, {"recompute": True}),
+        pytest.param(MIXED, 2, {"recompute": ["layer1", "layer4"]}, marks=pytest.mark.slow),
+        pytest.param(MIXED, 2, {"inexact": "allow", "replicas": [2, 2]}, marks=pytest.mark.slow),
+    ],
+)
+def test_options_of_a_step_work_with_several_stages_a_device(
+    schedule: str, micro_batches: int, options: dict[str, Any]
+) -> None:
+    batches = [data(8), data(8, 2)]
     compare(
         problem(6, clipped),
-        [data(8), data(8, 2)],
+        batches,
         stages=STARTS[:3],
-        micro_batches=4,
-        schedule="interleaved-1f1b",
+        micro_batches=micro_batches,
+        schedule=schedule,
         **options,
     ).check(1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b:v=2", "looped-bfs:v=2", V_SHAPED])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:v=2", "looped-bfs:v=2", V_SHAPED, MIXED])
 def test_devices_run_the_stages_in_the_order_of_the_schedule(schedule: str) -> None:
     micro_batches = 2
     step = dapple.pipeline(
@@ -131,12 +148,81 @@ def test_a_plan_of_one_stage_per_worker_cannot_share_devices() -> None:
         dapple.pipeline(chain(weights(4)), optimizer=sgd(), plan=plan)(*data(6))
 
 
-@pytest.mark.parametrize("option", ["stages", "micro_batches"])
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", V_SHAPED])
-def test_stages_and_micro_batches_must_be_given(option: str, schedule: str) -> None:
-    options: dict[str, Any] = {"stages": 4, "micro_batches": 2, option: "auto"}
-    with pytest.raises(PlanError, match=f"{option}='auto' with schedule .*, which runs several stages on a device"):
-        dapple.pipeline(chain(weights(4)), optimizer=sgd(), schedule=schedule, **options)
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [
+        ({"schedule": "interleaved-1f1b", "cluster": config("a", 2)}, None),
+        ({"schedule": V_SHAPED, "cluster": config("a", 2), "micro_batches": 2}, ((0, 3), (1, 2))),
+        ({"schedule": "interleaved-1f1b:v=3", "replicas": [2, 2]}, ((0, 2, 4), (1, 3, 5))),
+        ({"schedule": V_SHAPED, "replicas": [1, 2], "micro_batches": 2}, ((0, 3), (1, 2))),
+        ({"schedule": "looped-bfs", "stages": STARTS[:3], "micro_batches": "auto"}, ((0, 2), (1, 3))),
+    ],
+)
+def test_stages_and_micro_batches_may_be_chosen(options: dict[str, Any], workers: Any) -> None:
+    comparison = compare(problem(8), [data(8), data(8, 2)], **{"stages": "auto", "micro_batches": 4, **options})
+    comparison.check(1e-12)
+    plan = comparison.step.plan
+    assert plan.schedule == options["schedule"]
+    assert len(plan.stages) > plan.worker_map.workers
+    assert plan.worker_map.chunks == (workers or worker_map_of(plan.schedule, len(plan.stages)).chunks)
+
+
+def test_an_automatic_schedule_may_run_several_stages_a_device() -> None:
+    """Eight equal layers, two devices and two micro-batches of one sample: interleaved stages idle half as long."""
+    comparison = compare(problem(8), [data(2), data(2, 2)], stages="auto", micro_batches=2, cluster=config("a", 2))
+    comparison.check(1e-12)
+    step = comparison.step
+    assert step.choice.schedule == step.plan.schedule
+    assert step.choice.seconds[step.plan.schedule] == pytest.approx(step.plan.predicted["step_seconds"], rel=1e-9)
+    assert step.plan.worker_map.chunks == worker_map_of(step.plan.schedule, len(step.plan.stages)).chunks
+
+
+def test_samples_of_models_that_draw_numbers_stay_on_one_device_a_stage() -> None:
+    matrices = weights(6)
+
+    def dropped(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return chain(matrices)(tf.nn.dropout(x, 0.5), y)
+
+    step = dapple.pipeline(
+        dropped,
+        optimizer=sgd(),
+        micro_batches=2,
+        schedule="interleaved-1f1b",
+        example_batch=data(16),
+        cluster=config("a", 4),
+    )
+    assert set(step.plan.replicas) == {1}
+    assert step.plan.worker_map.is_chunked
+
+
+def test_forward_before_the_first_step_needs_no_plan_of_stages_that_share_devices() -> None:
+    loss_fn = chain(weights(4))
+    step = dapple.pipeline(
+        loss_fn, optimizer=sgd(), stages="auto", micro_batches=2, schedule="interleaved-1f1b", cluster=config("a", 2)
+    )
+    np.testing.assert_allclose(float(step.forward(*data(7))), float(loss_fn(*data(7))), rtol=1e-12)
+
+
+def test_more_stages_per_device_than_the_model_can_be_cut_into_are_refused_before_profiling() -> None:
+    step = dapple.pipeline(chain(weights(2)), optimizer=sgd(), micro_batches=2, schedule="interleaved-1f1b:v=64")
+    with pytest.raises(
+        PlanError, match=r"interleaved-1f1b:v=64' needs at least 64 stages, but .* can be cut into \d+:"
+    ):
+        step(*data(6))
+
+
+def test_micro_batches_that_no_memory_fits_are_refused() -> None:
+    small = dataclasses.replace(config("a", 2), device_memory=700.0)
+    with pytest.raises(PlanError, match="under which devices run several stages, keeps more in flight than fits"):
+        dapple.pipeline(
+            chain(weights(4)),
+            optimizer=sgd(),
+            stages=STARTS[:3],
+            micro_batches="auto",
+            schedule="interleaved-1f1b",
+            example_batch=data(8),
+            cluster=small,
+        )
 
 
 def test_a_checkpoint_of_several_stages_a_device_resumes_with_another_number(tmp_path: Path) -> None:

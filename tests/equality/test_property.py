@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
-from graph_passes.schedules.policies import worker_map_of
-from tests.dapple_tf.simulator.builders import draw_order
+from graph_passes.schedules.policies import build_schedule, worker_map_of
+from tests.dapple_tf.simulator.builders import draw_order, draw_split
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models
+from tests.graph_passes.schedules.mixed import mixed
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05),
@@ -31,16 +32,25 @@ LARGE_GROUPS = [tuple(KINDS)[i::4] for i in range(4)]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the way it is pipelined. ``recompute``: as ``dapple.pipeline`` takes it; ``replicas``: of workers."""
+    """A model and the way it is pipelined.
+
+    ``recompute``: as ``dapple.pipeline`` takes it; ``replicas``: of workers; ``cut``: M, or the ``given_sizes``, or
+    their shares.
+    """
 
     model: Model
     stages: int | tuple[str, ...]
     replicas: tuple[int, ...]
-    micro_batches: int
+    given_sizes: tuple[int, ...]
     schedule: str
     optimizer: str
     sizes: tuple[int, int]
     recompute: bool | tuple[str, ...]
+    cut: int | tuple[int, ...] | tuple[float, ...]
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.given_sizes)
 
 
 @st.composite
@@ -63,22 +73,28 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
         "zb-h1:D=n",
         "any",
         "any W",
+        "any mixed",
     ]
     schedule = draw(st.sampled_from([*names, "interleaved-1f1b:v=c", "looped-bfs:v=c"]))
     schedule = schedule.replace("=n", f"={draw(st.integers(1, 6))}")
     schedule = schedule.replace("=c", f"={draw(st.sampled_from([c for c in range(1, count + 1) if count % c == 0]))}")
     if schedule.startswith("any"):
-        schedule = str(draw_order(draw, count, micro_batches, splits=schedule == "any W"))
+        schedule = str(draw_order(draw, count, micro_batches, draw_split(draw, schedule, count, micro_batches)))
+    if draw(st.booleans()):  # each backward is whole or split
+        schedule = str(draw(mixed(build_schedule(schedule, count, micro_batches))))
     workers = worker_map_of(schedule, count).workers
     replicas = draw(st.one_of(st.just([1] * workers), st.lists(st.integers(1, 3), min_size=workers, max_size=workers)))
     while sum(replicas) > 8:
         replicas[replicas.index(max(replicas))] -= 1
-    size = max(replicas) * micro_batches + draw(st.integers(0, 7))
+    more = draw(st.lists(st.integers(0, 3), min_size=micro_batches, max_size=micro_batches))
+    given_sizes = tuple(max(replicas) + each for each in more)
+    size = sum(given_sizes)
+    cut = draw(st.sampled_from([micro_batches, given_sizes, tuple(each / size for each in given_sizes)]))
     second = draw(st.one_of(st.just(size), st.integers(1, size)))  # an ordinary batch, or a short last one
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
     names = st.sets(st.sampled_from([model.layer(i) for i in range(len(model.ops))]), min_size=1)
     recompute = draw(st.one_of(st.booleans(), st.builds(tuple, st.builds(sorted, names))))
-    return Case(model, stages, tuple(replicas), micro_batches, schedule, optimizer, (size, second), recompute)
+    return Case(model, stages, tuple(replicas), given_sizes, schedule, optimizer, (size, second), recompute, cut)
 
 
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
@@ -108,7 +124,7 @@ def check_random_models(kinds: Sequence[str], examples: int) -> None:
                 [batch(i, size) for i, size in enumerate(case.sizes)],
                 stages=list(case.stages) if isinstance(case.stages, tuple) else case.stages,
                 replicas=case.replicas,
-                micro_batches=case.micro_batches,
+                micro_batches=case.cut,
                 schedule=case.schedule,
                 recompute=case.recompute,
             )
@@ -117,7 +133,10 @@ def check_random_models(kinds: Sequence[str], examples: int) -> None:
                 raise
             refused.append(str(error))
             assume(False)
-        assert comparison.step.plan.worker_map.workers == len(case.replicas)
+        plan = comparison.step.plan
+        assert plan.worker_map.workers == len(case.replicas)
+        assert plan.micro_batches == case.micro_batches
+        assert not plan.sizes or plan.sizes == case.given_sizes
         comparison.check(TOLERANCE["float64"])
         ran.append(case)
 

@@ -32,16 +32,19 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "clipvalue": lambda: optimizers.Adam(0.01, clipvalue=0.001),
     "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.01),
 }
+# Each stage runs the backward of one micro-batch whole, and that of the other in two parts.
+MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "one stage": {"stages": 1, "micro_batches": 1},
     "2 stages": {"stages": ["dense_0"], "micro_batches": 3, "schedule": "dapple-a"},
     "2:1, zb-h1": {"stages": ["dense_0"], "micro_batches": 2, "replicas": [2, 1], "schedule": "zb-h1"},
+    "2:1, mixed": {"stages": ["dense_0"], "micro_batches": 2, "replicas": [2, 1], "schedule": MIXED},
     "2:2": {"stages": ["dense_0"], "micro_batches": 2, "replicas": [2, 2]},
     "3 stages": {"stages": ["dense_0", "dense_1"], "micro_batches": 4, "schedule": "gpipe"},
     "3 stages, recompute": {"stages": ["dense_0", "dense_1"], "micro_batches": 2, "recompute": True},
 }
-QUICK = {(name, "2:1, zb-h1") for name in ("Adam", "global_clipnorm")}
-QUICK_USES = ("positions", "the same ids in two stages")
+QUICK = {(name, "2:1, zb-h1") for name in ("Adam", "global_clipnorm")} | {("Adam", "2:1, mixed")}
+QUICK_USES = {("positions", 1), ("the same ids in two stages", 1), ("the same ids in two stages", 2)}
 
 
 def batches(*sizes: int, arrays: int = 1) -> list[Any]:
@@ -173,6 +176,7 @@ USES: Mapping[str, Callable[[], tuple[Problem, int]]] = {
 MORE_LAYOUTS: Sequence[Mapping[str, Any]] = (
     {"stages": 1, "micro_batches": 3},
     {"stages": ["dense_1"], "micro_batches": 2, "replicas": [2, 1], "schedule": "zb-h1"},
+    {"stages": ["dense_1"], "micro_batches": 2, "replicas": [1, 2], "schedule": MIXED},
     {"stages": ["dense_0", "dense_1"], "micro_batches": 2, "replicas": [1, 2, 1], "schedule": "gpipe"},
 )
 
@@ -180,9 +184,9 @@ MORE_LAYOUTS: Sequence[Mapping[str, Any]] = (
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=[] if name in QUICK_USES and layout is MORE_LAYOUTS[1] else slow)
+        pytest.param(name, layout, marks=[] if (name, i) in QUICK_USES else slow)
         for name in USES
-        for layout in MORE_LAYOUTS
+        for i, layout in enumerate(MORE_LAYOUTS)
     ],
 )
 def test_other_uses_of_rows_equal_plain_keras(name: str, layout: Mapping[str, Any]) -> None:
@@ -252,12 +256,22 @@ def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
         compare(case, batches(7, 6), stages=["two"], micro_batches=2, replicas=[2, 1]).check(TOLERANCE["float64"])
 
 
-def test_slices_of_a_stage_whose_dense_gradients_are_reduced_in_buckets_equal_plain_keras() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "last"),
+    [
+        ("dapple-a", "backward"),
+        pytest.param("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1B1", "backward", marks=slow),
+        ("0F0 0F1 0B0 0I1 0W1; 1F0 1B0 1F1 1B1", "weights"),
+    ],
+)
+def test_slices_of_a_stage_whose_dense_gradients_are_reduced_in_buckets_equal_plain_keras(
+    schedule: str, last: str
+) -> None:
     case, batch = keras_model(OPTIMIZERS["Adam"]), batches(7)[0]
     options = {"stages": ["dense_1"], "micro_batches": 2, "replicas": [2, 1]}
     made = dapple.pipeline(case.loss_fn, optimizer=optimizers.SGD(), example_batch=batch, **options).plan
-    comparison = compare(case, batches(7, 7), plan=dataclasses.replace(made, overlap=True))
-    assert "last_backward" in comparison.step.text
+    comparison = compare(case, batches(7, 7), plan=dataclasses.replace(made, schedule=schedule, overlap=True))
+    assert f"last_{last}" in comparison.step.text
     comparison.check(TOLERANCE["float64"])
 
 

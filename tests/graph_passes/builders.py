@@ -59,8 +59,8 @@ def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] 
 
 
 def joining(whole: Function) -> Function:
-    """A function of ``function``; if it is a forward or a backward, replicas join something inside of it."""
-    if not whole.name.endswith(("/forward", "/backward")):
+    """``whole``, where replicas join something inside of a forward, a backward or its part for gradients of inputs."""
+    if not whole.name.endswith(("/forward", "/backward", "/inputs")):
         return whole
     *others, compute = (node for node in whole.graph.nodes if node.op != "AssignVariableOp")
     writes = [node for node in whole.graph.nodes if node.op == "AssignVariableOp"]

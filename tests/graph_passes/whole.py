@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,12 @@ from graph_passes.passes.rank_variables import rank_variables
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.policies import build_schedule, worker_map_of
+from graph_passes.schedules.schedule import Action, Schedule, dependencies
+from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import calls, function, joining
+from tests.graph_passes.schedules.mixed import mixed
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 
@@ -34,6 +39,7 @@ X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 class Kind:
     """A pipeline: ``tied`` between its first and last stage, with a ``skip`` from first to last, counting ``state``.
 
+    ``replicas``: of each stage. The ``schedule`` says which stages share a worker, and so have the same ranks.
     ``term``: a number that all replicas have alike goes from first to last. ``statistics``: forward gives one in each
     stage, and the last stage writes from those of the first, too. ``joins``: forward and backward of each stage join
     something over its replicas.
@@ -54,33 +60,80 @@ class Kind:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Stage by stage, the ranks in order."""
-        ends = [sum(self.replicas[: s + 1]) for s in range(len(self.replicas))]
-        return tuple(tuple(range(end - r, end)) for end, r in zip(ends, self.replicas, strict=True))
+        """Stage by stage, the ranks: worker by worker they are in order, and the stages of a worker have the same."""
+        workers = worker_map_of(self.schedule, len(self.replicas))
+        counts = [self.replicas[stages[0]] for stages in workers.chunks]
+        ends = itertools.accumulate(counts)
+        own = [tuple(range(end - r, end)) for end, r in zip(ends, counts, strict=True)]
+        return tuple(own[worker] for worker in workers.worker_of)
 
     @property
     def size(self) -> int:
-        return sum(self.replicas)
+        return len({rank for ranks in self.ranks for rank in ranks})
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank runs."""
+        return [stage for stage, ranks in enumerate(self.ranks) if rank in ranks]
+
+    def build_schedule(self) -> Schedule:
+        return build_schedule(self.schedule, len(self.replicas), self.micro_batches)
 
 
 FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse", "statistics", "joins")
 
 
 @st.composite
-def kinds(draw: st.DrawFn) -> Kind:
-    replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
+def orders(draw: st.DrawFn, workers: WorkerMap, micro_batches: int) -> str:
+    """The text of a schedule: actions one by one, each any that could run then, micro-batch by micro-batch."""
+    stages = range(workers.stages)
+    waiting = {(stage, kind): iter(range(micro_batches)) for stage in stages for kind in ("F", "B")}
+    heads = {place: Action(*place, next(left)) for place, left in waiting.items()}
+    rows: list[list[Action]] = [[] for _ in workers.chunks]
+    ran: set[Action] = set()
+    while heads:
+        ready = [place for place, action in heads.items() if ran.issuperset(_needed(action, workers.stages))]
+        place = draw(st.sampled_from(ready))
+        action = heads.pop(place)
+        rows[workers.worker_of[action.stage]].append(action)
+        ran.add(action)
+        following = next(waiting[place], None)
+        if following is not None:
+            heads[place] = Action(*place, following)
+    return str(Schedule(tuple(map(tuple, rows))))
+
+
+def _needed(action: Action, stages: int) -> set[Action]:
+    """What an action waits for, where all backwards are whole."""
+    return {needed for needed in dependencies(action, stages) if needed.kind != "I"}
+
+
+@st.composite
+def kinds(draw: st.DrawFn, *, shared: bool = False) -> Kind:
+    """A pipeline of one stage per worker, or with ``shared`` of any number of stages on each."""
     flags = {name: draw(st.booleans()) for name in FLAGS}
-    return Kind(tuple(replicas), draw(st.integers(1, 4)), schedule, **flags)
+    micro_batches = draw(st.integers(1, 3 if shared else 4))
+    counts = draw(st.lists(st.integers(1, 2 if shared else 3), min_size=1, max_size=3 if shared else 4))
+    if not shared:
+        schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
+        if draw(st.booleans()):
+            schedule = str(draw(mixed(build_schedule(schedule, len(counts), micro_batches))))
+        return Kind(tuple(counts), micro_batches, schedule, **flags)
+    more = draw(st.lists(st.integers(0, len(counts) - 1), min_size=1, max_size=2))
+    workers = WorkerMap.of(draw(st.permutations([*range(len(counts)), *more])))
+    replicas = tuple(counts[worker] for worker in workers.worker_of)
+    schedule = draw(orders(workers, micro_batches))
+    if draw(st.booleans()):
+        schedule = str(draw(mixed(parse_schedule(schedule))))
+    return Kind(replicas, micro_batches, schedule, **flags)
 
 
 def passes_of(kind: Kind) -> list[Pass]:
     """The passes that build such a pipeline, in the order of the compiler."""
     stages = len(kind.replicas)
     updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
-    schedule = build_schedule(kind.schedule, stages, kind.micro_batches)
+    schedule = kind.build_schedule()
     return [
-        Microbatch(stages, kind.micro_batches),
+        Microbatch(stages, kind.micro_batches, split=schedule.split),
         SplitConcat(kind.replicas, frozenset({"term"})),
         CopyVariables(),
         Accumulate(),
@@ -130,12 +183,12 @@ def stage_functions(stage: int, stages: int, kind: Kind) -> tuple[Function, ...]
     back = [name.replace("boundary", "gradient") for name in enters]
     graded = [f"variable {name}" for name in _trained(stage, stages, kind)]
     graded += ["slices e float32[_,4], indices e int64[_]"] * looks_up
-    if kind.schedule == "zb-h1":
-        inputs = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, "carry c"]))
-        weights = function(f"stage{stage}/weights", ", ".join([*enters, "stash a, carry c"]), ", ".join(graded))
-        return (forward, inputs, weights, *_statistics(stage, last, kind))
     backward = function(f"stage{stage}/backward", ", ".join([*seeds, "stash a"]), ", ".join([*back, *graded]))
-    return (forward, backward, *_statistics(stage, last, kind))
+    inputs = function(f"stage{stage}/inputs", ", ".join([*seeds, "stash a"]), ", ".join([*back, "carry c"]))
+    weights = function(f"stage{stage}/weights", ", ".join([*enters, "stash a, carry c"]), ", ".join(graded))
+    split = sum(other == stage for other, _ in kind.build_schedule().split)
+    whole, halves = [backward] * (split < kind.micro_batches), [inputs, weights] * (split > 0)
+    return (forward, *whole, *halves, *_statistics(stage, last, kind))
 
 
 def _statistics(stage: int, last: bool, kind: Kind) -> tuple[Function, ...]:
@@ -163,7 +216,7 @@ def graph_for_ranks(kind: Kind) -> Graph:
     """The whole graph as it is projected to ranks."""
     graph = whole_graph(kind)
     names = {port.name for f in graph.functions for _, port in f.input_ports("variable")}
-    return rank_variables(graph, {name: parse_type("float32[4]") for name in names})
+    return rank_variables(graph, {name: parse_type("float32[4]") for name in names}, kind.ranks)
 
 
 def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:

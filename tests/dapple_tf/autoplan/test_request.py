@@ -23,6 +23,21 @@ from tests.dapple_tf.builders import make_plan
         ({"replicas": "21"}, "replicas='21': give one whole number"),
         ({"replicas": [2, 1.0]}, r"replicas=\[2, 1.0\]: give one whole number"),
         ({"micro_batches": 2.5}, "micro_batches=2.5: give a whole number"),
+        ({"micro_batches": True}, "micro_batches=True: give a whole number"),
+        ({"micro_batches": "8"}, "micro_batches='8': give a whole number, 'auto', or a list of the samples or shares"),
+        ({"micro_batches": []}, r"micro_batches=\[\]: name the samples, or the share, of at least one micro-batch"),
+        ({"micro_batches": [2, 0]}, r"micro_batches=\[2, 0\]: micro-batch 1 is 0; every one must be larger than 0"),
+        ({"micro_batches": [-2, 4]}, r"micro-batch 0 is -2; every one must be larger than 0"),
+        ({"micro_batches": [0.5, float("nan")]}, "micro-batch 1 is nan; every one must be larger than 0"),
+        ({"micro_batches": [1.5, -0.5]}, r"micro-batch 1 is -0.5; every one must be larger than 0"),
+        ({"micro_batches": [2, 0.5]}, r"micro_batches=\[2, 0.5\]: give samples of each micro-batch \(all whole num"),
+        ({"micro_batches": [True, 2]}, r"micro_batches=\[True, 2\]: give samples of each micro-batch"),
+        ({"micro_batches": ["2", 2]}, r"micro_batches=\['2', 2\]: give samples of each micro-batch"),
+        ({"micro_batches": [0.5, 0.25]}, r"micro_batches=\[0.5, 0.25\]: the shares add up to 0.75, not to 1"),
+        (
+            {"micro_batches": [2, 1, 5], "replicas": [2, 1]},
+            "micro-batch 1 has 1 sample, too few for 2 replicas: make it larger, or use fewer replicas",
+        ),
         ({"schedule": None}, "schedule=None: give a name, such as 'dapple-a'"),
         ({"recompute": "block"}, "recompute='block': give True or False, one of these for each stage, such as"),
         ({"recompute": 1}, "recompute=1: give True or False"),
@@ -47,6 +62,8 @@ def test_an_unknown_schedule_is_refused() -> None:
     ("options", "samples", "replicas", "wanted"),
     [
         ({"micro_batches": 3}, 100, 1, 3),
+        ({"micro_batches": [2, 2, 4]}, 100, 1, 3),
+        ({"micro_batches": [0.5, 0.5]}, 100, 1, 2),
         ({"micro_batches": "auto"}, 100, 1, 8),
         ({"micro_batches": "auto"}, 5, 1, 5),
         ({"micro_batches": "auto"}, 12, 3, 4),
@@ -57,6 +74,29 @@ def test_auto_is_eight_micro_batches_until_the_simulator_has_chosen(
     options: dict[str, Any], samples: int, replicas: int, wanted: int
 ) -> None:
     assert Request(**options).count_micro_batches(samples, replicas) == wanted
+
+
+def test_a_schedule_for_another_number_of_micro_batches_than_sizes_is_refused() -> None:
+    Request(stages=1, micro_batches=[1, 3], schedule="0F0 0B0 0F1 0B1")
+    message = r"the schedule's text is for 2 micro-batches, but micro_batches=\[1, 3, 4\] are 3: give a size for each"
+    with pytest.raises(ScheduleError, match=message):
+        Request(stages=1, micro_batches=[1, 3, 4], schedule="0F0 0B0 0F1 0B1")
+
+
+def test_sizes_exclude_planners_and_plans() -> None:
+    message = r"micro_batches=\[2, 6\] with stages='auto': planners know micro-batches of equal sizes only, so give sta"
+    with pytest.raises(PlanError, match=message):
+        check_conflicts(Request(micro_batches=[2, 6]), None, None)
+    check_conflicts(Request(micro_batches=[2, 6], replicas=[1, 1]), None, None)
+    with pytest.raises(PlanError, match="give a plan, or the sizes of micro-batches, not both: a plan's field"):
+        check_conflicts(Request(micro_batches=[2, 6]), make_plan((0, 4, (0,))), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "largest"), [(8, 64, 8), ("auto", 64, 8), ([2, 6], 64, 48), ([0.25, 0.75], 9, 7), ([5], 5, 5)]
+)
+def test_the_largest_micro_batch_of_a_batch(given: Any, samples: int, largest: int) -> None:
+    assert Request(micro_batches=given).largest_micro_batch(samples) == largest
 
 
 def test_a_plan_excludes_stages_replicas_recompute_and_a_cluster() -> None:

@@ -23,10 +23,10 @@ def run(op: OpName, *inputs: Any, outputs: tuple[TensorType, ...] = (), **attrs:
     return [result.numpy() for result in results]
 
 
-def slice_rows(rows: Any, m: int, micro_batches: int, i: int = 0, replicas: int = 1) -> list[Any]:
+def slice_rows(rows: Any, m: int, micro_batches: int, i: int = 0, replicas: int = 1, **more: Attr) -> list[Any]:
     """Return the share and the rows that replica ``i`` takes of micro-batch ``m``."""
     place = {"micro_batch": m, "micro_batches": micro_batches, "replica": i, "replicas": replicas}
-    return run(OpName.SLICE, np.int64(len(rows)), rows, **place)
+    return run(OpName.SLICE, np.int64(len(rows)), rows, **place, **more)
 
 
 def test_the_batch_size_is_the_length_of_axis_0() -> None:
@@ -50,22 +50,38 @@ def test_replicas_of_an_uneven_micro_batch_take_each_row_once() -> None:
     ]
 
 
+def test_micro_batches_of_given_sizes_have_them_or_their_proportion() -> None:
+    found = [slice_rows(np.arange(8), m, 3, sizes=(2, 1, 5)) for m in range(3)]
+    assert [list(part) for _, part in found] == [[0, 1], [2], [3, 4, 5, 6, 7]]
+    np.testing.assert_array_equal([share for share, _ in found], [2 / 8, 1 / 8, 5 / 8])
+    found = [slice_rows(np.arange(6), m, 3, sizes=(2, 1, 5)) for m in range(3)]
+    assert [list(part) for _, part in found] == [[0], [1], [2, 3, 4, 5]]
+    bounds = run(OpName.ROW_BOUNDS, np.int64(8), micro_batch=2, micro_batches=3, replica=1, replicas=2, sizes=(2, 1, 5))
+    np.testing.assert_array_equal(bounds, [[5, 8, 8]])
+
+
 def test_a_single_micro_batch_on_one_replica_is_the_whole_batch() -> None:
     share, rows = slice_rows(np.arange(5.0), 0, 1)
     assert share == 1
     np.testing.assert_array_equal(rows, np.arange(5.0))
 
 
-@pytest.mark.parametrize(("size", "micro_batches", "replicas"), [(11, 2, 3), (8, 4, 1), (7, 3, 2), (5, 1, 2)])
-def test_a_slice_of_own_rows_is_cut_where_they_are(size: int, micro_batches: int, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "micro_batches", "replicas", "sizes"),
+    [(11, 2, 3, ()), (8, 4, 1, ()), (7, 3, 2, ()), (5, 1, 2, ()), (11, 3, 2, (2, 3, 6)), (9, 2, 3, (8, 3))],
+)
+def test_a_slice_of_own_rows_is_cut_where_they_are(
+    size: int, micro_batches: int, replicas: int, sizes: tuple[int, ...]
+) -> None:
     """A tensor of a replica's own rows gives the same slices as the whole one beside it."""
     whole = np.arange(10, 10 + size)
-    place = {"micro_batches": micro_batches, "replicas": replicas}
+    cut: dict[str, Attr] = {"sizes": sizes} if sizes else {}
+    place = {"micro_batches": micro_batches, "replicas": replicas, **cut}
     for i in range(replicas):
-        bounds = [replica_bounds(size, m, micro_batches, i, replicas) for m in range(micro_batches)]
+        bounds = [replica_bounds(size, m, micro_batches, i, replicas, sizes) for m in range(micro_batches)]
         own = np.concatenate([whole[first:end] for first, end in bounds])
         for m in range(micro_batches):
-            _, rows = slice_rows(whole, m, micro_batches, i, replicas)
+            _, rows = slice_rows(whole, m, micro_batches, i, replicas, **cut)
             share, *found = run(OpName.SLICE, np.int64(size), whole, own, **place, micro_batch=m, replica=i, local=(1,))
             assert share == len(rows) / size
             for part in found:

@@ -17,10 +17,12 @@ from dapple_tf.backend.handler import call
 from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
+from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.backend.builders import DEVICES, NamedVariables
 from tests.equality.small_models import chain, data, sgd, weights
 
-CALLS = ("forward", "backward", "weights")
+CALLS = ("forward", "backward", "inputs", "weights")
+MIXED = "0F0 0F1 0I0 0F2 0B1 0W0 0I2 0W2; 1F0 1B0 1F1 1I1 1F2 1W1 1B2"
 X = Node("x", OpName.INPUT, outputs=(tensor("float32", None),))
 TIME = (tensor("float64"),)
 
@@ -138,6 +140,7 @@ def control_edges(definition: Any, owner: dict[str, str], ops: tuple[str, ...]) 
         (4, 8, "dapple-b", None),
         (2, 1, "gpipe", None),
         (3, 4, "zb-h1", None),
+        (2, 3, MIXED, (1, 2)),
     ],
 )
 def test_calls_wait_for_the_calls_that_the_graph_says(
@@ -147,8 +150,9 @@ def test_calls_wait_for_the_calls_that_the_graph_says(
     calls = {node.name: node for node in step.graph.nodes if node.op in CALLS}
     definition = step.graph_def
     found = control_edges(definition, owners(definition, step.graph), ("StatefulPartitionedCall", "PartitionedCall"))
-    kinds = 3 if schedule == "zb-h1" else 2
-    assert len(calls) == kinds * micro_batches * sum(replicas or [1] * stages)
+    actions = build_schedule(schedule, stages, micro_batches).stages
+    wanted = sum(len(own) * r for own, r in zip(actions, replicas or [1] * stages, strict=True))
+    assert len(calls) == wanted
     for name, node in calls.items():
         assert found[name] == {control.source for control in node.controls}, name
     assert any(found[name] & calls.keys() for name in calls) == (micro_batches > 1)

@@ -21,6 +21,17 @@ def test_equal_steps_exit_with_0(run_here: Run) -> None:
     assert "replicas [2, 1], 3 micro-batches, dapple-a: equal to one device" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "sizes", "text"), [("2,1,5", [2, 1, 5], "2, 1 and 5"), ("0.25,0.75", [2, 6], "2 and 6")]
+)
+def test_micro_batches_of_given_sizes_are_verified(run_here: Run, given: str, sizes: list[int], text: str) -> None:
+    run = run_here(*VERIFY, "--micro-batches", given, "--schedule", "zb-h1")
+    result = run.json
+    assert result["ok"] is True
+    assert result["plan"]["micro_batch_sizes"] == sizes
+    assert f"{len(sizes)} micro-batches of {text} samples, zb-h1: equal to one device" in run.stdout
+
+
 def test_different_steps_exit_with_1(run_here: Run) -> None:
     run = run_here(*VERIFY, "--micro-batches", 4, "--set", "noisy=True")
     assert run.code == 1

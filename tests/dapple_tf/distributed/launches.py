@@ -35,15 +35,16 @@ class JobLaunch:
 QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "embedding, zb-h1", "sums written by replicas"),
-        *("batch norm, sync, DP", "loss scaling"),
+        *("batch norm, sync, DP", "loss scaling", "interleaved", "given sizes"),
     ),
     3: (*("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1"),),
 }
 # Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
-HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1"), 3: QUICK_CASES[3]}
+HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1", "interleaved"), 3: QUICK_CASES[3]}
 # What ranks verify: a model that equals one device, one that has sparse gradients, and one that differs.
 QUICK_VERIFIED = ("two stages", "an embedding", "noise")
 OTHER_VERIFIED = (
+    *("four stages", "two stages on each of two replicas"),
     *("two replicas", "a compiled loss", "batch norm", "batch norm, two replicas", "deferred batch norm"),
     *("deferred batch norm, two replicas", "batch norm over two replicas", "NaN", "training"),
 )
@@ -77,6 +78,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
             ("overlapped_allreduce", ["{folder}/horovod.json"]),
             ("automatic_plan", [0]),
             ("mismatched_ranks", []),
+            ("shared_devices", []),
             ("training_cases", QUICK_CASES[2]),
         ],
         environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
@@ -111,7 +113,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         )
         for ranks, names in HOROVOD_CASES.items()
     },
-    "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "other calls"])]),
+    "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "1:2, sizes", "other calls"])]),
     "three ranks with local rows of replicas": JobLaunch(
         3, [("local_rows", ["1:2", "1:2, largest", "whole batches", "lengths"])]
     ),

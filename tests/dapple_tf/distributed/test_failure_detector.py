@@ -20,7 +20,7 @@ def detector_of(rank: int = 1, size: int = 3) -> FailureDetector:
 
 
 def status(step: int = 3, collective_calls: int = 5) -> RankStatus:
-    return RankStatus(stage=2, step=step, collective_calls=collective_calls)
+    return RankStatus(stages=(2,), step=step, collective_calls=collective_calls)
 
 
 def report(rank: int, what: str = "raised KeyError: 'x'", wait: float = 0.4, *, raised: bool = True) -> FailureReport:

@@ -27,11 +27,18 @@ def ranks(*inputs: RankInputs) -> list[InputNeeds]:
 
 # x enters the two replicas of the first stage; rank 2 needs no rows; the last stage counts the second argument.
 RANKS = ranks(
-    *(RankInputs((OWN, NONE), 0, replica, 2) for replica in range(2)),
-    RankInputs((NONE, NONE), 1),
-    RankInputs((NONE, ALL), 2),
+    *(RankInputs((OWN, NONE), (0,), replica, 2) for replica in range(2)),
+    RankInputs((NONE, NONE), (1,)),
+    RankInputs((NONE, ALL), (2,)),
 )
 N = MISSING
+
+
+def test_the_replicas_of_a_worker_count_the_rows_that_its_stages_take() -> None:
+    found = ranks(*(RankInputs((OWN, OWN), (0, 2), replica, 2) for replica in (0, 1)), RankInputs((NONE, ALL), (1,)))
+    assert find_size(found, [(4, 4), (4, 4), (N, 8)]) == 8
+    with pytest.raises(BatchError, match=r"7 of argument 1 on ranks \[0, 1\] together"):
+        find_size(found, [(4, 4), (4, 3), (N, 8)])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,7 @@ def test_rows_that_are_not_those_of_one_batch_are_refused(given: Sequence[Sequen
 
 def test_rows_of_a_stage_that_only_some_replicas_need_do_not_add_up_to_the_batch() -> None:
     """The first replica has all rows for the tail, the second one its own."""
-    found = ranks(RankInputs((OWN, ALL), 0, 0, 2), RankInputs((OWN, OWN), 0, 1, 2))
+    found = ranks(RankInputs((OWN, ALL), (0,), 0, 2), RankInputs((OWN, OWN), (0,), 1, 2))
     assert find_size(found, [(4, 8), (4, 4)]) == 8
     with pytest.raises(BatchError, match="rank 1 was given 8 rows of argument 1, and needs 4"):
         find_size(found, [(4, 8), (4, 8)])
@@ -88,7 +95,7 @@ def test_rows_of_a_stage_that_only_some_replicas_need_do_not_add_up_to_the_batch
 
 def test_a_loss_without_arguments_has_no_size() -> None:
     with pytest.raises(BatchError, match="the loss uses no argument"):
-        find_size(ranks(RankInputs((NONE, NONE)), RankInputs((NONE, NONE), 1)), [(N, N), (N, N)])
+        find_size(ranks(RankInputs((NONE, NONE)), RankInputs((NONE, NONE), (1,))), [(N, N), (N, N)])
 
 
 def test_a_length_is_that_of_the_ranks_that_have_the_argument() -> None:
@@ -108,11 +115,21 @@ def results(launches: Launches, case: str) -> list[Any]:
 
 
 @needs_horovod
-@pytest.mark.parametrize("case", ["1:1:1", *(pytest.param(c, marks=pytest.mark.slow) for c in REPLICATED[:2])])
+@pytest.mark.parametrize(
+    "case", ["1:1:1", "1:2, sizes", *(pytest.param(c, marks=pytest.mark.slow) for c in REPLICATED[:2])]
+)
 def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: str) -> None:
     """27 samples in batches of 11, the last of 5; the loss is divided by a statistic of the whole batch's mask."""
     for found in results(launches, case):
         assert max(found["errors"].values()) <= TOLERANCE["float64"], found["errors"]
+
+
+@needs_horovod
+def test_ranks_read_their_rows_of_micro_batches_of_given_sizes(launches: Launches) -> None:
+    """Micro-batches of 3, 3 and 5 samples, each shared by two replicas; of the last five samples two equal ones."""
+    shares = np.split(np.arange(27), [1, 3, 4, 6, 8, 11, 12, 14, 15, 17, 19, 22, 23, 24, 25])
+    _, *replicas = results(launches, "1:2, sizes")
+    assert [found["read"]["y"] for found in replicas] == [list(np.concatenate(shares[r::2])) for r in range(2)]
 
 
 @needs_horovod

@@ -21,7 +21,7 @@ from dapple_tf.distributed.messages import (
 )
 from dapple_tf.distributed.progress import RankStatus
 
-STATUS = RankStatus(stage=1, step=4, running=True, exchange="exchange/stage0-1", collective_calls=7)
+STATUS = RankStatus(stages=(0, 2), step=4, running=True, exchange="exchange/stage0-1", collective_calls=7)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.distributed.call_order_check import RankCall
+from dapple_tf.distributed.failure_messages import name_rank
 from dapple_tf.distributed.progress import Progress, RankStatus
 
 
@@ -14,6 +15,12 @@ def test_a_status_in_words() -> None:
     assert RankStatus(step=3).when == "after step 3"
     assert RankStatus(step=3, running=True).last_exchange == "none of step 3"
     assert RankStatus(step=3, exchange="exchange/outputs").last_exchange == "exchange/outputs"
+
+
+def test_a_rank_is_named_with_all_its_stages() -> None:
+    assert name_rank(1, RankStatus()) == "rank 1"
+    assert name_rank(1, RankStatus(stages=(0,))) == "rank 1 (stage 0)"
+    assert name_rank(1, RankStatus(stages=(1, 3))) == "rank 1 (stages 1, 3)"
 
 
 def test_a_rank_waits_from_the_begin_of_a_collective_call_to_its_end() -> None:

@@ -96,6 +96,20 @@ def test_a_rank_holds_the_variables_of_its_stage_and_no_others(launches: Launche
     assert seen == set(results[0]["expected"]) - shared
 
 
+@pytest.mark.parametrize("name", marked(["interleaved", "V-shaped"]))
+def test_a_rank_of_several_stages_holds_their_variables_and_no_others(launches: Launches, name: str) -> None:
+    """Layers 0 and 3 share w0, which stage 0 owns: stage 3 has a copy of it, unless it is on the same rank."""
+    results = launches.case_results(name)
+    plan = results[0]["plan"]
+    for rank, result in enumerate(results):
+        stages = [stage for stage, devices in enumerate(plan) if rank in devices]
+        assert {held for held in result["held"] if not held.startswith("slot")} == {f"w{s}" for s in stages if s < 3}
+        called = {function.partition("/")[0] for function in result["functions"] if "forward" in function}
+        assert called == {f"stage{stage}" for stage in stages}
+    refreshed = [name for result in results for name in result["nodes"] if "refresh" in name]
+    assert bool(refreshed) == (plan[0] != plan[3])
+
+
 # Of each stage: a layer multiplies once in forward and twice in backward, but the first needs no gradient of its input.
 MULTIPLICATIONS = {
     "straight 4 float64": (2, 3, 3, 3),

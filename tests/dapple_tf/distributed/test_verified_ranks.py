@@ -34,6 +34,8 @@ def marked(case: str, *expected: str) -> Any:
     [
         marked("two stages", EQUAL, ""),
         marked("two replicas", EQUAL, ""),
+        marked("four stages", EQUAL, ""),
+        marked("two stages on each of two replicas", EQUAL, ""),
         marked("a compiled loss", EQUAL, ""),
         marked("batch norm", IN_TURN, "because of "),
         marked("batch norm, two replicas", DIVIDED, "because of "),

@@ -55,7 +55,7 @@ def make_ranks(timeout: float) -> Ranks:
     for rank in (1, 2):
         sockets[0, rank], sockets[rank, 0] = socket.socketpair()
     ends: queue.Queue[tuple[int, int]] = queue.Queue()
-    progress = [Progress(stage=rank, step=7, collective_calls=9, completed_collective_calls=9) for rank in range(3)]
+    progress = [Progress(stages=(rank,), step=7, collective_calls=9, completed_collective_calls=9) for rank in range(3)]
     watchdogs = []
     for rank in range(3):
 
@@ -221,7 +221,7 @@ def test_a_rank_that_falls_silent_when_all_have_agreed_is_named(capfd: pytest.Ca
     ends: queue.Queue[int] = queue.Queue()
     watchdog = Watchdog(0, 2, [Link(1, mine)], Progress(), 1.0, ends.put)
     watchdog.start()
-    silent = Watchdog(1, 2, [Link(0, theirs)], Progress(stage=1), 1.0)
+    silent = Watchdog(1, 2, [Link(0, theirs)], Progress(stages=(1,)), 1.0)
     silent._transport.send(LeaveMessage(1, silent._progress.status()))
     watchdog.leave()
     assert ends.get(timeout=5) == 1

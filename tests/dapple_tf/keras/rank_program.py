@@ -1,7 +1,7 @@
 """Run the scripts as one rank of a job: ``rank_program FOLDER SCRIPT ...``; write what each returned.
 
 Besides those of ``scripts`` there are ``unseeded``, whose ranks begin with different random states, and ``different``,
-whose ranks read different data.
+whose ranks read different data. ``shared SCRIPT`` runs a script with two stages on a rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,30 @@ from dapple_tf.errors import JobError
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.scripts import run_script
 
+# Two stages a rank; and dropout alone on the second rank, of which nothing is left when the model is evaluated.
+INTERLEAVED: Mapping[str, Any] = {"stages": 4, "schedule": "interleaved-1f1b"}
+DROPOUT_ALONE: Mapping[str, Any] = {
+    "stages": ["dropout", "last"],
+    "schedule": "0F0 0F1 0F2 2F0 2B0 2F1 2B1 2F2 2B2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2",
+}
+
+
+def options_of(name: str) -> Mapping[str, Any]:
+    """Return options of the pipeline of a script, which may be ``shared``."""
+    shared, _, script = name.rpartition(" ")
+    if shared:
+        return DROPOUT_ALONE if script == "dropout" else INTERLEAVED
+    return {"stages": ["dropout"] if script == "dropout" else 2}
+
 
 def main(folder: Path, scripts: list[str]) -> None:
-    """Run the scripts over two stages, one a rank."""
+    """Run the scripts over two stages, one a rank, or those that are ``shared`` over more."""
     dapple.init()
     keras.backend.set_floatx("float64")
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
     def wrap(model: keras.Model) -> None:
-        stages = ["dropout"] if name == "dropout" else 2
-        dapple.keras.pipeline(model, stages=stages, micro_batches=3)
+        dapple.keras.pipeline(model, micro_batches=3, **options_of(name))
 
     found = {}
     others: dict[str, Callable[[int], Any]] = {"unseeded": train_unseeded, "different": train_on_different_data}
@@ -42,7 +56,7 @@ def main(folder: Path, scripts: list[str]) -> None:
             continue
         (folder / name).mkdir(exist_ok=True)
         os.chdir(folder / name)
-        found[name] = run_script(name, folder / name, wrap)
+        found[name] = run_script(name.rpartition(" ")[2], folder / name, wrap)
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

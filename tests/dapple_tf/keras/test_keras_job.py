@@ -86,6 +86,16 @@ def test_ranks_read_the_same_data_in_the_same_order_or_end(tmp_path: Path) -> No
 
 @needs_horovod
 @pytest.mark.slow
+def test_ranks_of_several_stages_equal_plain_keras(expected: Expected, tmp_path: Path) -> None:
+    """Evaluation has no use for the rank that holds dropout alone: it becomes a replica of the other."""
+    _, results = launch(tmp_path, "shared callbacks", "shared dropout")
+    for name in ("callbacks", "dropout"):
+        for rank, found in enumerate(results):
+            assert_close(found[f"shared {name}"], expected(name), f"{name} on rank {rank}")
+
+
+@needs_horovod
+@pytest.mark.slow
 def test_two_ranks_equal_plain_keras_in_other_scripts(expected: Expected, tmp_path: Path) -> None:
     names = [name for name in SCRIPTS if name != "callbacks"]
     ranks, results = launch(tmp_path, *names)

@@ -50,6 +50,38 @@ def test_stash_and_queue_at_each_action_of_two_stages() -> None:
     ]
 
 
+def test_stash_and_queue_where_some_backwards_are_split() -> None:
+    """Forward takes 1, a whole backward 2, and each half 1. What I passes to W is there while B runs, too.
+
+    Stage 0 runs F0 to 1, F1 to 2, I0 from 4 to 5, B1 from 6 to 8, W0 to 9; stage 1 F0 from 1 to 2, B0 to 4, F1 to 5,
+    I1 to 6, W1 to 7.
+    """
+    schedule = build_schedule("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, 2)
+    assert schedule.in_flight == (2, 1)
+    names = ["0F0", "0F1", "0I0", "0B1", "0W0"]
+    found = stage_states(schedule, 0)
+    assert [str(state.action) for state in found] == names
+    assert [state.stashed("F", "W") for state in found] == [1, 2, 2, 2, 1]
+    assert [state.stashed("F", "I") for state in found] == [1, 2, 2, 1, 0]
+    assert [state.stashed("I", "W") for state in found] == [0, 0, 1, 2, 1]
+    assert [state.stashed("next stage", "I") for state in found] == [0, 0, 1, 1, 0]
+    assert [state.stashed("next stage", "W") for state in found] == [0, 0, 1, 2, 1]
+    found = stage_states(schedule, 1)
+    assert [state.stashed("F", "W") for state in found] == [1, 1, 1, 1, 1]
+    assert [state.stashed("I", "W") for state in found] == [0, 1, 0, 1, 1]
+    assert [state.stashed("previous stage", "W") for state in found] == [1, 2, 1, 1, 1]  # 0F1 ends while 1B0 runs
+
+
+def test_gradients_of_both_kinds_of_backward_queue() -> None:
+    """Stage 1 sends those of I0 at 4 and of I1 at 5, while stage 0 runs B0 (from 4 to 6) and F2; then those of B2."""
+    schedule = build_schedule("0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2; 1F0 1F1 1I0 1I1 1W0 1F2 1W1 1B2", 2, 3)
+    found = [(str(state.action), state.queued("next stage")) for state in stage_states(schedule, 0)]
+    assert found == [
+        *(("0F0", 0), ("0F1", 0), ("0B0", 1), ("0F2", 1)),
+        *(("0I1", 0), ("0I2", 0), ("0W1", 0), ("0W2", 0)),
+    ]
+
+
 def test_a_boundary_tensor_is_stashed_from_when_it_is_received() -> None:
     schedule = build_schedule("gpipe", 2, 3)
     assert [state.stashed("previous stage", "F") for state in stage_states(schedule, 1)][:3] == [1, 1, 1]
@@ -67,6 +99,22 @@ def test_nominal_ends_follow_dependencies_and_durations() -> None:
         "0B0": 6,
         "1B1": 7,
         "0B1": 9,
+    }
+
+
+def test_a_backward_takes_as_long_as_its_halves() -> None:
+    ends = nominal_ends(build_schedule("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, 2))
+    assert {str(action): end for action, end in ends.items()} == {
+        "0F0": 1,
+        "0F1": 2,
+        "1F0": 2,
+        "1B0": 4,
+        "0I0": 5,
+        "1F1": 5,
+        "1I1": 6,
+        "1W1": 7,
+        "0B1": 8,
+        "0W0": 9,
     }
 
 

@@ -70,6 +70,12 @@ def test_weights_gradients_and_slots() -> None:
         assert memory.slots == 2 * weights
 
 
+def test_micro_batches_of_given_sizes_count_as_the_largest() -> None:
+    cut = {"global_batch_size": 12, "micro_batch_size": ROWS, "micro_batches": 4, "micro_batch_sizes": (1, 2, 3, ROWS)}
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), **cut)
+    assert predict_plan_memory(PlannedModel(dense("sgd"), plan, 12), ranks=False) == predict_dense()
+
+
 def test_a_single_micro_batch_needs_no_accumulation_buffers() -> None:
     """Its gradients are outputs of the backward function, and count there."""
     for memory in predict_dense(micro_batches=1):
@@ -100,6 +106,41 @@ def test_memory_while_a_backward_runs() -> None:
     assert second.waiting == TENSOR
     assert second.in_step == second.stash + TENSOR + second.working["B"]  # one more tensor has been received
     assert first.peak == first.fixed + first.in_step
+
+
+MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+
+
+def test_whole_backwards_beside_split_ones_hold_the_same_tensors() -> None:
+    """What I passes to W is also there while B runs, so B needs that much less beside it."""
+    found = predict_dense(micro_batches=2, schedule=MIXED)
+    split = predict_dense(micro_batches=2, schedule="zb-h1")
+    whole = predict_dense(micro_batches=2)
+    for memory, halves, alone in zip(found, split, whole, strict=True):
+        assert set(memory.working) == {"F", "B", "I", "W"}
+        assert memory.stashed == halves.stashed
+        assert {**memory.working, **halves.working} == memory.working
+        carried = sum(tensor.bytes for tensor in memory.stashed if tensor.origin == "I")
+        assert memory.working["B"] == alone.working["B"] - carried
+        assert (memory.weights, memory.gradients, memory.update) == (alone.weights, alone.gradients, alone.update)
+    assert [memory.in_flight for memory in found] == [2, 1]
+
+
+def test_the_memory_of_a_mixed_schedule_by_hand() -> None:
+    first, second = predict_dense(micro_batches=2, schedule=MIXED)
+    # While 0B1 runs, the stash and the gradient of micro-batch 0 wait for 0W0.
+    assert first.in_step == 2 * first.stash + 2 * TENSOR + first.working["B"]
+    # While 1B0 runs, micro-batch 1 has been received; B also has what I would pass to W.
+    until_inputs = sum(t.bytes for t in second.stashed if (t.origin, t.last_use) == ("F", "I"))
+    carried = sum(t.bytes for t in second.stashed if t.origin == "I")
+    assert (TENSOR <= until_inputs < TENSOR + 100, carried) == (True, 2 * TENSOR)
+    assert second.in_step == 2 * TENSOR + TENSOR + until_inputs + carried + second.working["B"]
+
+
+def test_the_slices_of_whole_and_split_backwards_stay_until_the_update() -> None:
+    kept = [predict(embedding(), 2, ROWS, schedule=name)[0] for name in ("dapple-a", "zb-h1", MIXED)]
+    assert [memory.slices for memory in kept] == [ROWS * IDS * (WIDTH * 4 + 4)] * 3
+    assert len({memory.update for memory in kept}) == 1
 
 
 def test_only_gpipe_needs_more_memory_for_more_micro_batches() -> None:

@@ -20,6 +20,7 @@ from tests.graph_passes.builders import refused
 
 # Of each layer: seconds, bytes sent, kept and trained of 4 samples. Fixed bytes of one: 4 x 10.
 PROFILE = make_profile(*[(1, 2, 8, 40, 10)] * 4)
+THREE = make_profile(*[(1, 2, 8, 40, 10)] * 3)
 
 
 def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int = 8, **options: Any) -> Plan:
@@ -34,7 +35,7 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
             r"no planner is called 'bets' \(did you mean 'best'\?\); there are best, dapple, dp, gpipe",
         ),
         ({"planner": "x"}, "no planner is called 'x'; there are best, dapple, dp, gpipe"),
-        ({"planner": "best", "stages": 2}, "planner 'best' has no option 'stages'; it has none"),
+        ({"planner": "best", "stages": 2}, "planner 'best' has no option 'stages'; it has chunks"),
         ({"planner": "gpipe", "stage": 2}, "planner 'gpipe' has no option 'stage'; it has stages"),
         ({"micro_batch_size": 3}, "micro_batch_size=3 does not divide global_batch_size=8: use 1 or 2 or 4"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 does not divide global_batch_size=8"),
@@ -123,10 +124,63 @@ def test_impossible_warm_ups_are_not_reported_as_a_lack_of_memory(planner: str, 
         plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, planner=planner, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b:v=2", "0F0 1F0 1B0 0B0"])
-def test_schedules_with_several_stages_per_device_are_refused(schedule: str) -> None:
-    with refused(PlanError, "runs several stages on a device, and planners know one stage per device only"):
-        plan(cluster=make_cluster(2), batch=16, micro_batch_size=4, schedule=schedule)
+@pytest.mark.parametrize(
+    ("schedule", "options", "error", "said"),
+    [
+        (
+            "interleaved-1f1b:v=5",
+            {},
+            PlanError,
+            "schedule 'interleaved-1f1b:v=5' needs at least 5 stages, but the 4 layers of 'net' form 4 blocks",
+        ),
+        (
+            "0F0 1F0 2F0 3F0 4F0 4B0 3B0 2B0 1B0 0B0",
+            {"micro_batch_size": 16},
+            PlanError,
+            "needs at least 5 stages, but the 4 layers of 'net' form 4 blocks",
+        ),
+        (
+            "interleaved-1f1b:v=2",
+            {"planner": "gpipe", "stages": 3},
+            ScheduleError,
+            "gives each worker 2 stages, but there are 3 in all: ask for a multiple of 2",
+        ),
+        (
+            "interleaved-1f1b:v=2",
+            {"planner": "gpipe", "stages": 6},
+            PlanError,
+            "stages=6: 'net' on 2 devices can have 1 to 4 stages",
+        ),
+        ("looped-bfs", {"planner": "dapple"}, PlanError, "makes plans of one stage per device: use planner 'best' or"),
+        ("looped-bfs", {"planner": "dp"}, PlanError, "schedule 'looped-bfs' runs several stages on a device"),
+        ("interleaved-1f1b:D=2", {}, ScheduleError, "interleaved-1f1b has no option D"),
+        (
+            "0F0 3F0 3B0 0B0; 1F0 1B0; 2F0 2B0",
+            {"micro_batch_size": 16},
+            PlanError,
+            "is for 4 stages on 3 devices, but the cluster has 2 devices",
+        ),
+        ("0F0 1F0 1B0 0B0", {}, ScheduleError, "the schedule's text is for 2 stages x 1 micro-batches"),
+        ("auto", {"chunks": [1, 2]}, PlanError, "chunks=[1, 2]: one stage per device is always considered, so give"),
+    ],
+)
+def test_requests_for_several_stages_per_device_that_cannot_be_met_are_refused(
+    schedule: str, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with refused(error, said):
+        plan(cluster=make_cluster(2), batch=16, schedule=schedule, **{"micro_batch_size": 4, **options})
+
+
+def test_gpipe_makes_even_stages_that_share_devices() -> None:
+    found = plan(cluster=make_cluster(3), planner="gpipe", micro_batch_size=2, schedule="interleaved-1f1b:v=2")
+    assert [(s.first_layer, s.last_layer, s.devices) for s in found.stages] == [
+        (0, 0, (0,)),
+        (1, 1, (1,)),
+        (2, 2, (0,)),
+        (3, 3, (1,)),
+    ]
+    one = plan(planner="gpipe", micro_batch_size=2, schedule="looped-bfs:v=2", stages=2)
+    assert [s.devices for s in one.stages] == [(0,), (0,)]
 
 
 def test_warm_ups_for_more_stages_than_devices_are_refused() -> None:
@@ -181,8 +235,9 @@ def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, A
         (PROFILE, 4, 145, {"micro_batch_size": 8}, ["micro-batches of 4 samples"]),
         (PROFILE, 2, 170, {"micro_batch_size": 4}, ["micro-batches of 2 samples", "4 devices"]),
         (PROFILE, 2, 80, {"micro_batch_size": 8}, ["micro-batches of 2 samples and 4 devices"]),
-        # 40 fixed, 80 kept or made again, 32 worked on, and 16 that enter: at least 160 in all but the first stage.
-        (PROFILE, 4, 155, {"micro_batch_size": 8, "recompute": True}, ["micro-batches of 4 samples", "no recompute"]),
+        # 40 fixed, 80 kept or made again, 32 worked on, and 16 that enter: at least 160 in all but the first stage. On
+        # two workers of two devices each, four layers in four stages would fit.
+        (THREE, 3, 155, {"micro_batch_size": 8, "recompute": True}, ["micro-batches of 4 samples", "no recompute"]),
         (PROFILE, 2, 10, {}, []),
     ],
 )

@@ -31,7 +31,7 @@ def make(case: Case) -> PlanningProblem:
 def check_best(case: Case) -> None:
     optimum = find_optimum(case.profile, case.cluster, case.batch, **case.options)
     problem = make(case)
-    decision = plan_best(problem)
+    decision = plan_best(problem, chunks=())
     if decision is None:
         assert optimum.seconds == math.inf
         return
@@ -83,7 +83,7 @@ def test_exactly_the_memory_that_a_plan_needs_is_enough(case: Case, data: st.Dat
 
 def plan_of(case: Case) -> Candidate:
     """Return what planner "best" chooses."""
-    decision = plan_best(make(case))
+    decision = plan_best(make(case), chunks=())
     assert decision is not None
     return decision.chosen
 

@@ -33,6 +33,14 @@ def say(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> s
         (make_plan((0, 0, (0,)), (1, 4, (1,))), "straight", "1:4"),
         (make_plan((0, 2, (0, 1)), (3, 3, (2, 3)), (4, 4, (4,))), "2:2:1", "3:1:1"),
         (make_plan((0, 22, tuple(range(8))), (23, 47, tuple(range(8, 16)))), "8:8", "23:25"),
+        (make_plan((0, 1, (0,)), (2, 2, (0,))), "one device, 2 stages per device", "2:1"),
+        (make_plan((0, 0, (0, 1)), (1, 1, (0, 1))), "DP, 2 stages per device", "1:1"),
+        (make_plan(*[(i, i, (i % 2,)) for i in range(4)]), "straight, 2 stages per device", "1:1:1:1"),
+        (
+            make_plan(*[(i, i, devices) for i, devices in enumerate(((0, 1), (2,), (0, 1)))]),
+            "2:1, 1 to 2 stages per device",
+            "1:1:1",
+        ),
     ],
 )
 def test_plans_are_written_in_the_papers_notation(plan: Plan, written: str, layers: str) -> None:
@@ -72,8 +80,17 @@ def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:
         "runner-up DP, 4 micro-batches, dapple-a: 15.000 s, 9.5% slower: "
         "AllReduce after the last backward takes 3.000 s against 0.0 ms"
     )
-    assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing in ")
-    assert "no plan of the search space is faster in the simulator" in lines
+    assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing on ")
+    assert "no plan of one stage per device is faster in the simulator" in lines
+
+
+def test_the_busiest_device_computes_all_of_its_stages() -> None:
+    """Eight layers of 1 + 2 s a sample on four devices: 4 x 6 s, and 3 x 6 / 2 s idle where devices have two stages."""
+    text = say(make_profile(*[(4.0, 8.0)] * 8), make_cluster(4), batch=4, micro_batch_size=1)
+    assert "runner-up one device, 4 micro-batches, dapple-a: 96.000 s, 190.9% slower: " in text
+    assert "computing on the busiest device takes 96.000 s against 24.000 s" in text
+    assert "runner-up straight" in text
+    assert "no plan of one stage per device is faster in the simulator" in text
 
 
 def test_times_of_one_batch_size_only_are_pointed_out() -> None:

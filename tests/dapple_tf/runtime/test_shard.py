@@ -21,7 +21,7 @@ NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
 def needs(*uses: Use, replica: int = 0, replicas: int = 2) -> InputNeeds:
     """What a replica needs of batches of 8 samples in two micro-batches."""
     names = tuple(map(str, range(len(uses))))
-    return InputNeeds(names, RankInputs(uses, 0, replica, replicas), 2, replicas, 8)
+    return InputNeeds(names, RankInputs(uses, (0,), replica, replicas), 2, replicas, 8)
 
 
 def numbers(count: int) -> tf.data.Dataset:

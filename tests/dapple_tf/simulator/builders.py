@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from graph_passes.schedules.policies import build_schedule, early_backward
 from graph_passes.schedules.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
+from tests.graph_passes.schedules.mixed import mixed
 
 
 def cost(
@@ -41,13 +42,11 @@ def cost(
     return StageCosts(**{name: float(value) for name, value in fields.items()})
 
 
-def arrays(costs: Sequence[StageCosts], splits: bool = False) -> tuple[Any, ...]:
-    """What the kernels take after the order, exposed seconds last."""
+def arrays(costs: Sequence[StageCosts], weights: bool = False) -> tuple[Any, ...]:
+    """What the kernels take after the order, exposed seconds last; ``weights``: whether the order has W."""
     names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
     found = {name: np.array([getattr(c, f"{name}_seconds") for c in costs]) for name in names}
-    if splits:
-        found["backward"] = found["backward"] - found["weights"]
-    else:
+    if not weights:
         found["weights"] = np.zeros(0)
     return tuple(found.values())
 
@@ -120,9 +119,19 @@ seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnorm
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """GPipe, policies A and B, ZB-H1, other warm-ups, several stages per worker, and orders that no policy makes."""
+    """GPipe, policies A and B, zero bubble, other warm-ups, several stages per worker, and orders that no policy makes.
+
+    Of any of them, some backwards may be whole, and others split.
+    """
+    schedule = draw(named_schedules())
+    return draw(mixed(schedule)) if draw(st.booleans()) else schedule
+
+
+@st.composite
+def named_schedules(draw: st.DrawFn) -> Schedule:
+    """As ``schedules``, where all or none of the backwards of a policy are split."""
     stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 8))
-    straight = ["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "zb-h2", "K", "any", "any W"]
+    straight = ["gpipe", "dapple-a", "dapple-b:D=2", "zb-h1", "zb-h1:D=2", "zb-h2", "K", "any", "any W", "any mixed"]
     kind = draw(st.sampled_from([*straight, "interleaved-1f1b", "looped-bfs"]))
     if kind in ("interleaved-1f1b", "looped-bfs"):
         workers, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -131,31 +140,44 @@ def schedules(draw: st.DrawFn) -> Schedule:
         k = draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
         return early_backward(sorted(k, reverse=True), micro_batches)
     if kind.startswith("any"):
-        return draw_order(draw, stages, micro_batches, splits=kind == "any W")
+        return draw_order(draw, stages, micro_batches, draw_split(draw, kind, stages, micro_batches))
     return build_schedule(kind, stages, micro_batches)
 
 
-def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, splits: bool) -> Schedule:
-    """Actions one by one, each any that could run then; a worker may have several stages."""
+def draw_split(draw: st.DrawFn, kind: str, stages: int, micro_batches: int) -> set[tuple[int, int]]:
+    """Stage and micro-batch of each backward to split: none (kind "any"), all ("any W") or some ("any mixed")."""
+    random, share = draw(st.randoms(use_true_random=False)), {"any": 0.0, "any W": 1.0, "any mixed": 0.5}[kind]
+    return {(stage, m) for stage in range(stages) for m in range(micro_batches) if random.random() < share}
+
+
+def draw_order(draw: st.DrawFn, stages: int, micro_batches: int, split: Set[tuple[int, int]]) -> Schedule:
+    """Actions one by one, each any that could run then; a worker may have several stages.
+
+    ``split``: stage and micro-batch of each backward that is two actions.
+    """
     ran: list[Action] = []
     drawn = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
     workers = list(dict.fromkeys(drawn))
     random = draw(st.randoms(use_true_random=False))
-    while len(ran) < (3 if splits else 2) * stages * micro_batches:
+    while len(ran) < 2 * stages * micro_batches + len(split):
         ready = []
         for stage in range(stages):
             for m in range(micro_batches):
-                forward, backward = Action(stage, "F", m), Action(stage, "B", m)
+                forward, backward = Action(stage, "F", m), _backward(stage, m, split)
                 if forward not in ran:
                     if stage == 0 or Action(stage - 1, "F", m) in ran:
                         ready.append(forward)
                 elif backward not in ran:
-                    if stage == stages - 1 or Action(stage + 1, "B", m) in ran:
+                    if stage == stages - 1 or _backward(stage + 1, m, split) in ran:
                         ready.append(backward)
-                elif splits and Action(stage, "W", m) not in ran:
+                elif backward.kind == "I" and Action(stage, "W", m) not in ran:
                     ready.append(Action(stage, "W", m))
         ran.append(random.choice(ready))
     return Schedule(tuple(tuple(a for a in ran if drawn[a.stage] == worker) for worker in workers))
+
+
+def _backward(stage: int, m: int, split: Set[tuple[int, int]]) -> Action:
+    return Action(stage, "I" if (stage, m) in split else "B", m)
 
 
 @st.composite

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.engine import decode_order, early_backward_order, encode, has_weights, run, step_seconds
+from dapple_tf.simulator.engine import (
+    decode_order,
+    early_backward_order,
+    encode,
+    has_weights,
+    interleaved_order,
+    most_held,
+    run,
+    step_seconds,
+    worker_peaks,
+)
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.memory import peak_bytes
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
+from graph_passes.schedules.interleaved import interleaved_1f1b
 from graph_passes.schedules.policies import early_backward, warm_up_by_name
 from graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from graph_passes.schedules.text import parse_schedule
@@ -36,10 +49,17 @@ def test_a_worker_with_fewer_actions_than_others_has_a_shorter_row() -> None:
     assert (order.worker_of.tolist(), order.micro_batches, order.size) == ([0, 1, 0], 1, 6)
 
 
+def test_each_kind_of_action_has_a_code() -> None:
+    order = encode(parse_schedule("0F0 0F1 0I0 0B1 0W0"))
+    assert order.actions.tolist() == [[0, 1, 3 << 32, (1 << 32) + 1, 2 << 32]]
+    assert (order.micro_batches, order.size, has_weights(order)) == (2, 5, True)
+    assert not has_weights(encode(parse_schedule("0F0 0B0; 1F0 2F0 2B0 1B0")))
+
+
 @given(schedules())
 def test_decoding_an_order_gives_the_schedule(schedule: Schedule) -> None:
     order = encode(schedule)
-    assert has_weights(order) == schedule.splits
+    assert has_weights(order) == bool(schedule.split)
     assert decode_order(order) == schedule.workers
 
 
@@ -51,6 +71,35 @@ def test_compiled_and_plain_early_backward_orders_are_equal(k: list[int], micro_
     assert np.array_equal(found.actions, wanted.actions)
     assert np.array_equal(found.worker_of, wanted.worker_of)
     assert found.micro_batches == wanted.micro_batches
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 13))
+def test_compiled_and_plain_interleaved_orders_are_equal(workers: int, chunks: int, micro_batches: int) -> None:
+    wanted = encode(interleaved_1f1b(workers, chunks, micro_batches))
+    found = interleaved_order(workers, chunks, micro_batches)
+    assert np.array_equal(found.actions, wanted.actions)
+    assert np.array_equal(found.worker_of, wanted.worker_of)
+    assert found.micro_batches == wanted.micro_batches
+
+
+@given(schedules())
+def test_the_most_that_stages_hold_is_counted_from_orders(schedule: Schedule) -> None:
+    order, stages = encode(schedule), len(schedule.stages)
+    assert tuple(most_held(order, np.ones(stages), np.arange(stages))) == schedule.in_flight
+    assert tuple(most_held(order, np.ones(stages), order.worker_of)) == schedule.stashes
+
+
+@given(runs(), st.lists(st.tuples(seconds, seconds, seconds), min_size=9, max_size=9))
+def test_the_peaks_of_workers_are_those_of_memory_over_time(
+    drawn: tuple[Schedule, tuple[StageCosts, ...]], sizes: list[tuple[float, float, float]]
+) -> None:
+    schedule, costs = drawn
+    names = ("fixed_bytes", "stash_bytes", "working_bytes")
+    sized = [replace(c, **dict(zip(names, size, strict=True))) for c, size in zip(costs, sizes, strict=False)]
+    peaks = worker_peaks(encode(schedule), *(np.array([getattr(c, name) for c in sized]) for name in names))
+    wanted = peak_bytes(execute(encode(schedule), sized))
+    for worker, stages in enumerate(schedule.worker_map.chunks):
+        assert [wanted[stage] for stage in stages] == pytest.approx([peaks[worker]] * len(stages), rel=1e-12)
 
 
 @given(runs())
@@ -66,7 +115,11 @@ def test_every_event_ends_at_its_longest_path(drawn: tuple[Schedule, tuple[Stage
         ("SB", done.start_send_backward[:-1], done.end_send_backward[:-1]),
     ):
         for stage, m in np.ndindex(starts.shape):
-            found[kind, stage, m] = starts[stage, m], ends[stage, m]
+            if kind != "W" or (stage, m) in schedule.split:
+                found[kind, stage, m] = starts[stage, m], ends[stage, m]
+            else:
+                assert np.isnan(starts[stage, m])
+                assert np.isnan(ends[stage, m])
     assert found == longest_paths(schedule, costs)
 
 
@@ -85,9 +138,9 @@ def end_of_allreduces(last: dict[int, float], schedule: Schedule, costs: Sequenc
 def test_the_step_ends_with_the_last_allreduce(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
     times = longest_paths(schedule, costs)
-    ends = [(stage, end) for (kind, stage, _), (_, end) in times.items() if kind == ("W" if schedule.splits else "B")]
+    ends = [(stage, end) for (kind, stage, _), (_, end) in times.items() if kind in ("B", "W")]
     last = end_of_allreduces({stage: max(e for s, e in ends if s == stage) for stage, _ in ends}, schedule, costs)
-    assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
+    assert step_seconds(encode(schedule), *arrays(costs, bool(schedule.split))) == last
     assert execute(encode(schedule), costs).step_seconds == last
 
 
@@ -97,8 +150,12 @@ def test_compiled_and_plain_runs_of_a_schedule_are_equal(drawn: tuple[Schedule, 
 
     def seconds_of(action: Action) -> float:
         cost = costs[action.stage]
-        whole = {"F": cost.forward_seconds, "B": cost.backward_seconds, "W": cost.weights_seconds}[action.kind]
-        return whole - schedule.splits * cost.weights_seconds if action.kind == "B" else whole
+        return {
+            "F": cost.forward_seconds,
+            "B": cost.backward_seconds,
+            "I": cost.backward_seconds - cost.weights_seconds,
+            "W": cost.weights_seconds,
+        }[action.kind]
 
     def send_seconds(action: Action) -> float:
         if action.kind == "F":
@@ -107,13 +164,13 @@ def test_compiled_and_plain_runs_of_a_schedule_are_equal(drawn: tuple[Schedule, 
 
     plain = run_schedule(schedule, seconds_of, send_seconds)
     done = execute(encode(schedule), costs)
-    ends = {"F": done.end_forward, "B": done.end_backward, "W": done.end_weights}
+    ends = {"F": done.end_forward, "B": done.end_backward, "I": done.end_backward, "W": done.end_weights}
     last_of = {}
     for actions, worker_ends in zip(schedule.workers, plain, strict=True):
         assert worker_ends == tuple(ends[a.kind][a.stage, a.micro_batch] for a in actions)
         last_of |= {a.stage: end for a, end in zip(actions, worker_ends, strict=True)}
     last = end_of_allreduces(last_of, schedule, costs)
-    assert step_seconds(encode(schedule), *arrays(costs, schedule.splits)) == last
+    assert step_seconds(encode(schedule), *arrays(costs, bool(schedule.split))) == last
 
 
 # Closed forms.
@@ -168,6 +225,33 @@ def test_zb_h1_by_hand() -> None:
     assert done.start_backward.tolist() == [[3, 6, 8], [2, 4, 7]]
     assert done.start_weights.tolist() == [[4, 7, 9], [5, 8, 9]]
     assert done.step_seconds == 10
+
+
+def test_a_mixed_schedule_by_hand() -> None:
+    # F = 1, B = 4 of which W = 3, c = 1, S = 2, M = 2. Stage 0 splits micro-batch 0, and stage 1 micro-batch 1.
+    #   stage 0: F0 0  F1 1                  I0 8          B1 10-14  W0 14-17
+    #   stage 1:             F0 2  B0 3-7  F1 7  I1 8  W1 9-12
+    schedule = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+    done = execute(order_of(schedule, 2, 2), [cost(1, 4, 1, weights_seconds=3)] * 2)
+    assert done.start_forward.tolist() == [[0, 1], [2, 7]]
+    assert done.start_backward.tolist() == [[8, 10], [3, 8]]
+    assert done.end_backward.tolist() == [[9, 14], [7, 9]]
+    assert done.start_send_backward[0].tolist() == [7, 9]
+    assert (done.start_weights[0, 0], done.start_weights[1, 1]) == (14, 9)
+    assert np.isnan(done.start_weights[[0, 1], [1, 0]]).all()
+    assert done.last_gradients.tolist() == [17, 12]
+    assert done.step_seconds == 17
+    assert done.splits
+
+
+def test_the_allreduce_starts_after_the_last_of_both_kinds_of_gradients_by_hand() -> None:
+    # F, I and W take 1 s, B 2. Stage 0 ends with a whole backward, and stage 1 with W.
+    #   stage 0: F0 0  F1 1        I0 4  W0 5  B1 6-8
+    #   stage 1:       F0 1  B0 2-4  F1 4  I1 5  W1 6
+    costs = [cost(1, 2, weights_seconds=1, exposed_seconds=5), cost(1, 2, weights_seconds=1, exposed_seconds=1)]
+    done = execute(order_of("0F0 0F1 0I0 0W0 0B1; 1F0 1B0 1F1 1I1 1W1", 2, 2), costs)
+    assert done.last_gradients.tolist() == [8, 7]
+    assert done.step_seconds == 13
 
 
 def test_policy_a_waits_for_the_network_by_hand() -> None:
@@ -230,12 +314,15 @@ def test_a_step_is_no_shorter_than_one_stages_work_or_one_micro_batchs_path(
     drawn: tuple[Schedule, tuple[StageCosts, ...]],
 ) -> None:
     schedule, costs = drawn
-    m = schedule.micro_batches
-    found = step_seconds(encode(schedule), *arrays(costs, schedule.splits))
-    way = sum(c.forward_seconds + c.backward_seconds - schedule.splits * c.weights_seconds for c in costs)
+    m, stages = schedule.micro_batches, list(enumerate(costs))
+    found = step_seconds(encode(schedule), *arrays(costs, bool(schedule.split)))
+    ways = [
+        sum(c.forward_seconds + c.backward_seconds - ((s, i) in schedule.split) * c.weights_seconds for s, c in stages)
+        for i in range(m)
+    ]
     worker_of = schedule.worker_map.worker_of
     moves = [a != b for a, b in itertools.pairwise(worker_of)]
-    way += sum(
+    way = max(ways) + sum(
         c.send_forward_seconds + c.send_backward_seconds for c, moved in zip(costs, moves, strict=False) if moved
     )
     own = [[costs[stage] for stage in stages] for stages in schedule.worker_map.chunks]
@@ -249,14 +336,15 @@ DEADLOCKS = [
     ("0B0 0F0", 0),
     ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
     ("0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0\n2F1 2B1 2B0 2F0", 7),
-    ("0F0 0W0 0B0", 1),
-    ("0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1F1 1B1 1W0 1B0 1W1", 5),
+    ("0F0 0W0 0I0", 1),
+    ("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I1 1W0 1I0 1W1", 5),
+    ("0F0 0F1 0I0 0W0 0B1\n1F0 1F1 1B1 1W0 1I0", 5),
 ]
 
 
 def unchecked(text: str) -> Schedule:
     rows = [line.split() for line in text.splitlines()]
-    kinds: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
+    kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
     return Schedule(tuple(tuple(Action(int(w[0]), kinds[w[1]], int(w[2])) for w in r) for r in rows))
 
 

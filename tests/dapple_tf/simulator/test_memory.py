@@ -57,6 +57,19 @@ def test_weight_gradients_free_the_stash_where_they_are_actions_of_their_own_by_
     assert held.tolist() == [15, 18, 21, 18, 21, 18, 15]
 
 
+def test_only_a_whole_backward_frees_the_stash_at_once_by_hand() -> None:
+    # The times are those of test_a_mixed_schedule_by_hand.
+    schedule = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+    done = execute(order_of(schedule, 2, 2), [cost(1, 4, 1, weights_seconds=3, **BYTES)] * 2)
+    times, held = memory_over_time(done, 0)
+    assert times.tolist() == [0, 0, 1, 14, 17]  # F0, F1, B1 and W0
+    assert held.tolist() == [15, 18, 21, 18, 15]
+    times, held = memory_over_time(done, 1)
+    assert times.tolist() == [0, 2, 7, 7, 12]
+    assert held.tolist() == [15, 18, 15, 18, 15]
+    assert peak_bytes(done) == (21, 18)
+
+
 @given(runs())
 def test_the_peak_counts_micro_batches_between_forward_start_and_backward_end(
     drawn: tuple[Schedule, tuple[StageCosts, ...]],
@@ -65,11 +78,11 @@ def test_the_peak_counts_micro_batches_between_forward_start_and_backward_end(
     # Nothing takes no time, so times tell the order.
     costs = [cost(1, 2, 1, weights_seconds=1, **BYTES)] * len(schedule.stages)
     times = longest_paths(schedule, costs)
-    frees = "W" if schedule.splits else "B"
     peaks = {}
     for stages, stashes in zip(schedule.worker_map.chunks, schedule.stashes, strict=True):
         calls = [(stage, m) for stage in stages for m in range(schedule.micro_batches)]
-        lives = [(times["F", stage, m][0], times[frees, stage, m][1]) for stage, m in calls]
+        frees = {call: "W" if call in schedule.split else "B" for call in calls}
+        lives = [(times["F", stage, m][0], times[frees[stage, m], stage, m][1]) for stage, m in calls]
         most = max(sum(start <= moment < end for start, end in lives) for moment, _ in lives)
         assert most == stashes
         peaks |= dict.fromkeys(stages, 10.0 * len(stages) + 5 + 3 * most)

@@ -123,9 +123,19 @@ def test_a_simulated_timeline_prints_a_table_of_its_stages() -> None:
 def test_the_table_has_a_column_for_w_where_backward_is_split() -> None:
     timeline = simulate(dataclasses.replace(PLAN, schedule="zb-h1"), PROFILE, make_cluster())
     assert [" ".join(line.split()[:11]) for line in str(timeline).splitlines()[1:]] == [
-        "stage devices layers F B W AllReduce busy peak memory",
-        "0 0 0-0 500 ms 500 ms 500 ms 0 s",
-        "1 1 1-1 1 s 1 s 1 s 0 s",
+        "stage devices layers F B of it W AllReduce busy peak",
+        "0 0 0-0 500 ms 1 s 500 ms 0 s",
+        "1 1 1-1 1 s 2 s 1 s 0 s",
+    ]
+
+
+def test_a_stage_that_splits_no_backward_has_no_seconds_of_w() -> None:
+    schedule = "0F0 0F1 0B0 0B1; 1F0 1I0 1F1 1B1 1W0"
+    timeline = simulate(dataclasses.replace(PLAN, schedule=schedule), PROFILE, make_cluster())
+    assert [" ".join(line.split()[:10]) for line in str(timeline).splitlines()[1:]] == [
+        "stage devices layers F B of it W AllReduce busy",
+        "0 0 0-0 500 ms 1 s - 0 s",
+        "1 1 1-1 1 s 2 s 1 s 0",
     ]
 
 

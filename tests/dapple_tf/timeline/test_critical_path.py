@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.schedule import Action, Kind
 from tests.dapple_tf.timeline.test_timeline import TWO, event
 
 
@@ -121,14 +121,14 @@ def test_events_that_take_no_time_are_not_on_the_path() -> None:
 
 
 def test_the_path_goes_on_before_events_shorter_than_the_resolution_of_the_clock() -> None:
-    """0B0 and 0B1 are of no length, and begin with the weights' gradients behind them."""
+    """0I0 and 0I1 are of no length, and begin with the weights' gradients behind them."""
     timeline = Timeline(
         (
             event("0F0", 0, 0.0, 1.0),
             event("0F1", 0, 1.0, 2.0),
-            event("0B0", 0, 2.0, 2.0),
+            event("0I0", 0, 2.0, 2.0),
             event("0W0", 0, 2.0, 3.0),
-            event("0B1", 0, 3.0, 3.0),
+            event("0I1", 0, 3.0, 3.0),
             event("0W1", 0, 3.0, 4.0),
         )
     )
@@ -136,23 +136,24 @@ def test_the_path_goes_on_before_events_shorter_than_the_resolution_of_the_clock
 
 
 @pytest.mark.parametrize("transfers", [(), (Transfer(1, 0, 0, 5.0, 6.0),)])
+@pytest.mark.parametrize("kind", ["I", "B"])
 def test_weight_gradients_of_the_first_stage_wait_for_the_gradient_from_the_next_stage(
-    transfers: tuple[Transfer, ...],
+    transfers: tuple[Transfer, ...], kind: str
 ) -> None:
-    """0B0 has nothing to do, so it has run long before 1B0."""
+    """0I0 has nothing to do, so it has run long before the backward of stage 1, or its part that gives gradients."""
     timeline = Timeline(
         (
             event("0F0", 0, 0.0, 1.0),
-            event("0B0", 0, 1.0, 1.1),
+            event("0I0", 0, 1.0, 1.1),
             event("1F0", 1, 1.0, 3.0),
-            event("1B0", 1, 3.0, 5.0),
-            event("1W0", 1, 5.0, 5.5),
+            event(f"1{kind}0", 1, 3.0, 5.0),
+            *([event("1W0", 1, 5.0, 5.5)] if kind == "I" else []),
             event("0W0", 0, 6.0, 7.0),
         ),
         transfers,
     )
     between = [("1>0 B0", 5, 6)] if transfers else [("wait before 0W0", 5, 6)]
-    assert path_of(timeline) == [("0F0", 0, 1), ("1F0", 1, 3), ("1B0", 3, 5), *between, ("0W0", 6, 7)]
+    assert path_of(timeline) == [("0F0", 0, 1), ("1F0", 1, 3), (f"1{kind}0", 3, 5), *between, ("0W0", 6, 7)]
 
 
 @st.composite
@@ -164,9 +165,10 @@ def timelines(draw: st.DrawFn) -> Timeline:
     for stage in range(stages):
         for b in range(m):
             for replica in range(replicas):
-                for kind in ("F", "B"):
+                kinds: tuple[Kind, ...] = ("F", "I", "W") if draw(st.booleans()) else ("F", "B")
+                for kind in kinds:
                     start = draw(seconds)
-                    action = Action(stage, "F" if kind == "F" else "B", b)
+                    action = Action(stage, kind, b)
                     events.append(Event(action, replica, f"d:{stage}{replica}", start, start + draw(seconds)))
             if stage and draw(st.booleans()):
                 start = draw(seconds)

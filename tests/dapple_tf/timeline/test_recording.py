@@ -74,12 +74,28 @@ def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
     assert found.source == BY_TIMES
 
 
-def test_b_and_w_of_a_split_backward_are_simulated_with_their_own_medians() -> None:
+def test_i_and_w_of_a_split_backward_are_simulated_with_their_own_medians() -> None:
     """Backwards of 1 and gradients of weights of 2 s: a step that went by the schedule is what is simulated of it."""
     run = make_step("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
     measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
     assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
     assert predict_from_times(measured, build_schedule("zb-h1", 2, 3)).timeline == measured
+
+
+def test_a_step_with_whole_and_split_backwards_is_simulated_with_the_medians_of_each_kind() -> None:
+    schedule = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+    run = make_step(schedule, 2, [cost(1, 4, weights_seconds=3), cost(1, 3, weights_seconds=1)])
+    measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
+    assert [(s.backward_seconds, s.weights_seconds) for s in measured.stages] == [(4, 3), (3, 1)]
+    assert predict_from_times(measured, build_schedule(schedule, 2, 2)).timeline == measured
+
+
+def test_micro_batches_of_given_sizes_have_medians_of_their_own() -> None:
+    """Each size occurs once, so the measured step is what is simulated of it: 0F1 and 1B1 take a second longer."""
+    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2), (1, 3))
+    assert set(found.timeline.events) == set(MEASURED.events)
+    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2), (2, 2))
+    assert found.timeline == predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)).timeline
 
 
 def test_time_that_a_transfer_waits_for_its_channel_does_not_count_as_its_duration() -> None:
@@ -201,6 +217,7 @@ RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedu
         Recording("", TWO),
         predicted(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
         predicted(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
+        predicted(simulated("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, [cost(1, 2, weights_seconds=1)] * 2)),
     ],
 )
 def test_reading_a_saved_recording_gives_an_equal_one(tmp_path: Path, recording: Recording) -> None:
@@ -208,6 +225,20 @@ def test_reading_a_saved_recording_gives_an_equal_one(tmp_path: Path, recording:
     found = read_recording(tmp_path / "t.json")
     assert found == recording
     assert str(found) == str(recording)
+
+
+def test_a_trace_of_an_earlier_version_is_read_with_i_for_b_beside_w(tmp_path: Path) -> None:
+    """There every backward of a schedule was split, or none, and B was the half for gradients of inputs."""
+    recording = predicted(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2, (2, 1)))
+    save_recording(recording, tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    actions = data["dapple"]["predicted"]["timeline"]["actions"]
+    halves = [action for action in actions if action["kind"] == "I"]
+    assert len(halves) == 3 * 3  # of three devices
+    for action in halves:
+        action["kind"] = "B"
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    assert read_recording(tmp_path / "t.json") == recording
 
 
 def test_reading_a_measured_step_gives_the_same_times_to_the_last_bit(tmp_path: Path) -> None:
@@ -248,7 +279,7 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (change("format", "dapple-timeline/9"), r"dapple: format is 'dapple-timeline/9', not 'dapple-timeline/1'"),
         (change("title", None), r"dapple: title is missing"),
-        (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; known are F, B"),
+        (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; known are F, B, I, W"),
         (change("measured.actions.3.start", None), r"dapple: measured\.actions\[3\]\.start is missing"),
         (change("measured.actions.3.start", "now"), r"measured\.actions\[3\]\.start is 'now', not a finite number"),
         (change("measured.actions.3.end", 0.5), r"measured\.actions\[3\]\.end is 0\.5, before its start, 2\.5"),

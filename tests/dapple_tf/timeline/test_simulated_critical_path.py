@@ -56,10 +56,19 @@ def test_an_allreduce_that_ends_last_ends_the_path() -> None:
 def test_the_path_of_zb_h1_by_hand() -> None:
     # The times are those of test_zb_h1_by_hand: once its first gradient is there, stage 0 never waits.
     path = path_of(execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1)] * 2))
-    wanted = ["0F0", "1F0", "1B0", "0B0", "0W0", "0F2", "0B1", "0W1", "0B2", "0W2"]
+    wanted = ["0F0", "1F0", "1I0", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"]
     assert [str(event) for event in path] == wanted
     assert critical_stage(path) == 0
     assert [event.start for event in path] == list(range(10))
+
+
+def test_the_path_of_a_mixed_schedule_by_hand() -> None:
+    # The times are those of test_a_mixed_schedule_by_hand: at 10 the gradient of 1I1 arrives at stage 0.
+    schedule = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+    path = path_of(execute(order_of(schedule, 2, 2), [cost(1, 4, 1, weights_seconds=3)] * 2))
+    wanted = ["0F0", "0>1 F0", "1F0", "1B0", "1F1", "1I1", "1>0 B1", "0B1", "0W0"]
+    assert [str(part) for part in path] == wanted
+    assert [part.start for part in path] == [0, 1, 2, 3, 7, 8, 9, 10, 14]
 
 
 def test_the_first_of_equally_busy_stages_is_critical() -> None:

@@ -43,15 +43,32 @@ def test_weight_gradients_of_a_simulated_step_have_spans_of_their_own() -> None:
     spans = sorted((span.start, span.name, span.kind) for span in chart.spans if span.row == 1)
     assert spans == [
         (1, "1F0", "forward"),
-        (2, "1B0", "backward"),
+        (2, "1I0", "inputs"),
         (3, "1F1", "forward"),
-        (4, "1B1", "backward"),
+        (4, "1I1", "inputs"),
         (5, "1W0", "weights"),
         (6, "1W1", "weights"),
     ]
-    assert chart.kinds == ("forward", "backward", "weights")
-    assert timeline.actions(1) == "1F0 1B0 1F1 1B1 1W0 1W1"
+    assert chart.kinds == ("forward", "inputs", "weights")
+    assert timeline.actions(1) == "1F0 1I0 1F1 1I1 1W0 1W1"
     assert [stage["weights_seconds"] for stage in timeline.to_json()["stages"]] == [1, 1]
+
+
+def test_a_mixed_schedule_has_spans_of_all_kinds() -> None:
+    timeline = make_timeline("0F0 0F1 0B0 0B1; 1F0 1I0 1F1 1B1 1W0", 2, [cost(1, 2, weights_seconds=1)] * 2)
+    chart = make_chart(timeline)
+    spans = sorted((span.start, span.end, span.name, span.kind) for span in chart.spans if span.row == 1)
+    assert spans == [
+        (1, 2, "1F0", "forward"),
+        (2, 3, "1I0", "inputs"),
+        (3, 4, "1F1", "forward"),
+        (4, 6, "1B1", "backward"),
+        (6, 7, "1W0", "weights"),
+    ]
+    assert chart.kinds == ("forward", "backward", "inputs", "weights")
+    stages = timeline.to_json()["stages"]
+    assert [stage.get("weights_seconds") for stage in stages] == [None, 1]  # stage 0 splits no backward
+    assert [stage["backward_seconds"] for stage in stages] == [2, 2]
 
 
 def test_transfers_have_rows_only_where_they_take_time() -> None:

@@ -138,15 +138,25 @@ def test_start_and_end_stamps_are_paired_with_their_calls() -> None:
 
 
 def test_weight_gradients_have_actions_and_spans_of_their_own() -> None:
-    places = [("forward", 0, 1), ("backward", 1, 3), ("weights", 4, 5)]
-    stamps = [stamp(op, f"stage0/replica0/mb0/{op}", (0, 0, 0), 0, start, end) for op, start, end in places]
+    calls = [
+        ("forward", 0, 0, 1),
+        ("inputs", 0, 1, 3),
+        ("forward", 1, 3, 4),
+        ("backward", 1, 4, 6),
+        ("weights", 0, 6, 7),
+    ]
+    stamps = [stamp(op, f"stage0/replica0/mb{m}/{op}", (0, 0, m), 0, start, end) for op, m, start, end in calls]
     found = make_timeline(stamps)
-    assert " ".join(map(str, found.order(0))) == "0F0 0B0 0W0"
+    assert found.actions(0) == "0F0 0I0 0F1 0B1 0W0"
     assert [(span.name, span.kind) for span in make_chart(found).spans] == [
         ("0F0", "forward"),
-        ("0B0", "backward"),
+        ("0I0", "inputs"),
+        ("0F1", "forward"),
+        ("0B1", "backward"),
         ("0W0", "weights"),
     ]
+    (stage,) = found.stages
+    assert (stage.forward_seconds, stage.backward_seconds, stage.weights_seconds) == (1, 3, 1)  # of the split one
 
 
 def stamp(op: str, name: str, place: tuple[int | None, int | None, int | None], rank: int, *times: float) -> Stamp:

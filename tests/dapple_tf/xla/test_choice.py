@@ -125,7 +125,9 @@ def check_equal(found: list[Any], expected: list[Any]) -> None:
 
 
 ALL = {f"stage{stage}/{call}" for stage in range(2) for call in ("forward", "backward", "update")}
-SPLIT = {f"stage{stage}/weights" for stage in range(2)}
+HALVES = {f"stage{stage}/{call}" for stage in range(2) for call in ("inputs", "weights")}
+SPLIT = HALVES | {name for name in ALL if "backward" not in name}
+MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +135,9 @@ SPLIT = {f"stage{stage}/weights" for stage in range(2)}
     [
         ({}, ALL),
         ({"replicas": [2, 1], "micro_batches": 2, "schedule": "gpipe"}, ALL),
-        pytest.param({"schedule": "zb-h1", "recompute": True}, ALL | SPLIT, marks=pytest.mark.slow),
-        pytest.param(
-            {"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, ALL | SPLIT, marks=pytest.mark.slow
-        ),
+        pytest.param({"schedule": "zb-h1", "recompute": True}, SPLIT, marks=pytest.mark.slow),
+        pytest.param({"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, SPLIT, marks=pytest.mark.slow),
+        pytest.param({"micro_batches": 2, "schedule": MIXED}, ALL | SPLIT, marks=pytest.mark.slow),
         pytest.param({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/tail"}, marks=pytest.mark.slow),
     ],
 )

@@ -7,7 +7,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.row_bounds import fit_micro_batches, micro_batch_bounds, replica_bounds, share_bounds
+from graph_passes.analysis.row_bounds import (
+    fit_micro_batches,
+    fit_sizes,
+    micro_batch_bounds,
+    micro_batch_sizes,
+    replica_bounds,
+    share_bounds,
+)
 
 
 def test_ten_samples_in_four_micro_batches() -> None:
@@ -30,3 +37,41 @@ def test_every_replica_has_a_sample_of_every_fitted_micro_batch(
     if samples >= replicas:
         assert all(first < end for first, end in pieces)
         assert count == micro_batches or samples // (count + 1) < replicas  # no more than must be left out
+
+
+def test_given_sizes_are_kept_and_other_batches_are_cut_in_their_proportion() -> None:
+    sizes = (2, 2, 4)
+    assert [micro_batch_bounds(8, m, 3, sizes) for m in range(3)] == [(0, 2), (2, 4), (4, 8)]
+    assert [micro_batch_bounds(7, m, 3, sizes) for m in range(3)] == [(0, 1), (1, 3), (3, 7)]
+    assert [replica_bounds(8, 2, 3, i, 3, sizes) for i in range(3)] == [(4, 5), (5, 6), (6, 8)]
+    assert micro_batch_sizes(7, 3, sizes) == (1, 2, 4)
+    assert micro_batch_sizes(10, 4) == (2, 3, 2, 3)
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+
+
+@given(sizes=SIZES, samples=st.integers(0, 60))
+def test_micro_batches_of_given_sizes_are_a_partition_in_proportion(sizes: list[int], samples: int) -> None:
+    count, whole = len(sizes), sum(sizes)
+    bounds = [micro_batch_bounds(samples, m, count, sizes) for m in range(count)]
+    assert list(itertools.chain(*(range(*piece) for piece in bounds))) == list(range(samples))
+    assert micro_batch_sizes(whole, count, sizes) == tuple(sizes)
+    for (first, end), size in zip(bounds, sizes, strict=True):
+        assert abs((end - first) * whole - samples * size) < whole  # less than a sample away
+
+
+@given(count=st.integers(1, 9), size=st.integers(1, 5), samples=st.integers(0, 60))
+def test_equal_sizes_cut_as_no_sizes_do(count: int, size: int, samples: int) -> None:
+    wanted = [(samples * m // count, samples * (m + 1) // count) for m in range(count)]
+    assert [micro_batch_bounds(samples, m, count, [size] * count) for m in range(count)] == wanted
+    assert [micro_batch_bounds(samples, m, count) for m in range(count)] == wanted
+
+
+@given(sizes=SIZES, samples=st.integers(1, 60), replicas=st.integers(1, 4))
+def test_sizes_are_given_up_where_a_replica_would_get_no_sample(sizes: list[int], samples: int, replicas: int) -> None:
+    count = len(sizes)
+    shares = [replica_bounds(samples, m, count, i, replicas, sizes) for m in range(count) for i in range(replicas)]
+    every_replica_has_one = all(first < end for first, end in shares)
+    assert fit_sizes(samples, sizes, replicas) == (sizes if every_replica_has_one else ())
+    assert fit_sizes(samples, (), replicas) == ()

@@ -31,16 +31,49 @@ def test_two_micro_batches_are_summed_in_order() -> None:
     )
 
 
+INPUTS = function("stage0/inputs", "gradient h", "gradient x, carry c")
+WEIGHTS = function("stage0/weights", "carry c", "variable w, variable v float32[2]")
+
+SPLIT = """
+    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0}
+    %stage0/replica0/mbM/inputs = inputs() {function='stage0/inputs', micro_batch=M, replica=0, stage=0}
+    | -> (float32[?,4], float32[?,4])
+    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:1)
+    | {function='stage0/weights', micro_batch=M, replica=0, stage=0} -> (float32[4], float32[2])
+"""
+
+
 def test_where_backward_is_split_the_gradients_of_weights_are_summed() -> None:
-    inputs = function("stage0/backward", "gradient h", "gradient x, carry c")
-    weights = function("stage0/weights", "carry c", "variable w")
-    before = """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-        %b = backward() {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4])
-        %g = weights(%b:1) {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4])
-    """
-    sums = "%stage0/replica0/gradients = gradients(%g:0) {replica=0, stage=0, variables=['w']} -> (float32[4])"
-    assert_graph(Accumulate()(calls(before, inputs, weights)), before + sums)
+    before = SPLIT.replace("M", "0")
+    assert_graph(
+        Accumulate()(calls(before, INPUTS, WEIGHTS)),
+        before
+        + """
+        %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0, %stage0/replica0/mb0/weights:1)
+        | {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        """,
+    )
+
+
+def test_whole_and_split_backwards_are_summed_in_micro_batch_order() -> None:
+    """Whichever is called first."""
+    mixed = ONE.replace("M", "2") + SPLIT.replace("M", "1") + ONE.replace("M", "0")
+    assert_graph(
+        Accumulate()(calls(mixed, BACKWARD, INPUTS, WEIGHTS)),
+        mixed
+        + """
+        %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
+        | {first=True, micro_batch=0, replica=0, stage=0, variables=['w', 'v']}
+        %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/weights:0, %stage0/replica0/mb1/weights:1)
+        | {first=False, micro_batch=1, replica=0, stage=0, variables=['w', 'v']}
+        | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+        %stage0/replica0/mb2/accumulate = accumulate(%stage0/replica0/mb2/backward:1, %stage0/replica0/mb2/backward:2)
+        | {first=False, micro_batch=2, replica=0, stage=0, variables=['w', 'v']}
+        | ^%stage0/replica0/mb1/accumulate 'accumulate: micro-batch 2 after 1'
+        %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        | ^%stage0/replica0/mb2/accumulate 'accumulate: all micro-batches are summed'
+        """,
+    )
 
 
 def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:

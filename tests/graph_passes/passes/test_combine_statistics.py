@@ -178,3 +178,17 @@ def test_a_stage_of_one_replica_stays_as_it_is() -> None:
     text = TWO[: TWO.index("    %stage0/replica1/run_once")] + "    outputs %stage0/replica0/mb0/forward:0\n"
     before = calls(text, FORWARD, *functions_of(COUNT))
     assert combine_statistics(before) == before
+
+
+def test_partial_statistics_are_of_micro_batches_of_the_given_sizes() -> None:
+    """The batch is cut as for forward, whose slices say how."""
+    text = TWO + "".join(
+        f"""
+    %stage0/replica{r}/mb0/slice = slice(%batch/size:0, %x:0)
+    | {{micro_batch=0, micro_batches=1, replica={r}, replicas=2, sizes=[7], stage=0}} -> (float64[], float32[?,4])
+    """
+        for r in range(2)
+    )
+    result = combine_statistics(calls(text, FORWARD, *functions_of(COUNT)))
+    rows = [node for node in result.nodes if node.name.endswith("rows_for_partials")]
+    assert [node.integers("sizes") for node in rows] == [(7,), (7,)]

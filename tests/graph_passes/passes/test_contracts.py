@@ -23,7 +23,6 @@ from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute
 from graph_passes.passes.split_weights import SplitWeights
 from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.policies import build_schedule
 from tests.graph_passes.builders import refused
 from tests.graph_passes.whole import Kind, input_graph, passes_of, whole_graph
 
@@ -31,6 +30,7 @@ KINDS = [
     Kind((2, 1), 2, tied=True, state=True, clip=True, overlap=True),
     Kind((1, 2), 1, skip=True, term=True),
     Kind((2, 2), 2, schedule="zb-h1", state=True),
+    Kind((2, 2), 2, schedule="0F0 0F1 0B0 0I1 0W1; 1F0 1I0 1F1 1W0 1B1", overlap=True, sparse=True),
     Kind((2, 1), 2, clip=True, overlap=True, sparse=True),
     Kind((1, 2), 2, statistics=True),
 ]
@@ -38,8 +38,8 @@ KINDS = [
 
 def all_passes(kind: Kind) -> list[Pass]:
     devices = tuple(tuple(map(str, stage)) for stage in kind.ranks)
-    schedule = build_schedule(kind.schedule, len(kind.replicas), kind.micro_batches)
-    last = [CheckNumerics(), ExposeGradients(), Instrument(), Place(devices, "home"), VerifyPipeline(schedule)]
+    check = VerifyPipeline(kind.build_schedule())
+    last = [CheckNumerics(), ExposeGradients(), Instrument(), Place(devices, "home"), check]
     return [*passes_of(kind), *last]
 
 
@@ -101,7 +101,7 @@ def test_no_pass_that_adds_nodes_runs_twice(kind: Kind) -> None:
                 run_passes(before, [*passes[: i + 1], step])
 
 
-@pytest.mark.parametrize("step", [Recompute(((), ())), LookUpRows(frozenset()), SplitWeights()])
+@pytest.mark.parametrize("step", [Recompute(((), ())), LookUpRows(frozenset()), SplitWeights(frozenset(), 2)])
 def test_stage_functions_are_rewritten_before_they_are_called(step: Pass) -> None:
     kind = Kind((1, 1), 2)
     run_passes(input_graph(kind), [step])
@@ -112,7 +112,7 @@ def test_stage_functions_are_rewritten_before_they_are_called(step: Pass) -> Non
 def test_the_passes_of_a_rank_come_in_their_order() -> None:
     kind = Kind((2, 1), 2, tied=True, state=True)
     names = {port.name for f in whole_graph(kind).functions for _, port in f.input_ports("variable")}
-    variables = RankVariables(tuple((name, parse_type("float32[4]")) for name in sorted(names)))
+    variables = RankVariables(tuple((name, parse_type("float32[4]")) for name in sorted(names)), kind.ranks)
     project, place = Project(kind.ranks, 0), PlaceRank("gpu", "home")
     run_passes(whole_graph(kind), [variables, project, LocalInput(), Instrument(), place])
     with refused(GraphError, "pass 'rank_variables' (after 'project') forbids 'exchange' nodes"):

@@ -82,12 +82,12 @@ def test_stages_that_look_up_the_same_rows_must_add_them() -> None:
 def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() -> None:
     split: tuple[Function, ...] = (
         FIRST[0],
-        function("stage0/backward", "gradient h", "carry c"),
+        function("stage0/inputs", "gradient h", "carry c"),
         function("stage0/weights", "carry c", ROWS),
     )
     before = """
         %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-        %stage0/replica0/mb0/backward = backward() -> (float32[?,4])
+        %stage0/replica0/mb0/inputs = inputs() -> (float32[?,4])
         %stage0/replica0/mb0/weights = weights() -> (float32[_,4], int64[_])
     """
     part = SparsePart("table", 9, 0, stage=0, pair=0, combine="concat")
@@ -99,6 +99,37 @@ def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() 
         | {pieces=[1], replica=0, rows=9, stage=0, uses=['concat'], variable='table'} -> (float32[_,4], int64[_])
         """,
     )
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_whole_and_split_backwards_give_their_slices_in_sample_order(split: int) -> None:
+    """Of the whole backward the slices are outputs 1 and 2, and of the part for weights 0 and 1."""
+    functions: tuple[Function, ...] = (
+        FIRST[0],
+        function("stage0/backward", "gradient h", f"gradient x, {ROWS}"),
+        function("stage0/inputs", "gradient h", "gradient x, carry c"),
+        function("stage0/weights", "carry c", ROWS),
+    )
+    forward = "%stage0/replicaR/mbM/forward = forward() {micro_batch=M, replica=R, stage=0}\n"
+    whole = forward + "%stage0/replicaR/mbM/backward = backward() -> (float32[?,4], float32[_,4], int64[_])\n"
+    halves = (
+        forward
+        + """
+        %stage0/replicaR/mbM/inputs = inputs() -> (float32[?,4], float32[?,4])
+        %stage0/replicaR/mbM/weights = weights() -> (float32[_,4], int64[_])
+    """
+    )
+    calls_of = [halves if m == split else whole for m in (0, 1)]
+    before = "".join(calls_of[m].replace("M", str(m)).replace("R", str(r)) for m in (0, 1) for r in (0, 1))
+    part = SparsePart("table", 9, 0, stage=0, pair=0, combine="concat")
+    gathered = GatherSlices((part,))(calls(before, *functions)).node("stage0/gather_slices/table")
+    assert [str(value).removeprefix("%stage0/") for value in gathered.inputs] == [
+        f"replica{r}/mb{m}/{'weights' if m == split else 'backward'}:{i + (m != split)}"
+        for m in (0, 1)
+        for r in (0, 1)
+        for i in (0, 1)
+    ]
+    assert gathered.integers("pieces") == (4,)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradie
 from graph_passes.passes.instrument import Instrument, timed_nodes
 from tests.graph_passes.builders import assert_graph, graph, refused
 
+HALVES = ("inputs", "weights")
 CALLS = """
     %x = input() -> (float32[?])
     %stage0/refresh = refresh()
@@ -45,8 +46,9 @@ def test_a_call_is_stamped_when_its_inputs_are_there_and_when_it_has_run() -> No
 
 
 def test_timed_nodes_are_calls_exchanges_reductions_and_updates_in_order() -> None:
-    found = timed_nodes(graph(CALLS + "%stage0/replica0/mb0/weights = weights() {micro_batch=0, replica=0, stage=0}"))
-    assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", "weights"]
+    halves = "".join(f"%stage0/replica0/mb1/{op} = {op}() {{micro_batch=1, replica=0, stage=0}}\n" for op in HALVES)
+    found = timed_nodes(graph(CALLS + halves))
+    assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", *HALVES]
 
 
 def test_exposed_gradients_are_the_last_outputs() -> None:

@@ -50,16 +50,16 @@ def test_two_stages_and_two_micro_batches() -> None:
     )
 
 
-def test_gradients_of_weights_follow_backward_and_take_what_it_carries() -> None:
+def test_gradients_of_weights_follow_those_of_inputs_and_take_what_they_carry() -> None:
     functions = (
         function("stage0/forward", "arg x, variable w", "boundary h"),
-        function("stage0/backward"),
+        function("stage0/inputs"),
         function("stage0/weights", "arg x, gradient h", "variable w"),
         function("stage1/forward", "boundary h, variable v", "loss loss, stash b"),
-        function("stage1/backward", "seed loss, stash b", "gradient h, carry c"),
+        function("stage1/inputs", "seed loss, stash b", "gradient h, carry c"),
         function("stage1/weights", "boundary h, seed loss, carry c, variable v", "variable v"),
     )
-    result = Microbatch(2, 1)(calls(X, *functions))
+    result = Microbatch(2, 1, split=frozenset({(0, 0), (1, 0)}))(calls(X, *functions))
     verify(result)
     assert_graph(
         result,
@@ -76,16 +76,59 @@ def test_gradients_of_weights_follow_backward_and_take_what_it_carries() -> None
         | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[], float32[?,4])
         %stage1/replica0/mb0/seed = cast(%stage1/replica0/mb0/slice:0)
         | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
-        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
-        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/inputs = inputs(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
+        | {{function='stage1/inputs', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
         %stage1/replica0/mb0/weights = weights(%stage0/replica0/mb0/forward:0, %stage1/replica0/mb0/seed:0,
-        | %stage1/replica0/mb0/backward:1)
+        | %stage1/replica0/mb0/inputs:1)
         | {{function='stage1/weights', micro_batch=0, replica=0, stage=1}} -> (float32[4])
-        %stage0/replica0/mb0/backward = backward()
-        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}}
-        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/backward:0)
+        %stage0/replica0/mb0/inputs = inputs()
+        | {{function='stage0/inputs', micro_batch=0, replica=0, stage=0}}
+        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/inputs:0)
         | {{function='stage0/weights', micro_batch=0, replica=0, stage=0}} -> (float32[4])
         %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0) {{kind='mean'}} -> (float32[])
+        outputs %loss:0
+        """,
+    )
+
+
+MIXED = (
+    function("stage0/forward", "arg x, variable w", "boundary h, stash a"),
+    function("stage0/backward", "gradient h, stash a", "variable w"),
+    function("stage1/forward", "boundary h, variable v", "loss loss, stash b"),
+    function("stage1/backward", "boundary h, seed loss, stash b", "gradient h, variable v"),
+    function("stage1/inputs", "seed loss, stash b", "gradient h, carry c"),
+    function("stage1/weights", "boundary h, seed loss, carry c", "variable v"),
+)
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_only_the_micro_batches_that_are_split_are_called_twice(m: int) -> None:
+    """The stage before takes the gradient from the part that gives it."""
+    result = Microbatch(2, 2, split=frozenset({(1, m)}))(calls(X, *MIXED))
+    verify(result)
+    whole, split = (MICRO_BATCH.replace("M", str(other)) for other in (1 - m, m))
+    call = """
+    %stage1/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
+    | %stage1/replica0/mbM/forward:1)
+    | {function='stage1/backward', micro_batch=M, replica=0, stage=1} -> (float32[?,4], float32[4])
+    """.strip().replace("M", str(m))
+    assert split.count(call) == 1
+    halves = """%stage1/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/seed:0, %stage1/replica0/mbM/forward:1)
+    | {function='stage1/inputs', micro_batch=M, replica=0, stage=1} -> (float32[?,4], float32[?,4])
+    %stage1/replica0/mbM/weights = weights(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
+    | %stage1/replica0/mbM/inputs:1)
+    | {function='stage1/weights', micro_batch=M, replica=0, stage=1} -> (float32[4])""".replace("M", str(m))
+    split = split.replace(call, halves).replace(
+        f"%stage1/replica0/mb{m}/backward:0", f"%stage1/replica0/mb{m}/inputs:0"
+    )
+    assert_graph(
+        result,
+        f"""
+        {X}
+        %batch/size = batch_size(%x:0) -> (int64[])
+        {split + whole if m == 0 else whole + split}
+        %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0,
+        | %stage1/replica0/mb1/forward:0, %stage1/replica0/mb1/slice:0) {{kind='mean'}} -> (float32[])
         outputs %loss:0
         """,
     )
@@ -254,3 +297,28 @@ def test_backward_starts_from_the_loss_scale_where_the_optimizer_scales_the_loss
     share = ["%stage1/replica0/mb1/slice:0"] if loss == "mean" else []
     seed = result.node("stage1/replica0/mb1/seed")
     assert [str(value) for value in seed.inputs] == [*share, "%optimizer/loss_scale:0"]
+
+
+def test_given_sizes_are_an_attribute_of_what_cuts_the_batch() -> None:
+    result = Microbatch(2, 2, sizes=(2, 6))(calls(X, *two_stages()))
+    verify(result)
+    sized = MICRO_BATCH.replace("replicas=1, stage", "replicas=1, sizes=[2, 6], stage")
+    assert_graph(
+        result,
+        f"""
+        {X}
+        %batch/size = batch_size(%x:0) -> (int64[])
+        {sized.replace("M", "0")}
+        {sized.replace("M", "1")}
+        %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0,
+        | %stage1/replica0/mb1/forward:0, %stage1/replica0/mb1/slice:0) {{kind='mean'}} -> (float32[])
+        outputs %loss:0
+        """,
+    )
+    bounds = Microbatch(2, 2, sizes=(2, 6))(calls(X, *ONCE)).node("stage0/replica0/mb1/row_bounds")
+    assert bounds.integers("sizes") == (2, 6)
+
+
+def test_another_number_of_sizes_is_refused() -> None:
+    with pytest.raises(GraphError, match="M = 2, but there are 3 sizes of micro-batches: give one for each"):
+        Microbatch(2, 2, sizes=(1, 2, 3))(calls(X, *two_stages()))

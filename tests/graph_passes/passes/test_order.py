@@ -44,19 +44,62 @@ def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     )
 
 
+# The same where micro-batch M is split on both stages.
+HALVES = """
+    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage0/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/inputs:0)
+    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/inputs:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:0)
+    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+"""
+
+
 def test_weight_gradients_are_ordered_as_scheduled() -> None:
-    weights = """
-        %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/backward:0)
-        | {micro_batch=M, replica=0, stage=1} -> (float32[])
-        %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/backward:0)
-        | {micro_batch=M, replica=0, stage=0} -> (float32[])
-    """
-    split = graph("".join((DATA + weights).replace("M", m) for m in "012"))
+    split = graph("".join(HALVES.replace("M", m) for m in "012"))
     result = Order(build_schedule("zb-h1", 2, 3))(split)
     edges = [control.reason for node in result.nodes for control in node.controls]
-    wanted = ["0F1 after 0F0", "0B0 after 0F1", "0F2 after 0W0", "0B1 after 0F2", "0B2 after 0W1"]
-    wanted += ["1F1 after 1B0", "1W0 after 1B1", "1F2 after 1W0", "1W1 after 1B2", "1W2 after 1W1"]
+    wanted = ["0F1 after 0F0", "0I0 after 0F1", "0F2 after 0W0", "0I1 after 0F2", "0I2 after 0W1"]
+    wanted += ["1F1 after 1I0", "1W0 after 1I1", "1F2 after 1W0", "1W1 after 1I2", "1W2 after 1W1"]
     assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
+
+
+def test_whole_backwards_are_ordered_among_those_that_are_split() -> None:
+    """Micro-batch 1 is whole on both stages."""
+    order = "0F0 0F1 0I0 0F2 0B1 0W0 0I2 0W2; 1F0 1I0 1F1 1B1 1F2 1W0 1I2 1W2"
+    mixed = graph(HALVES.replace("M", "0") + DATA.replace("M", "1") + HALVES.replace("M", "2"))
+    result = Order(build_schedule(order, 2, 3))(mixed)
+    edges = [control.reason for node in result.nodes for control in node.controls]
+    wanted = ["0F1 after 0F0", "0I0 after 0F1", "0F2 after 0I0", "0B1 after 0F2", "0W0 after 0B1", "0I2 after 0W0"]
+    wanted += ["1F1 after 1I0", "1F2 after 1B1", "1W0 after 1F2", "1I2 after 1W0"]
+    assert sorted(edges) == sorted(f"order: {edge}" for edge in wanted)
+
+
+def test_a_call_waits_for_the_sums_of_both_kinds_of_backward() -> None:
+    """Gradients are added in micro-batch order: those of 0B1 only after those of 0W0."""
+    sums = """
+        %stage0/replica0/mbM/accumulate = accumulate(%stage0/replica0/mbM/OP:0)
+        | {first=False, micro_batch=M, replica=0, stage=0, variables=["w"]}
+    """
+    first = HALVES + sums.replace("OP", "weights")
+    second = DATA + sums.replace("OP", "backward")
+    nodes = graph(first.replace("M", "0") + second.replace("M", "1") + second.replace("M", "2"))
+
+    def edges(order: str) -> set[str]:
+        result = Order(build_schedule(order + "; 1F0 1I0 1W0 1F1 1B1 1F2 1B2", 2, 3))(nodes)
+        return {f"{n.name} {c.source}" for n in result.nodes for c in n.controls if c.source.endswith("accumulate")}
+
+    at = "stage0/replica0"
+    assert edges("0F0 0F1 0I0 0B1 0W0 0F2 0B2") == {f"{at}/mb2/forward {at}/mb0/accumulate"}
+    assert edges("0F0 0F1 0I0 0W0 0B1 0F2 0B2") == {
+        f"{at}/mb1/backward {at}/mb0/accumulate",
+        f"{at}/mb2/forward {at}/mb1/accumulate",
+    }
 
 
 def test_one_micro_batch_on_two_stages_needs_one_control_edge() -> None:
@@ -157,3 +200,18 @@ def test_a_schedule_that_writes_variables_out_of_micro_batch_order_is_refused() 
     found = TWO.replace(functions=(function("stage0/forward"), function("stage0/backward", writes=["n"])))
     with refused(ScheduleError, "runs 0B1 before 0B0, but backward of stage 0 writes 'n'"):
         Order(parse_schedule("0F1 0F0 0B1 0B0; 1F0 1F1 1B1 1B0"))(found)
+
+
+def test_both_kinds_of_backward_write_variables_in_micro_batch_order() -> None:
+    """The gradients of inputs write what the whole backward does; those of weights may come in any order."""
+    writing = [function(f"stage0/{name}", writes=["n"]) for name in ("backward", "inputs")]
+    functions = (function("stage0/forward"), *writing, function("stage0/weights"))
+    nodes = graph(DATA.replace("M", "0") + HALVES.replace("M", "1") + HALVES.replace("M", "2"))
+    found = nodes.replace(functions=functions)
+    after = "; 1F0 1F1 1F2 1B0 1I1 1I2 1W1 1W2"
+    said = "but inputs of stage 0 writes 'n', which one device would write in the order of the samples: run the B and I"
+    with refused(ScheduleError, f"the schedule runs 0I1 before 0B0, {said}"):
+        Order(parse_schedule("0F0 0F1 0F2 0I1 0B0 0I2 0W1 0W2" + after))(found)
+    with refused(ScheduleError, "the schedule runs 0I2 before 0B0, but inputs of stage 0 writes 'n'"):
+        Order(parse_schedule("0F0 0F1 0F2 0I1 0I2 0B0 0W1 0W2" + after))(found)
+    Order(parse_schedule("0F0 0F1 0F2 0B0 0I1 0I2 0W2 0W1" + after))(found)

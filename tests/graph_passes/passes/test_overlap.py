@@ -65,30 +65,75 @@ def bucket_sums(replica: int) -> str:
     """
 
 
-def as_weights(text: str) -> str:
-    """The same where backward is split: the variables' gradients come from calls of their own."""
-    return text.replace("/backward", "/weights").replace("= backward(", "= weights(")
+def as_weights(text: str, *micro_batches: int) -> str:
+    """The same where these micro-batches are split: the variables' gradients come from calls of their own."""
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if any(f"/mb{m}/" in line for m in micro_batches):
+            lines[i] = line.replace("/backward", "/weights").replace("= backward(", "= weights(")
+            lines[i] = lines[i].replace("/last_backward", "/last_weights")
+    return "\n".join(lines)
 
 
-def test_where_backward_is_split_the_last_weight_gradients_are_in_buckets() -> None:
-    before = "".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1))
-    after = "".join(
-        calls_of(0, r) + sum_of(0, r) + calls_of(1, r, "stage0/last_weights", "inline=True, ") + bucket_sums(r)
-        for r in (0, 1)
-    )
-    inputs = function("stage0/backward", "seed loss", "gradient h, carry c")
-    weights = dataclasses.replace(BACKWARD, name="stage0/weights")
-    result = Overlap(32)(calls(as_weights(before), FORWARD, inputs, weights))
-    assert_graph(result, as_weights(after))
-    assert [f.name for f in result.functions][1:] == ["stage0/backward", "stage0/weights", "stage0/last_weights"]
+INPUTS = function("stage0/inputs", "seed loss", "gradient h, carry c")
+WEIGHTS = dataclasses.replace(BACKWARD, name="stage0/weights")
 
 
-def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -> None:
+def before_and_after(*split: int) -> tuple[str, str]:
+    """The calls and sums of two micro-batches on two replicas, of which some are split, before and after the pass."""
     before = "".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1))
     after = "".join(
         calls_of(0, r) + sum_of(0, r) + calls_of(1, r, "stage0/last_backward", "inline=True, ") + bucket_sums(r)
         for r in (0, 1)
     )
+    return as_weights(before, *split), as_weights(after, *split)
+
+
+def test_where_backward_is_split_the_last_weight_gradients_are_in_buckets() -> None:
+    before, after = before_and_after(0, 1)
+    result = Overlap(32)(calls(before, FORWARD, INPUTS, WEIGHTS))
+    assert_graph(result, after)
+    assert [f.name for f in result.functions][1:] == ["stage0/inputs", "stage0/weights", "stage0/last_weights"]
+
+
+@pytest.mark.parametrize(("split", "copied"), [(0, "backward"), (1, "weights")])
+def test_the_last_micro_batch_s_kind_of_backward_says_which_function_is_copied(split: int, copied: str) -> None:
+    before, after = before_and_after(split)
+    result = Overlap(32)(calls(before, FORWARD, BACKWARD, INPUTS, WEIGHTS))
+    assert_graph(result, after)
+    names = ["stage0/backward", "stage0/inputs", "stage0/weights", f"stage0/last_{copied}"]
+    assert [f.name for f in result.functions][1:] == names
+
+
+def test_the_part_for_gradients_of_inputs_is_not_inlined() -> None:
+    before, _ = before_and_after(1)
+    inputs = """
+        %stage0/replica0/mb1/inputs = inputs() {function='stage0/inputs', micro_batch=1, replica=0, stage=0}
+        | -> (float32[?,4], float32[?,4])
+    """
+    result = Overlap(32)(calls(before + inputs, FORWARD, BACKWARD, INPUTS, WEIGHTS))
+    assert not result.node("stage0/replica0/mb1/inputs").has("inline")
+    assert result.node("stage0/replica0/mb1/weights").has("inline")
+
+
+def test_each_stage_s_last_micro_batch_is_looked_at_alone() -> None:
+    """That of stage 0 is whole, and that of stage 1 split."""
+    first, first_after = before_and_after(0)
+    second, second_after = (
+        text.replace("stage0", "stage1").replace("stage=0", "stage=1") for text in before_and_after(1)
+    )
+    functions = [
+        dataclasses.replace(function, name=function.name.replace("stage0", f"stage{stage}"))
+        for stage in (0, 1)
+        for function in (FORWARD, BACKWARD, INPUTS, WEIGHTS)
+    ]
+    result = Overlap(32)(calls(first + second, *functions))
+    assert_graph(result, first_after + second_after)
+    assert [f.name for f in result.functions if "last" in f.name] == ["stage0/last_backward", "stage1/last_weights"]
+
+
+def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -> None:
+    before, after = before_and_after()
     result = Overlap(32)(calls(before, FORWARD, BACKWARD))
     assert_graph(result, after)
     copy = result.function("stage0/last_backward")

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node, Value
@@ -14,7 +15,7 @@ from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradie
 from graph_passes.passes.project import Project, parse_exchange_name, project
 from graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
-from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of
+from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of, whole_graph
 
 # --- before and after
 
@@ -69,6 +70,66 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
     )
     assert [function.name for function in first.functions] == ["stage0/forward"]
     assert [function.name for function in second.functions] == ["stage1/forward"]
+
+
+LOOPED = """
+    inputs %x
+    %x = input() -> (float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?,4])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=1}
+    | -> (float32[?,4])
+    %stage2/replica0/mb0/forward = forward(%stage1/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=2}
+    | -> (float32[?,4]) ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
+    %stage3/replica0/mb0/forward = forward(%stage2/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=3}
+    | -> (float32[]) ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
+    %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=3}
+"""
+THERE = "exchange/stage0_to_stage1/mb0/forward"
+BACK = "exchange/stage1_to_stage2/mb0/forward"
+AGAIN = "exchange/stage2_to_stage3/mb0/forward"
+
+
+def test_ranks_of_several_stages_exchange_what_crosses_each_boundary_and_keep_the_order_of_calls() -> None:
+    """Two workers, looped: three boundaries between the same ranks, two of them in the same direction."""
+    ends = "{dtypes=['float32'], header=False, ranks=[0, 1], source=[%s], to=[%s]}"
+    assert_graph(
+        Project(((0,), (1,), (0,), (1,)), 0)(graph(LOOPED)),
+        f"""
+        inputs %x
+        %x = input() -> (float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%x:0) {{micro_batch=0, replica=0, stage=0}} -> (float32[?,4])
+        %{THERE} = exchange(%stage0/replica0/mb0/forward:0) {ends % ("", 1)} -> (int64[])
+        %{BACK} = exchange() {ends % (1, "")} -> (float32[?,4], int64[])
+        %stage2/replica0/mb0/forward = forward(%{BACK}:0) {{micro_batch=0, replica=0, stage=2}}
+        | -> (float32[?,4]) ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
+        %{AGAIN} = exchange(%stage2/replica0/mb0/forward:0) {ends % ("", 1)} -> (int64[])
+        %tokens = collect_tokens(%{THERE}:0, %{BACK}:1, %{AGAIN}:0) -> (int64[])
+        outputs %tokens:0
+        """,
+    )
+    assert_graph(
+        Project(((0,), (1,), (0,), (1,)), 1)(graph(LOOPED)),
+        f"""
+        inputs %x
+        %{THERE} = exchange() {ends % (0, "")} -> (float32[?,4], int64[])
+        %stage1/replica0/mb0/forward = forward(%{THERE}:0) {{micro_batch=0, replica=0, stage=1}} -> (float32[?,4])
+        %{BACK} = exchange(%stage1/replica0/mb0/forward:0) {ends % ("", 0)} -> (int64[])
+        %{AGAIN} = exchange() {ends % (0, "")} -> (float32[?,4], int64[])
+        %x = input() -> (float32[?,4])
+        %stage3/replica0/mb0/forward = forward(%{AGAIN}:0) {{micro_batch=0, replica=0, stage=3}}
+        | -> (float32[]) ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
+        %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {{micro_batch=0, replica=0, stage=3}}
+        %tokens = collect_tokens(%{THERE}:1, %{BACK}:0, %{AGAIN}:1) -> (int64[])
+        outputs %tokens:0
+        """,
+    )
+
+
+def test_nothing_is_sent_between_two_stages_of_one_rank() -> None:
+    """V-shaped: the second rank runs stages 1 and 2, and sends only what stage 3 takes."""
+    part = Project(((0,), (1,), (1,), (0,)), 1)(graph(LOOPED))
+    assert [node.name for node in part.nodes if node.op == "exchange"] == [THERE, AGAIN]
+    assert part.node("stage2/replica0/mb0/forward").inputs == (Value("stage1/replica0/mb0/forward"),)
 
 
 REPLICAS = """
@@ -175,13 +236,18 @@ def test_a_tensor_of_unknown_rank_cannot_be_sent() -> None:
     [
         (((0,), (1, 2)), "the stages have (1, 1) replicas, but there are (1, 2) ranks for them"),
         (((0,),), "the stages have (1, 1) replicas, but there are (1,) ranks for them"),
-        (((0,), (0,)), "the stages are on ranks [[0], [0]]: use each of 0 to 1 once"),
-        (((0,), (2,)), "the stages are on ranks [[0], [2]]: use each of 0 to 1 once"),
+        (((0,), (2,)), "the stages are on ranks [[0], [2]]: use all ranks from 0 on"),
     ],
 )
-def test_every_replica_needs_a_rank_of_its_own(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
+def test_every_replica_needs_a_rank(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
     with refused(GraphError, said):
         Project(ranks, 0)(calls(CHAIN, *two_stages()))
+
+
+@pytest.mark.parametrize("ranks", [((0, 1), (1, 0)), ((0, 1), (1, 2))])
+def test_stages_have_the_same_ranks_in_the_same_order_or_none_in_common(ranks: tuple[tuple[int, ...], ...]) -> None:
+    with refused(GraphError, f"the stages are on ranks {[list(r) for r in ranks]}", "are the same, in the same order"):
+        Project(ranks, 0)(whole_graph(Kind((2, 2), 1)))
 
 
 def test_ranks_may_be_in_any_order() -> None:
@@ -207,7 +273,7 @@ def home_of(node: Node, kind: Kind) -> set[int]:
     return {kind.ranks[stage][0]} if parts[1] == "read_variable" else set(kind.ranks[stage])
 
 
-@given(kinds())
+@given(st.one_of(kinds(), kinds(shared=True)))
 def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
     whole, graphs = graph_for_ranks(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
@@ -218,7 +284,7 @@ def test_every_node_is_on_its_ranks_and_on_no_other(kind: Kind) -> None:
         assert {function.name for function in part.functions} == used
 
 
-@given(kinds())
+@given(st.one_of(kinds(), kinds(shared=True)))
 def test_every_edge_is_local_or_carried_by_one_exchange(kind: Kind) -> None:
     whole, graphs = graph_for_ranks(kind), ranks_of(kind)
     for rank, part in enumerate(graphs):
@@ -249,23 +315,23 @@ def origin(graphs: tuple[Graph, ...], rank: int, value: Value) -> Value:
     return [sent for sent, to in pairs if to == rank][place]
 
 
-@given(kinds())
-def test_a_rank_returns_the_loss_and_the_gradients_of_its_stage(kind: Kind) -> None:
+@given(st.one_of(kinds(), kinds(shared=True)))
+def test_a_rank_returns_the_loss_and_the_gradients_of_its_stages(kind: Kind) -> None:
     whole = ExposeGradients()(graph_for_ranks(kind))
     parts = [project(whole, kind.ranks, rank) for rank in range(kind.size)]
     verify_ranks(parts)
     exposed = [exposed_gradients(part) for part in parts]
-    for stage, ranks in enumerate(kind.ranks):
-        shared = [name for name, used in (("tied", kind.tied), ("e", kind.sparse)) if used and stage == 0]
-        owned = {f"w{stage}", *shared}
-        assert [set(exposed[rank]) for rank in ranks] == [owned] * len(ranks)
+    for rank in range(kind.size):
+        stages = kind.stages_of(rank)
+        shared = [name for name, used in (("tied", kind.tied), ("e", kind.sparse)) if used and 0 in stages]
+        assert set(exposed[rank]) == {*(f"w{stage}" for stage in stages), *shared}
     for part, names in zip(parts, exposed, strict=True):
         verify(part)
         assert part.outputs[0] == whole.outputs[0]  # the loss
         assert len(part.outputs) == 1 + len(names) + any(node.op == "collect_tokens" for node in part.nodes)
 
 
-@given(kinds())
+@given(st.one_of(kinds(), kinds(shared=True)))
 def test_nothing_is_sent_twice_or_for_nothing(kind: Kind) -> None:
     graphs = ranks_of(kind)
     for part in graphs:
@@ -278,7 +344,7 @@ def test_nothing_is_sent_twice_or_for_nothing(kind: Kind) -> None:
                 assert node.inputs or node.integers("source")
 
 
-@given(kinds())
+@given(st.one_of(kinds(), kinds(shared=True)))
 def test_the_ranks_of_random_plans_fit_together(kind: Kind) -> None:
     graphs = ranks_of(kind)
     for part in graphs:

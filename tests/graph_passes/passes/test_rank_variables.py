@@ -19,8 +19,8 @@ TIED = (  # the table of stage 0 is used again in stage 1, which counts in n
 PLAIN = (function("stage0/forward", "variable w"), function("stage0/backward"))
 
 
-def on_ranks(text: str, *functions: Function) -> Graph:
-    result = RankVariables(TYPES)(calls(text, *functions))
+def on_ranks(text: str, *functions: Function, ranks: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3))) -> Graph:
+    result = RankVariables(TYPES, ranks)(calls(text, *functions))
     verify(result)
     return result
 
@@ -60,6 +60,28 @@ def test_variables_of_another_stage_are_read_there_and_written_ones_are_copied()
         %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
         %stage1/replica0/refresh = refresh(%stage0/read_variable/t:0) {replica=0, stage=1, variables=['t', 'n']}
         %stage1/replica1/refresh = refresh(%stage0/read_variable/t:0) {replica=1, stage=1, variables=['t', 'n']}
+        """,
+    )
+
+
+def test_another_stage_of_the_same_ranks_has_no_copies_but_of_what_is_written() -> None:
+    """Stage 1 uses the table t of stage 0, of which each rank has the trained value: nothing is sent."""
+    assert_graph(
+        on_ranks(
+            """
+            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+            %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['t', 'n']}
+            %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
+            | ^%stage1/replica0/refresh 'refresh: copies'
+            """,
+            *TIED,
+            ranks=((1,), (1,)),
+        ),
+        """
+        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
+        %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['n']}
+        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
+        | ^%stage1/replica0/refresh 'refresh: copies'
         """,
     )
 

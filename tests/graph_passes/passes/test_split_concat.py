@@ -81,6 +81,17 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
     )
 
 
+def test_splits_have_the_given_sizes_of_micro_batches() -> None:
+    before = call_stages(calls(X, *two_stages()), 2, 2, sizes=(1, 3))
+    result = SplitConcat((2, 3))(before)
+    verify(result)
+    splits = [node for node in result.nodes if node.op == "split"]
+    assert len(splits) == 6  # of both replicas forward, of the middle one of three backward, in two micro-batches
+    assert {(node.integer("micro_batches"), node.integers("sizes")) for node in splits} == {(2, (1, 3))}
+    plain = SplitConcat((2, 3))(call_stages(calls(X, *two_stages()), 2, 2))
+    assert not any(node.has("sizes") for node in plain.nodes)
+
+
 def test_each_replica_waits_for_what_it_runs_once_itself() -> None:
     text = """
         inputs %x

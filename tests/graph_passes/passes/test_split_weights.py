@@ -58,14 +58,14 @@ def test_values_that_both_parts_need_are_carried_except_views_and_reads() -> Non
     assert_functions(
         split(DENSE),
         """
-        function stage1/backward
+        function stage1/inputs
         takes boundary float32[?,2,2] '%h:0'
         takes gradient float32[?,4] '%y:0'
         takes variable resource[] 'w'
         gives gradient float32[?,2,2] '%h:0'
         gives carry float32[?,4] '%dy:0'
         gives carry float32[?,4] '%mixed:0'
-          graph stage1/backward
+          graph stage1/inputs
           inputs %boundary/0 %gradient/1 %variable/2
           %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
           %gradient/1 = gradient() {port='%y:0'} -> (float32[?,4])
@@ -118,7 +118,7 @@ def test_a_stage_without_gradients_of_inputs_has_its_whole_backward_in_the_weigh
           outputs %dw:0
           end
     """
-    nothing = "function stage0/backward\n  graph stage0/backward\n  end\n"
+    nothing = "function stage0/inputs\n  graph stage0/inputs\n  end\n"
     assert_functions(split(text), nothing + text.replace("stage0/backward", "stage0/weights"))
 
 
@@ -183,24 +183,48 @@ def test_effects_and_reads_of_written_variables_are_in_the_first_part(
     assert sorted(own[0] + own[1]) == ["dh", "dw", "g", "s"]  # each once
 
 
+def dense_stage(stage: int) -> tuple[Function, Function, Function]:
+    """Its forward, backward and update."""
+    (backward,) = functions_of(DENSE.replace("stage1", f"stage{stage}"))
+    takes = "boundary %h:0 float32[?,2,2], variable w, variable b"
+    forward = function(f"stage{stage}/forward", takes, "boundary %y:0")
+    return forward, backward, function(f"stage{stage}/update", "gradient w, variable w")
+
+
 def test_the_pass_splits_every_backward_and_nothing_else() -> None:
-    (backward,) = functions_of(DENSE.replace("stage1", "stage0"))
-    forward = function("stage0/forward", "boundary %h:0 float32[?,2,2], variable w, variable b", "boundary %y:0")
-    update = function("stage0/update", "gradient w, variable w")
+    forward, backward, update = dense_stage(0)
     before = calls("%x = input() -> (float32[?])", forward, backward, update)
-    after = SplitWeights()(before)
-    assert after.function_by_name.keys() == {"stage0/forward", "stage0/backward", "stage0/weights", "stage0/update"}
+    after = SplitWeights(frozenset({(0, 0), (0, 1)}), 2)(before)
+    assert after.function_by_name.keys() == {"stage0/forward", "stage0/inputs", "stage0/weights", "stage0/update"}
     assert after.function("stage0/forward") == forward
-    assert (after.function("stage0/backward"), after.function("stage0/weights")) == split_function(backward)
+    assert (after.function("stage0/inputs"), after.function("stage0/weights")) == split_function(backward)
     assert dataclasses.replace(after, functions=before.functions) == before
+
+
+def test_a_stage_keeps_the_backward_that_some_micro_batches_run_whole() -> None:
+    """Stage 0 splits both of its backwards, stage 1 one of two, and stage 2 none."""
+    stages = [dense_stage(stage) for stage in range(3)]
+    before = calls("", *(function for stage in stages for function in stage))
+    after = SplitWeights(frozenset({(0, 0), (0, 1), (1, 1)}), 2)(before)
+    verify(after)
+    assert [function.name for function in after.functions] == [
+        *("stage0/forward", "stage0/inputs", "stage0/weights", "stage0/update"),
+        *("stage1/forward", "stage1/backward", "stage1/inputs", "stage1/weights", "stage1/update"),
+        *("stage2/forward", "stage2/backward", "stage2/update"),
+    ]
+    for stage in (1, 2):
+        assert after.function(f"stage{stage}/backward") == stages[stage][1]
+    for stage in (0, 1):
+        halves = after.function(f"stage{stage}/inputs"), after.function(f"stage{stage}/weights")
+        assert halves == split_function(stages[stage][1])
 
 
 def test_a_variable_that_forward_writes_is_read_in_the_first_part() -> None:
     (backward,) = functions_of(ACTING.replace("ACT", "%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read"))
     forward = function("stage0/forward", "arg x, variable n", "loss loss", writes=["n"])
     renamed = dataclasses.replace(backward, name="stage0/backward")
-    after = SplitWeights()(calls("", forward, renamed))
-    assert "s" in after.function("stage0/backward").graph.by_name
+    after = SplitWeights(frozenset({(0, 0)}), 1)(calls("", forward, renamed))
+    assert "s" in after.function("stage0/inputs").graph.by_name
     assert "s" not in after.function("stage0/weights").graph.by_name
 
 

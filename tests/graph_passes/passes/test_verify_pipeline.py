@@ -186,17 +186,17 @@ def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> 
 
 SPLIT = (
     function("stage0/forward", "", "stash a"),
-    function("stage0/backward", "stash a", "gradient h, carry c"),
+    function("stage0/inputs", "stash a", "gradient h, carry c"),
     function("stage0/weights", "carry c", "variable w"),
 )
 SPLIT_GOOD = """
     %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
-    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/backward:1)
+    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/inputs', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1)
     | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
     %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0) {replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/backward:0) {replica=0, stage=0} @'a'
+    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0) {replica=0, stage=0} @'a'
 """
 
 
@@ -208,9 +208,9 @@ def verify_split(text: str) -> None:
     ("old", "new", "said"),
     [
         (
-            "weights(%stage0/replica0/mb0/backward:1)",
+            "weights(%stage0/replica0/mb0/inputs:1)",
             "weights()",
-            "no edge makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/backward', as the schedule",
+            "no edge makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb0/inputs', as the schedule",
         ),
         (
             "gradients(%stage0/replica0/mb0/weights:0)",
@@ -250,6 +250,86 @@ def test_slices_that_reach_no_update_are_refused() -> None:
     check(calls(text, FUNCTIONS[0], backward))
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
         check(calls(text.replace(", %stage0/replica0/mb0/backward:1", ""), FUNCTIONS[0], backward))
+
+
+MIXED = (SPLIT[0], function("stage0/backward", "stash a", "gradient h, variable w"), *SPLIT[1:])
+MIXED_GOOD = """
+    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | ^%stage0/replica0/mb0/forward 'order: 0F1 after 0F0'
+    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0)
+    | {function='stage0/inputs', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
+    | ^%stage0/replica0/mb1/forward 'order: 0I0 after 0F1'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
+    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[?,4], float32[4]) @'a'
+    | ^%stage0/replica0/mb0/inputs 'order: 0B1 after 0I0'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1)
+    | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/backward 'order: 0W0 after 0B1'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/weights:0)
+    | {micro_batch=0, replica=0, stage=0, variables=['w']} @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:1)
+    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
+    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0,
+    | %stage0/replica0/mb1/backward:0) {replica=0, stage=0} @'a'
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "| ^%stage0/replica0/mb0/inputs 'order: 0B1 after 0I0'",
+            "",
+            "no edge makes 'stage0/replica0/mb1/backward' run after 'stage0/replica0/mb0/inputs', as the schedule",
+        ),
+        (
+            "| ^%stage0/replica0/mb1/backward 'order: 0W0 after 0B1'",
+            "",
+            "no edge makes 'stage0/replica0/mb0/weights' run after 'stage0/replica0/mb1/backward', as the schedule",
+        ),
+        (
+            "accumulate(%stage0/replica0/mb1/backward:1)",
+            "accumulate()",
+            "the gradient of 'w' from 'stage0/replica0/mb1/backward' reaches no update",
+        ),
+        (
+            "accumulate(%stage0/replica0/mb0/weights:0)",
+            "accumulate()",
+            "the gradient of 'w' from 'stage0/replica0/mb0/weights' reaches no update",
+        ),
+        (
+            "%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0,",
+            "%stage0/replica0/gradients:0,",
+            "the gradient of 'h' from 'stage0/replica0/mb0/inputs' reaches no update",
+        ),
+        (
+            "| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'",
+            "",
+            "'stage0/replica0/mb0/weights' reaches no update",
+        ),
+        (
+            "%stage0/update =",
+            "%stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0} @'a'\n%stage0/update =",
+            "'stage0/replica0/mb0/backward' is not in the schedule",
+        ),
+        (
+            "{function='stage0/backward', ",
+            "{function='stage0/backward', inline=True, ",
+            "'stage0/replica0/mb1/backward' is inlined, and no control edge makes it wait for",
+        ),
+    ],
+)
+def test_a_damaged_pipeline_whose_backwards_are_split_and_whole_is_refused(old: str, new: str, said: str) -> None:
+    check = VerifyPipeline(build_schedule("0F0 0F1 0I0 0B1 0W0", 1, 2))
+    good = calls(MIXED_GOOD, *MIXED)
+    assert check(good) == good
+    assert MIXED_GOOD.count(old) == 1
+    with refused(GraphError, said):
+        check(calls(MIXED_GOOD.replace(old, new), *MIXED))
 
 
 def test_a_graph_without_updates_passes() -> None:

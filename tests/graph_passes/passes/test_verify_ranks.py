@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import pytest
 
-from graph_passes.errors import GraphError
+from graph_passes.errors import GraphError, ScheduleError
 from graph_passes.ir.graph import Graph
+from graph_passes.passes.order import call_name
 from graph_passes.passes.verify_ranks import verify_ranks
+from graph_passes.schedules.schedule import Action, Schedule, check
+from graph_passes.schedules.text import parse_schedule
 from tests.graph_passes.builders import graph, refused
+from tests.graph_passes.whole import Kind, ranks_of
 
 # Rank 0 sends a to rank 1, which sends b back; then all sum g, and meet.
 FIRST = """
@@ -157,6 +163,41 @@ def test_two_exchanges_in_crossed_order_deadlock_and_the_cycle_is_named() -> Non
         GraphError, "the ranks would deadlock, each waiting for another: ", "one -> rank 0: work -> two -> rank 1: work"
     ):
         verify_ranks([one, other])
+
+
+def with_order(part: Graph, actions: Sequence[Action]) -> Graph:
+    """A rank's graph whose calls run in another order."""
+    names = [call_name(action, 0) for action in actions]
+    before = dict(zip(names[1:], names, strict=False))
+    nodes = []
+    for node in part.nodes:
+        node = dataclasses.replace(node, controls=tuple(c for c in node.controls if not c.reason.startswith("order")))
+        nodes.append(node.after(before[node.name], "order: another") if node.name in before else node)
+    return part.replace(nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(
+    "schedule", ["0F0 2F0 2B0 0B0; 1F0 3F0 3B0 1B0", "0F0 3F0 3B0 0B0; 1F0 2F0 2B0 1B0"], ids=["looped", "V-shaped"]
+)
+def test_of_all_orders_of_a_rank_s_stages_those_that_cannot_run_are_refused(schedule: str, worker: int) -> None:
+    """Several boundaries join the two ranks, in both directions."""
+    workers = parse_schedule(schedule).workers
+    graphs = ranks_of(Kind((1, 1, 1, 1), 1, schedule))
+    outcomes = set()
+    for order in itertools.permutations(workers[worker]):
+        rows = [order if w == worker else actions for w, actions in enumerate(workers)]
+        parts = [with_order(part, row) for part, row in zip(graphs, rows, strict=True)]
+        try:
+            check(Schedule(tuple(rows)))
+        except ScheduleError:
+            with refused(GraphError, "the ranks would deadlock, each waiting for another: "):
+                verify_ranks(parts)
+            outcomes.add("deadlock")
+        else:
+            verify_ranks(parts)
+            outcomes.add("runs")
+    assert outcomes == {"deadlock", "runs"}
 
 
 def test_three_ranks_that_wait_in_a_ring_deadlock() -> None:

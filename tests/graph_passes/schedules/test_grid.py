@@ -13,13 +13,13 @@ def lines(text: str) -> list[str]:
 
 def test_an_action_is_as_wide_as_it_is_long_and_idle_units_are_dots() -> None:
     schedule = build_schedule("dapple-a", 2, 2)
-    assert format_grid(schedule, Units.usual(schedule)).splitlines() == lines(
+    assert format_grid(schedule, Units()).splitlines() == lines(
         """
         stage 0  0F0 0F1 .   .   0B0---- .   0B1----
         stage 1  .   1F0 1B0---- 1F1 1B1----
         """
     )
-    assert time_workers(schedule, Units.usual(schedule)) == (WorkerTime((0,), 6, 3, 2), WorkerTime((1,), 6, 0, 1))
+    assert time_workers(schedule, Units()) == (WorkerTime((0,), 6, 3, 2), WorkerTime((1,), 6, 0, 1))
 
 
 def test_a_worker_has_one_line_for_all_its_stages() -> None:
@@ -33,7 +33,19 @@ def test_a_worker_has_one_line_for_all_its_stages() -> None:
     assert time_workers(schedule, Units(2, 3)) == (WorkerTime((0, 3), 10, 10, 2), WorkerTime((1, 2), 10, 5, 2))
 
 
-def test_weight_gradients_have_units_of_their_own_where_they_are_apart() -> None:
-    schedule = parse_schedule("0F10 0F11 0B10 0W10 0B11 0W11".replace("10", "0").replace("11", "1"))
-    assert Units.usual(schedule) == Units(1, 1, 1)
-    assert format_grid(schedule, Units(1, 1, 2)) == "stage 0  0F0 0F1 0B0 0W0---- 0B1 0W1----"
+def test_weight_gradients_take_their_part_of_the_backward_where_they_are_apart() -> None:
+    schedule = parse_schedule("0F0 0F1 0I0 0W0 0I1 0W1")
+    assert Units() == Units(forward=1, backward=2, weights=1)
+    assert format_grid(schedule, Units()) == "stage 0  0F0 0F1 0I0 0W0 0I1 0W1"
+    assert format_grid(schedule, Units(1, 3, 2)) == "stage 0  0F0 0F1 0I0 0W0---- 0I1 0W1----"
+
+
+def test_a_backward_is_as_long_as_its_two_halves() -> None:
+    schedule = parse_schedule("0F0 0F1 0B0 0I1 0W1; 1F0 1I0 1F1 1B1 1W0")
+    assert format_grid(schedule, Units(1, 3, 2)).splitlines() == lines(
+        """
+        stage 0  0F0 0F1 .   0B0-------- .   0I1 0W1----
+        stage 1  .   1F0 1I0 1F1 1B1-------- 1W0----
+        """
+    )
+    assert time_workers(schedule, Units(1, 3, 2)) == (WorkerTime((0,), 8, 2, 2), WorkerTime((1,), 8, 0, 2))

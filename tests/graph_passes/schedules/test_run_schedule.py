@@ -22,8 +22,8 @@ def test_a_channel_sends_one_result_after_the_other() -> None:
 
 
 def test_weight_gradients_wait_for_the_backward_of_their_stage_only() -> None:
-    schedule = parse_schedule("0F0 0B0 0W0; 1F0 1B0 1W0")
-    ends = run_schedule(schedule, lambda action: {"F": 1, "B": 2, "W": 4}[action.kind])
+    schedule = parse_schedule("0F0 0I0 0W0; 1F0 1I0 1W0")
+    ends = run_schedule(schedule, lambda action: {"F": 1, "I": 2, "W": 4}[action.kind])
     assert ends == ((1, 6, 10), (2, 4, 8))
 
 
@@ -33,11 +33,12 @@ def test_seconds_may_differ_by_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "freeing", "most"),
-    [("FFBB", "B", 2), ("FBFB", "B", 1), ("FBFBWW", "W", 2), ("", "B", 0)],
+    ("kinds", "most"),
+    [("FFBB", 2), ("FBFB", 1), ("FIFIWW", 2), ("FIFBW", 2), ("FBFIW", 1), ("FIFBFBW", 2), ("", 0)],
 )
-def test_the_most_micro_batches_in_flight(kinds: list[Kind], freeing: Kind, most: int) -> None:
-    assert most_in_flight(iter(kinds), freeing) == most
+def test_the_most_micro_batches_in_flight(kinds: list[Kind], most: int) -> None:
+    """W frees what I has not, and B frees at once."""
+    assert most_in_flight(iter(kinds)) == most
 
 
 def test_an_action_whose_inputs_never_arrive_has_no_end() -> None:

@@ -22,10 +22,12 @@ from graph_passes.schedules.policies import (
     warm_up,
     warm_up_by_name,
 )
-from graph_passes.schedules.schedule import Action, Schedule, check, dependencies, run_schedule
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check, dependencies, run_schedule
 from graph_passes.schedules.text import parse_schedule
 from graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
+
+KINDS_OF_BACKWARD: tuple[Kind, Kind] = ("B", "I")
 
 TABLES = [
     ("gpipe", 1, 2, ["0F0 0F1 0B0 0B1"]),
@@ -109,15 +111,15 @@ TABLES = [
             "1F0 1B0 1F1 1B1",
         ],
     ),
-    ("zb-h1", 1, 2, ["0F0 0B0 0W0 0F1 0B1 0W1"]),
+    ("zb-h1", 1, 2, ["0F0 0I0 0W0 0F1 0I1 0W1"]),
     (
         "zb-h1",
         3,
         4,
         [
-            "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
-            "1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3",
-            "2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3",
+            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+            "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+            "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
         ],
     ),
     (
@@ -125,8 +127,8 @@ TABLES = [
         2,
         4,
         [
-            "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
-            "1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3",
+            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+            "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
         ],
     ),
     (
@@ -134,9 +136,9 @@ TABLES = [
         3,
         3,
         [
-            "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
-            "1F0 1F1 1B0 1W0 1F2 1B1 1W1 1B2 1W2",
-            "2F0 2B0 2F1 2B1 2W0 2F2 2B2 2W1 2W2",
+            "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+            "1F0 1F1 1I0 1W0 1F2 1I1 1W1 1I2 1W2",
+            "2F0 2I0 2F1 2I1 2W0 2F2 2I2 2W1 2W2",
         ],
     ),
     ("dapple-b", 1, 2, ["0F0 0B0 0F1 0B1"]),
@@ -223,8 +225,10 @@ def test_what_an_action_waits_for() -> None:
     assert dependencies(Action(0, "F", 3), 3) == ()
     assert dependencies(Action(1, "F", 3), 3) == (Action(0, "F", 3),)
     assert dependencies(Action(2, "B", 3), 3) == (Action(2, "F", 3),)
-    assert dependencies(Action(1, "W", 3), 3) == (Action(1, "B", 3),)
-    assert dependencies(Action(0, "B", 3), 3) == (Action(0, "F", 3), Action(1, "B", 3))
+    assert dependencies(Action(2, "I", 3), 3) == (Action(2, "F", 3),)
+    assert dependencies(Action(1, "W", 3), 3) == (Action(1, "I", 3),)
+    for kind in KINDS_OF_BACKWARD:  # of the next stage's B and I, a schedule has one
+        assert dependencies(Action(0, kind, 3), 3) == (Action(0, "F", 3), Action(1, "B", 3), Action(1, "I", 3))
 
 
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 9))
@@ -269,13 +273,14 @@ def test_every_schedule_runs_to_its_end_and_its_stash_is_as_large_as_computed(
 
 
 def can_run(action: Action, done: set[Action], stages: int) -> bool:
-    """Whether the stage before (of F) or the stage after and the own F (of B) have run."""
+    """Whether the stage before (of F) or the stage after and the own F (of B and I) have run."""
     stage, m = action.stage, action.micro_batch
     if action.kind == "F":
         return stage == 0 or Action(stage - 1, "F", m) in done
     if action.kind == "W":
-        return Action(stage, "B", m) in done
-    return Action(stage, "F", m) in done and (stage == stages - 1 or Action(stage + 1, "B", m) in done)
+        return Action(stage, "I", m) in done
+    after = {Action(stage + 1, kind, m) for kind in KINDS_OF_BACKWARD}
+    return Action(stage, "F", m) in done and (stage == stages - 1 or not after.isdisjoint(done))
 
 
 @given(policies, shapes)
@@ -292,7 +297,8 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             2,
             2,
             "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
-            "(and :D=n), interleaved-1f1b, looped-bfs (and :v=n), K=3,2,1, and the actions of every worker: 0F0 0B0; "
+            "(and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, hanayo:w=1, "
+            "zb-auto:v=1, K=3,2,1, and the actions of every worker: 0F0 0B0; "
             "1F0 1B0",
         ),
         ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
@@ -336,10 +342,9 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
         ),
         ("0F0 0F0", "stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B0"),
         (
-            "0F0 0B0 0W0\n1F0 1B0 1F1",
-            "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1F1 1W0",
+            "0F0 0I0 0W0\n1F0 1B0 1F1",
+            "stage 1 must run F, and B or both I and W, of each micro-batch once; missing or unexpected: 1F1",
         ),
-        ("0F0 0B0 0W0\n1F0 1B0", "stage 1 must run F, B and W of each micro-batch once; missing or unexpected: 1W0"),
         ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
         ("0F0 0B0 0F1", "missing or unexpected: 0B1"),
     ],
@@ -358,7 +363,7 @@ def test_an_action_of_another_stage_is_refused() -> None:
     ("text", "grid"),
     [
         ("0B0 0F0", "stage 0: 0B0!  0F0"),
-        ("0F0 0W0 0B0", "stage 0: 0F0   0W0!  0B0"),
+        ("0F0 0W0 0I0", "stage 0: 0F0   0W0!  0I0"),
         (
             "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
             "stage 0: 0F0   0B0!  0F1   0B1\nstage 1: 1F0   1F1!  1B0   1B1",
@@ -391,7 +396,7 @@ def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
 
 
 def test_a_text_may_delay_the_gradients_of_weights() -> None:
-    text = "0F0 0F1 0B1 0B0 0W0 0W1"
+    text = "0F0 0F1 0I1 0I0 0W0 0W1"
     schedule = build_schedule(text, 1, 2)
     assert (str(schedule), schedule.in_flight, splits_backward(text)) == (text, (2,), True)
 
@@ -433,7 +438,7 @@ def test_zb_h1_refuses_a_warm_up_above_the_memory_limit() -> None:
 @pytest.mark.parametrize(("f", "b", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 1), (2, 3, 2)])
 def test_the_bubbles_of_zero_bubble_schedules_are_the_paper_s(stages: int, f: int, b: int, w: int) -> None:
     """Qi et al., 2023, section 2: the idle time of the first stage, between its first and its last action."""
-    seconds = {"F": f, "B": b, "W": w}
+    seconds = {"F": f, "I": b, "W": w}
     for name, share, held in (("zb-h1", 1, stages), ("zb-h2", 2, 2 * stages - 1)):
         for micro_batches in (2 * stages, 3 * stages + 1):
             schedule = build_schedule(name, stages, micro_batches)

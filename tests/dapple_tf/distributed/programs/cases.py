@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.plan import Plan, StagePlan
+from graph_passes.schedules.policies import worker_map_of
 from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
 from tests.dapple_tf.distributed.programs.text_cases import (
@@ -52,12 +53,21 @@ class Case:
     @property
     def ranks(self) -> int:
         plan = self.options.get("plan")
-        return sum(self.options["replicas"] if plan is None else plan.replicas)
+        return sum(self.options["replicas"]) if plan is None else plan.device_count
 
 
-def layout(*replicas: int, micro_batches: int = 2, **more: Any) -> dict[str, Any]:
+def layout(*replicas: int, micro_batches: int | Sequence[float] = 2, **more: Any) -> dict[str, Any]:
     """Return options of ``dapple.pipeline``; a chain is cut so that every stage has a matrix of its own."""
     return {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": micro_batches, **more}
+
+
+def shared(schedule: str, *replicas: int, micro_batches: int = 2, stages: int = 4, **more: Any) -> dict[str, Any]:
+    """Return options under which each rank runs several stages; ``replicas``: of each worker."""
+    return layout(*replicas, micro_batches=micro_batches, schedule=schedule, **{"stages": CUTS[stages], **more})
+
+
+V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
+WITH_WEIGHTS = "0F0 2F0 2B0 2W0 0B0 0W0; 1F0 3F0 3B0 3W0 1B0 1W0"
 
 
 def overlapped(
@@ -68,12 +78,16 @@ def overlapped(
     schedule: str = "dapple-a",
     recompute: bool | tuple[int, ...] = False,
 ) -> dict[str, Any]:
-    """Return the option of a plan whose stages end with these layers, and overlap AllReduce with the last backward."""
+    """Return the option of a plan whose stages end with these layers, and overlap AllReduce with the last backward.
+
+    ``replicas``: of each worker of the ``schedule``.
+    """
     starts = (0, *(end + 1 for end in ends))
-    devices = itertools.count()
+    count = itertools.count()
+    devices = [tuple(itertools.islice(count, r)) for r in replicas]
     stages = tuple(
-        StagePlan(first, last, tuple(itertools.islice(devices, r)))
-        for first, last, r in zip(starts, ends, replicas, strict=False)
+        StagePlan(first, last, devices[worker])
+        for first, last, worker in zip(starts, ends, worker_map_of(schedule, len(ends)).worker_of, strict=False)
     )
     size = -(-samples // micro_batches)
     plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, recompute, stages, overlap=True)
@@ -464,6 +478,8 @@ CASES: dict[str, Case] = {
     "skips, tied": Case(Chain(skips={3: 0}, tied={2: 0}), batches(), layout(1, 1, 1, 1, micro_batches=4)),
     "compiled, 1:1": Case(Chain(skips={3: 0}), batches(), layout(1, 1, jit_compile=True)),
     "loss scaling": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 1), unused=OUTER),
+    "given sizes": Case(Chain(skips={3: 0}), batches((11, 11, 7)), layout(1, 1, micro_batches=[2, 3, 6])),
+    "given sizes, 2:1": Case(Chain(), batches((11, 11, 7)), layout(2, 1, micro_batches=[0.2, 0.2, 0.6])),
     "loss scaling, 2:1": Case(Chain(tied={3: 0}, make_optimizer=loss_scaling), overflowing, layout(2, 1), unused=OUTER),
     "loss scaling, 1:2:1": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 2, 1), unused=OUTER),
     "loss scaling, DP 2": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(2), unused=OUTER),
@@ -550,6 +566,39 @@ CASES: dict[str, Case] = {
     ),
     "embedding in two stages, 2:2, gpipe": Case(
         embedding(again=True), id_batches, layout(2, 2, stages=["dense_0"], schedule="gpipe")
+    ),
+    "interleaved": Case(
+        Chain(tied={3: 0}, skips={3: 0}), batches((11, 11, 5)), shared("interleaved-1f1b:v=2", 1, 1, micro_batches=4)
+    ),
+    "interleaved, 2:2": Case(
+        Chain(tied={3: 0}), batches((12, 12, 5)), shared("interleaved-1f1b:v=2", 2, 2, micro_batches=3)
+    ),
+    "interleaved, 2:1": Case(Chain(skips={3: 0}), batches(), shared("interleaved-1f1b:v=2", 2, 1, micro_batches=3)),
+    "interleaved, DP 2": Case(Chain(tied={3: 0}), batches(), shared("interleaved-1f1b:v=4", 2)),
+    "looped, 2:2, loss scaling": Case(
+        Chain(make_optimizer=loss_scaling), overflowing, shared("looped-bfs:v=2", 2, 2), unused=OUTER
+    ),
+    "looped, aux, regularized": Case(Chain(aux=True, regularized=True), batches(), shared("looped-bfs:v=2", 1, 1)),
+    "V-shaped": Case(Chain(tied={3: 0}, skips={2: 0}), batches(), shared(V_SHAPED, 1, 1)),
+    "V-shaped, 1:2": Case(Chain(tied={3: 0}), batches(), shared(V_SHAPED, 1, 2)),
+    "interleaved, DP 2, overlap": Case(
+        Chain(width=WIDE, tied={3: 0}),
+        batches(width=WIDE),
+        overlapped(2, micro_batches=3, ends=[3, 11], schedule="interleaved-1f1b:v=2"),
+    ),
+    "looped, DP 2, batch norm, sync": Case(
+        normalized,
+        batches((12, 7, 12)),
+        layout(2, stages=["dense_1"], batch_norm="sync", schedule="looped-bfs:v=2"),
+        in_turn=2,
+    ),
+    "looped, DP 2, embedding in two stages": Case(
+        embedding(again=True, make_optimizer=clipping_adam),
+        id_batches,
+        layout(2, stages=["again"], schedule="looped-bfs:v=2"),
+    ),
+    "several stages, backward in two parts": Case(
+        Chain(tied={2: 0}), batches(), shared(WITH_WEIGHTS, 1, 1, micro_batches=1)
     ),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }

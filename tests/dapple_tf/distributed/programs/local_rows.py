@@ -26,6 +26,7 @@ def run(*names: str) -> dict[str, Any]:
     cases: Mapping[str, Callable[[], Any]] = {
         "1:1:1": lambda: train(job, (1, 1, 1)),
         "1:2": lambda: train(job, (1, 2)),
+        "1:2, sizes": lambda: train(job, (1, 2), micro_batches=[3, 3, 5]),
         "1:2, largest": lambda: train(job, (1, 2), masked_by_the_largest),
         "whole batches": compare_with_whole_batches,
         "lengths": lambda: train_lengths(job),
@@ -129,19 +130,19 @@ def by_needs(step: Any) -> Iterable[Batch]:
 
 
 def make_step(problem: Problem, optimizer: Any, replicas: Sequence[int], **options: Any) -> Any:
-    cuts = CUTS[len(replicas)]
-    return dapple.pipeline(
-        problem.loss_fn, optimizer=optimizer, stages=cuts, replicas=list(replicas), micro_batches=2, **options
-    )
+    options = {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": 2, **options}
+    return dapple.pipeline(problem.loss_fn, optimizer=optimizer, **options)
 
 
-def train(job: Job, replicas: Sequence[int], divisor: Callable[[Any], Any] = count_of) -> dict[str, Any]:
+def train(
+    job: Job, replicas: Sequence[int], divisor: Callable[[Any], Any] = count_of, **options: Any
+) -> dict[str, Any]:
     """Train on one device (on rank 0), then on each rank's rows, from the same values; return errors and needs."""
     problem, files = masked_problem(divisor), Files()
     one_device = job.run_on_rank_0(lambda: train_on_one_device(problem, whole_batches()))
     if job.rank:
         problem.make_optimizer()  # Keras numbers optimizers
-    losses, values, step = train_pipeline(replicas, files.batches, local=True, divisor=divisor)
+    losses, values, step = train_pipeline(replicas, files.batches, local=True, divisor=divisor, **options)
     errors = compare((losses, values), (one_device.losses, one_device.values))
     return {"errors": errors, "needs": str(step.needs), "read": files.read}
 
@@ -203,11 +204,12 @@ def train_pipeline(
     *,
     local: bool,
     divisor: Callable[[Any], Any] = count_of,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Any], Any]:
     """Train a new model; return the losses, the values of all variables, and the step."""
     problem = masked_problem(divisor)
     optimizer = problem.make_optimizer()
-    step = make_step(problem, optimizer, replicas, example_batch=empty_batch())
+    step = make_step(problem, optimizer, replicas, example_batch=empty_batch(), **options)
     losses = [float(step(*batch, local=local)) for batch in batches(step)]
     step.gather()
     return losses, {name: v.numpy() for name, v in named_variables(problem, optimizer).items()}, step

@@ -15,6 +15,8 @@ from tests.dapple_tf.verification.models import dense_layers, embeddings, number
 
 TWO_STAGES = {"stages": ["net/last"], "replicas": [1, 1], "micro_batches": 2}
 TWO_REPLICAS = {"stages": 1, "replicas": [2], "micro_batches": 2}
+FOUR_STAGES = {"stages": 4, "micro_batches": 2, "schedule": "interleaved-1f1b:v=2"}
+SHARED_REPLICAS = {**TWO_STAGES, "replicas": [2], "schedule": "looped-bfs:v=2"}
 
 
 def run(*names: str) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def train_between() -> dict[str, Any]:
 CASES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "two stages": lambda: check(dense_layers, numbers(9), **TWO_STAGES),
     "two replicas": lambda: check(dense_layers, numbers(9), **TWO_REPLICAS),
+    "four stages": lambda: check(dense_layers, numbers(9), **FOUR_STAGES),
+    "two stages on each of two replicas": lambda: check(dense_layers, numbers(9), **SHARED_REPLICAS),
     "a compiled loss": lambda: check(dense_layers, numbers(), jit_compile=True, **TWO_STAGES),
     "an embedding": lambda: check(embeddings, repeated_ids(), **TWO_STAGES),
     "batch norm": lambda: check(normalised, numbers(), **TWO_STAGES),

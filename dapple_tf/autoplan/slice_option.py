@@ -1,0 +1,78 @@
+"""``slice="auto"`` or a number: the first micro-batches of 1F1B run their forwards in halves (AutoPipe's Slicer)."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+from dapple_tf.errors import DappleWarning, PlanError, ScheduleError
+from dapple_tf.plan import Plan
+from graph_passes.analysis.row_bounds import micro_batch_bounds
+from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
+
+Slice = int | str | None
+"""The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""
+
+SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
+"""The names of 1F1B, whose start-up the Slicer halves; "auto" is taken to be the first of the others."""
+
+_BACKWARD_OVER_FORWARD = 2.0  # of estimated seconds
+
+
+def check_slice(wanted: Slice, schedule: str, micro_batches: object) -> None:
+    """Raise PlanError unless ``slice`` is a number or "auto", and the other options leave 1F1B of a known M."""
+    if wanted is None:
+        return
+    if wanted != "auto" and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
+        raise PlanError(f"slice={wanted!r}: give the number of micro-batches to slice, or 'auto'")
+    if schedule not in SLICED_SCHEDULES:
+        raise PlanError(
+            f"slice={wanted!r} with schedule {schedule[:60]!r}: only the forwards of 1F1B ('dapple-a') are sliced; "
+            "leave one of them out"
+        )
+    if micro_batches == "auto":
+        raise PlanError(f"slice={wanted!r} with micro_batches='auto': give a number, of which some are sliced")
+
+
+def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
+    """Return the 1F1B plan with sliced micro-batches; ``layers``: estimated seconds of each layer's forward.
+
+    Raises PlanError where a replica would get no sample of a half, or more micro-batches are to be sliced than stage 0
+    runs before its first backward.
+    """
+    stages = len(plan.stages)
+    if stages <= 2:
+        warnings.warn(
+            f"slice={wanted!r}: {stages} stage{'s are' if stages > 1 else ' is'} unsuited: with a start-up that short, "
+            "halves cost more than they save (AutoPipe, section IV.B)",
+            DappleWarning,
+            stacklevel=12,
+        )
+    if wanted == "auto":
+        forward = [sum(layers[s.first_layer : s.last_layer + 1]) / s.replicas for s in plan.stages]
+        backward = [_BACKWARD_OVER_FORWARD * seconds for seconds in forward]
+        count = min(count_slices(forward, backward, 0.0), plan.micro_batches)
+    else:
+        count = int(wanted)
+    if not count:
+        return plan
+    samples, m = plan.global_batch_size, plan.micro_batches
+    bounds = (micro_batch_bounds(samples, index, m, plan.sizes) for index in range(m))
+    try:
+        schedule = sliced_1f1b(stages, m, count)
+        sizes = slice_sizes([end - begin for begin, end in bounds], count)
+    except ScheduleError as error:
+        raise PlanError(str(error)) from error
+    if min(sizes) < max(plan.replicas):
+        raise PlanError(
+            f"slice={wanted!r}: half a micro-batch has {min(sizes)} sample{'s' * (min(sizes) > 1)}, too few for "
+            f"{max(plan.replicas)} replicas: use fewer micro-batches, or a larger batch"
+        )
+    return dataclasses.replace(
+        plan,
+        schedule=str(schedule),
+        micro_batches=len(sizes),
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+    )

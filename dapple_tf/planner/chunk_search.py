@@ -1,0 +1,220 @@
+"""Plans in which devices run several stages: cut, placed and priced by the simulator.
+
+The paper's formulas and the bounds of the other searches have one stage per device, so here every plan is simulated
+(DAPPLE, sections IV.C and IV.D, has the placement policies and the balanced cuts that the plans start from).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dapple_tf.errors import ScheduleError
+from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, near_cuts
+from dapple_tf.planner.chunk_pricing import CostSource, CutPricer, Price
+from dapple_tf.planner.chunk_shapes import ChunkShape, list_interleaved_shapes, list_shapes
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.simulator.compiled import Integers
+from dapple_tf.simulator.named_orders import is_interleaved
+from graph_passes.schedules.worker_map import WorkerMap
+
+# The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, simulated events,
+# and actions of the schedules built.
+_MOVES, _PLANS, _EVENTS = 150, 1500, 100_000_000
+_INTERLEAVED_MOVES, _INTERLEAVED_PLANS, _INTERLEAVED_EVENTS = 24, 48, 4_000_000
+_ACTIONS = 400_000
+_BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated
+_BYTES_SHARES = (0.25, 0.5, 0.75, 1.0)  # of cuts tried where memory is lacking
+_ALMOST = 1 - 1e-9  # seconds that are equal but for rounding
+
+
+@dataclass
+class _Entry:
+    """A shape at a micro-batch size, with its best cuts so far."""
+
+    pricer: CutPricer
+    starts: Integers
+    bound: float
+    price: Price | None = None  # None: not simulated
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the cuts have been found not to fit the memory."""
+        return self.price is not None and self.price.lacking_bytes > 0
+
+
+@dataclass
+class _Budget:
+    """The work that may still be done; the first plan may take any."""
+
+    plans: int  # simulated to improve cuts
+    moves: int  # the same, for one entry
+    events: int  # simulated
+    actions: int = _ACTIONS  # of schedules built
+
+    def builds(self, entry: _Entry) -> bool:
+        """Return whether the entry's schedule may be built; if so, count its actions."""
+        if entry.price is not None or is_interleaved(entry.pricer.shape.schedule):
+            return True  # it has been built, or that takes no time
+        actions = 2 * entry.pricer.calls
+        if self.actions < _ACTIONS and actions > self.actions:
+            return False
+        self.actions -= actions
+        return True
+
+    def left(self, entry: _Entry) -> int:
+        """Return how many plans may be simulated to improve the entry."""
+        return max(0, min(self.moves, self.plans, self.events // _events(entry)))
+
+
+def _events(entry: _Entry) -> int:
+    """Return the events of one simulation: forwards, backwards and a transfer for each."""
+    return 4 * entry.pricer.calls
+
+
+def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None = None) -> PlannerResult | None:
+    """Return the fastest plan under the problem's schedule, which runs several stages on a device; None if none fits.
+
+    The runners-up have other numbers of workers. ``shapes``: by default those of ``list_shapes``. Raises ScheduleError
+    where the schedule is for none of the numbers of micro-batches.
+    """
+    entries = _search(
+        problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _MOVES, _EVENTS)
+    )
+    by_workers: dict[int, Candidate] = {}
+    for entry in entries:
+        workers = entry.pricer.shape.workers.workers
+        if workers not in by_workers and (candidate := _candidate(problem, entry)):
+            by_workers[workers] = candidate
+    ranked = sorted(by_workers.values(), key=lambda c: (c.seconds, len(c.stages), c.device_count))
+    return PlannerResult(ranked[0], tuple(ranked[1:3])) if ranked else None
+
+
+def interleaved_candidates(problem: PlanningProblem, chunks: Sequence[int], ceiling: float) -> list[Candidate]:
+    """Return plans under interleaved 1F1B with each number of ``chunks``, stages per device, at least 2.
+
+    On all devices, and on halves of them: the fastest found on each number, unless no cuts could be faster than
+    ``ceiling`` seconds. With more devices the fastest is never slower.
+    """
+    found = []
+    for shapes in list_interleaved_shapes(problem, chunks):
+        budget = _Budget(_INTERLEAVED_PLANS, _INTERLEAVED_MOVES, _INTERLEAVED_EVENTS)
+        entries = _search(problem, shapes, ceiling, budget)
+        found += [candidate for entry in entries[:1] if (candidate := _candidate(problem, entry))]
+    return found
+
+
+def _candidate(problem: PlanningProblem, entry: _Entry) -> Candidate | None:
+    """Return the entry's plan, simulated with the costs of its layers."""
+    pricer = entry.pricer
+    return problem.evaluate(pricer.stage_plans(entry.starts), pricer.size, "chunks", pricer.shape.schedule)
+
+
+def _search(problem: PlanningProblem, shapes: Sequence[ChunkShape], ceiling: float, budget: _Budget) -> list[_Entry]:
+    """Return the shapes at each micro-batch size with the best cuts found, the fastest first, if they fit the memory.
+
+    Only those are left out that cannot be faster than ``ceiling`` with any cuts, so a lower ceiling finds no less.
+    """
+    entries = sorted(_start(problem, shapes, ceiling), key=lambda entry: entry.bound)
+    fastest = math.inf
+    problems, possible = list[ScheduleError](), list[_Entry]()
+    for entry in entries:
+        if entry.bound < fastest * _ALMOST and budget.events > 0 and budget.builds(entry):
+            try:
+                entry.price = entry.pricer.price(entry.pricer.costs(entry.starts))
+            except ScheduleError as error:  # the policy is not for this number of micro-batches
+                problems.append(error)
+                continue
+            fastest = min(fastest, entry.price.seconds)
+            budget.events -= _events(entry)
+        possible.append(entry)
+    if problems and not possible:
+        raise problems[0]
+    blocks = len(problem.chain.parameter_bytes)
+    for entry in sorted(possible, key=_rank):
+        if entry.pricer.least_seconds < fastest * _ALMOST and budget.left(entry) and budget.builds(entry):
+            with contextlib.suppress(ScheduleError):
+                _improve(entry, blocks, fastest, budget)
+                fastest = min(fastest, entry.price.seconds if entry.price else math.inf)
+    return [entry for entry in sorted(possible, key=_rank) if entry.price and entry.price.seconds < math.inf]
+
+
+def _rank(entry: _Entry) -> tuple[float, ...]:
+    """Return the sort key: plans that fit, then those not simulated, then by the memory that is lacking."""
+    if entry.price is None:
+        return 1, entry.bound
+    return (2, entry.price.lacking_bytes) if entry.price.lacking_bytes else (0, entry.price.seconds)
+
+
+def _start(problem: PlanningProblem, shapes: Iterable[ChunkShape], ceiling: float) -> Iterator[_Entry]:
+    """Yield the shapes in each place and at each micro-batch size, cut evenly by the seconds of the profile's batch."""
+    source, even = CostSource(problem), dict[WorkerMap, Integers]()
+    for shape in shapes:
+        sizes = [size for size in problem.micro_batch_sizes if size >= shape.replicas]  # each replica needs a sample
+        sizes = [size for size in sizes if source.least_seconds(shape, size) < ceiling * _ALMOST]
+        if sizes and shape.workers not in even:
+            even[shape.workers] = source.even_starts(shape.workers)
+        for devices in source.places(shape) if sizes else ():
+            links = source.worker_links(shape, devices)
+            for size in sizes:
+                pricer = CutPricer(source, shape, devices, links, size)
+                starts = even[shape.workers]
+                yield _Entry(pricer, starts, pricer.bound(pricer.costs(starts)))
+
+
+def _improve(entry: _Entry, blocks: int, fastest: float, budget: _Budget) -> None:
+    """Try all cuts of an entry, or move single blocks while that makes it faster or lack less memory.
+
+    Raises ScheduleError where the schedule is not for the entry's number of micro-batches.
+    """
+    pricer = entry.pricer
+    if count_cuts(blocks, len(entry.starts)) <= budget.left(entry):
+        for starts in all_cuts(blocks, len(entry.starts)):
+            _take_if_better(entry, starts, budget, fastest)
+        return
+    if entry.price is None:
+        _take_if_better(entry, entry.starts, budget)
+    others = [pricer.even_starts(share) for share in _BYTES_SHARES] if entry.lacks_memory else []
+    _descend(entry, blocks, budget)
+    for starts in others:
+        other = _Entry(pricer, starts, entry.bound)
+        _take_if_better(other, starts, budget)
+        _descend(other, blocks, budget)
+        if other.price and entry.price and other.price.beats(entry.price):
+            entry.starts, entry.bound, entry.price = other.starts, other.bound, other.price
+
+
+def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
+    """Move single blocks while that makes the plan faster or lack less memory, within the ``budget``."""
+    pricer, improved, end = entry.pricer, True, budget.plans - budget.left(entry)
+    while improved:
+        load = pricer.load(pricer.costs(entry.starts), lacking=entry.lacks_memory)
+        improved = False
+        for starts in itertools.islice(
+            near_cuts(entry.starts, blocks, pricer.shape.workers, load), _BOUNDS * budget.moves
+        ):
+            if budget.plans <= end:
+                return
+            if _take_if_better(entry, starts, budget):
+                improved = True
+                break
+
+
+def _take_if_better(entry: _Entry, starts: Integers, budget: _Budget, ceiling: float = math.inf) -> bool:
+    """Give the entry other cuts if they are better, and below ``ceiling`` seconds; return whether they are."""
+    pricer, price = entry.pricer, entry.price
+    costs = pricer.costs(starts)
+    bound = pricer.bound(costs)
+    if bound >= min(ceiling, price.seconds if price else math.inf) * _ALMOST:
+        return False
+    found = pricer.price(costs)
+    if not found.lacking_bytes:
+        budget.plans -= 1
+        budget.events -= _events(entry)
+    if price is not None and not found.beats(price):
+        return False
+    entry.starts, entry.bound, entry.price = starts, bound, found
+    return True

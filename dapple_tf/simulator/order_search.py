@@ -1,0 +1,204 @@
+"""The fastest order that list scheduling and local search find for given costs and memory: the schedule ``zb-auto``.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 4: a heuristic makes orders for several settings of its
+choices, and the best one is improved. Here the start is the best of these and of all named schedules on the same worker
+map that fit the memory; the improvement moves single actions of a worker while the simulated step is not longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple_tf.errors import ScheduleError
+from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.engine import Order, decode_order, encode, most_held, move_actions, step_seconds
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
+from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
+from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.worker_map import WorkerMap
+from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
+from profiler.units import format_seconds
+
+_STRAIGHT = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
+_ACTIONS = 3e7  # simulated actions in the moves of one search: about a second
+_MOVES = 100000  # at most
+
+
+@dataclass(frozen=True)
+class FoundOrder:
+    """The best order found.
+
+    ``seconds``: of the simulated step. ``bound``: seconds that no order on this worker map can be faster than.
+    ``named``: the best schedule with a name on the same worker map that fits the memory, and its seconds; None where
+    none fits.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    named: tuple[str, float] | None
+
+    def __str__(self) -> str:
+        named = ""
+        if self.named is not None:
+            name, seconds = self.named
+            named = f"; {name}, the best with a name, takes {seconds / self.seconds - 1:.1%} longer"
+        return f"zb-auto: {self.distance:.1%} above the lower bound of {format_seconds(self.bound)}{named}"
+
+    @property
+    def distance(self) -> float:
+        """How much longer the step is than ``bound``, as a fraction of it."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+
+def search_order(
+    worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], device_memory: float = math.inf
+) -> FoundOrder:
+    """Return the best order found for stages with these costs; ``device_memory``: bytes.
+
+    All backwards are split: ``StageCosts.weights_seconds`` is the part that may run at any later time. Raises
+    ScheduleError where not even one micro-batch at a time fits the memory, or the costs are of other stages.
+    """
+    if len(costs) != worker_map.stages:
+        raise ScheduleError(f"the worker map has {worker_map.stages} stages, but there are costs of {len(costs)}")
+    problem = _Problem.of(worker_map, micro_batches, costs, device_memory)
+    named = problem.fastest(_named_schedules(worker_map, micro_batches, problem))
+    listed = problem.fastest(_list_schedules(worker_map, micro_batches, costs, problem.most))
+    start = min((found for found in (named, listed) if found is not None), key=lambda found: found[1], default=None)
+    if start is None:
+        raise ScheduleError(
+            f"no order fits: a device has {device_memory:.4g} bytes, and the weights, gradients, optimizer slots and "
+            "one micro-batch of some device's stages need more; use more stages, more micro-batches or recompute"
+        )
+    order = encode(start[2])
+    seconds = problem.improve(order)
+    return FoundOrder(
+        Schedule(decode_order(order)) if seconds < start[1] else start[2],
+        seconds,
+        lower_bound(worker_map, micro_batches, costs),
+        None if named is None else named[:2],
+    )
+
+
+def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts]) -> float:
+    """Return seconds that no order of a step on this worker map can be faster than.
+
+    No worker starts before the first micro-batch arrives at its first stage. It then runs all its actions, and the
+    AllReduce after the last one; or all its forwards and gradients of inputs, behind which the gradients go on to stage
+    0, whose weights' gradients come last.
+    """
+    arrival, way = [0.0], [0.0]  # of the first micro-batch at each stage; of a gradient from each stage to the end
+    worker_of = worker_map.worker_of
+    for stage, cost in enumerate(costs[:-1]):
+        crosses = worker_of[stage] != worker_of[stage + 1]
+        arrival.append(arrival[-1] + cost.forward_seconds + crosses * cost.send_forward_seconds)
+        inputs = cost.backward_seconds - cost.weights_seconds
+        way.append(way[-1] + crosses * cost.send_backward_seconds + inputs)
+    ending = costs[0].weights_seconds + costs[0].exposed_seconds
+    found = [arrival[-1] + costs[-1].forward_seconds + costs[-1].backward_seconds - costs[-1].weights_seconds + way[-1]]
+    found[0] += ending
+    for stages in worker_map.chunks:
+        first = min(stages)
+        own = [costs[stage] for stage in stages]
+        work = micro_batches * sum(cost.forward_seconds + cost.backward_seconds for cost in own)
+        found.append(arrival[first] + work + min(cost.exposed_seconds for cost in own))
+        later = micro_batches * sum(cost.weights_seconds for cost in own)
+        found.append(arrival[first] + work - later + way[first] + (ending if first else 0.0))
+    return max(found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """Costs as arrays of stages, and ``most``: the bytes that each worker has for stashes."""
+
+    worker_map: WorkerMap
+    times: tuple[Floats, Floats, Floats, Floats, Floats, Floats]
+    stash: Floats
+    most: Floats
+
+    @staticmethod
+    def of(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
+        names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
+        arrays = [np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names]
+        forward, backward, weights, send_forward, send_backward, exposed = arrays
+        stash = np.array([cost.stash_bytes for cost in costs], np.float64)
+        most = [
+            device_memory
+            - sum(costs[stage].fixed_bytes for stage in stages)
+            - max(costs[stage].working_bytes for stage in stages)
+            for stages in worker_map.chunks
+        ]
+        times = forward, backward, weights, send_forward, send_backward, exposed
+        return _Problem(worker_map, times, stash, np.array(most, np.float64) * (1 + 1e-12))
+
+    def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
+        """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
+        best = None
+        for name, schedule in schedules:
+            order = encode(schedule)
+            if (most_held(order, self.stash, order.worker_of) <= self.most).all():
+                seconds = step_seconds(order, *self.times)
+                if best is None or seconds < best[1]:
+                    best = name, seconds, schedule
+        return best
+
+    def improve(self, order: Order) -> float:
+        """Improve ``order`` in place by local search; return the seconds of its step."""
+        moves = min(_MOVES, int(_ACTIONS / order.size))
+        return float(move_actions(order, *self.times, self.stash, self.most, moves))
+
+
+def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:
+    """Yield the schedules that have a name and are for this worker map, with D where the memory needs one."""
+    for name in _names(worker_map, micro_batches, problem):
+        try:
+            if worker_map_of(name, worker_map.stages) == worker_map:
+                yield name, build_schedule(name, worker_map.stages, micro_batches)
+        except ScheduleError:  # a number of stages that the policy cannot divide
+            continue
+
+
+def _names(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[str]:
+    if worker_map.is_straight:
+        holds = (problem.most[problem.stash > 0] / problem.stash[problem.stash > 0]).tolist()
+        limit = int(min([micro_batches, *holds]))
+        yield "gpipe"
+        for name in _STRAIGHT:
+            yield name
+            if 1 <= limit < micro_batches:
+                yield f"{name}:D={limit}"
+    per_worker = max(map(len, worker_map.chunks))
+    for name, policy in CHUNKED.items():
+        if name == ZERO_BUBBLE_AUTO:
+            continue
+        yield f"{name}:{policy.option}={per_worker // policy.unit}" if policy.option else name
+
+
+def _list_schedules(
+    worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], most: Floats
+) -> Iterator[tuple[str, Schedule]]:
+    """Yield what list scheduling makes of several rules, each for all the memory and for the stashes of 1F1B."""
+    times = [
+        StageTimes(
+            cost.forward_seconds,
+            cost.backward_seconds,
+            cost.weights_seconds,
+            cost.send_forward_seconds,
+            cost.send_backward_seconds,
+            cost.stash_bytes,
+        )
+        for cost in costs
+    ]
+    workers = worker_map.workers
+    usual = [sum(costs[stage].stash_bytes for stage in stages) for stages in worker_map.chunks]
+    for factor, alternate, patience in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
+        held = [min(float(room), factor * workers * own) for room, own in zip(most, usual, strict=True)]
+        schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, patience))
+        if schedule is not None:
+            yield "", schedule

@@ -1,0 +1,207 @@
+"""List scheduling: each worker that is free runs the first action of a list of priorities that is ready.
+
+The method of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 4, for any worker map: backwards come first,
+then forwards as far as memory allows, and gradients of weights fill the time in which a worker would wait. It knows the
+seconds of each action and transfer, so it makes the order and its times together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graph_passes.schedules.schedule import Action, Kind, Schedule
+from graph_passes.schedules.worker_map import WorkerMap
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a micro-batch takes on a stage: seconds of its actions and transfers, and ``stash``, bytes (or any unit).
+
+    ``backward``: the whole, of which ``weights`` are gradients of weights. ``send_forward`` and ``send_backward``: both
+    directions of the boundary to the next stage; between stages on one worker nothing is sent.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    weights: float = 1.0
+    send_forward: float = 0.0
+    send_backward: float = 0.0
+    stash: float = 1.0
+
+    def seconds(self, kind: Kind) -> float:
+        """Return the seconds of an action of this kind."""
+        inputs = self.backward - self.weights
+        return {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}[kind]
+
+
+@dataclass(frozen=True)
+class ListRule:
+    """How a worker chooses among the actions that are ready.
+
+    ``split``: backwards are I and W, else B. ``most``: the most stash of each worker, in the unit of
+    ``StageTimes.stash``. ``alternate``: after a backward a worker first runs a forward, where one is ready.
+    ``patience``: the share of a W's seconds for which a worker rather waits for a result that is on its way.
+    """
+
+    split: bool
+    most: tuple[float, ...]
+    alternate: bool = False
+    patience: float = 0.0
+
+    @property
+    def backward(self) -> Kind:
+        """The kind of action that gives the gradients of a stage's inputs."""
+        return "I" if self.split else "B"
+
+
+def list_schedule(
+    worker_map: WorkerMap, micro_batches: int, times: Sequence[StageTimes], rule: ListRule
+) -> Schedule | None:
+    """Return the schedule that the rule gives; None where its limits leave an action that can never run.
+
+    ``times``: of each stage. The forwards and the backwards of a stage run in micro-batch order.
+    """
+    workers = [_Worker(stages, micro_batches, times, rule, w) for w, stages in enumerate(worker_map.chunks)]
+    worker_of, last = worker_map.worker_of, worker_map.stages - 1
+    channel_free: dict[tuple[int, int], float] = {}
+    events = [(0.0, w) for w in range(worker_map.workers)]
+    for m in range(micro_batches):
+        workers[worker_of[0]].receive(0.0, Action(0, "F", m))
+    while events:
+        now, w = heapq.heappop(events)
+        action = workers[w].choose(now)
+        if action is None:
+            continue
+        end = workers[w].run(action, now)
+        heapq.heappush(events, (end, w))
+        stage, m = action.stage, action.micro_batch
+        if action.kind == "W":
+            continue
+        step = 1 if action.kind == "F" else -1
+        target = stage + step
+        if action.kind == "F" and stage == last:
+            workers[w].receive(end, Action(stage, rule.backward, m))
+        if not 0 <= target <= last:
+            continue
+        arrival = end
+        if worker_of[target] != w:
+            boundary = times[min(stage, target)]
+            seconds = boundary.send_forward if step == 1 else boundary.send_backward
+            arrival = max(end, channel_free.get((stage, step), 0.0)) + seconds
+            channel_free[stage, step] = arrival
+        workers[worker_of[target]].receive(arrival, Action(target, "F" if step == 1 else rule.backward, m))
+        heapq.heappush(events, (arrival, worker_of[target]))
+    if any(len(worker.actions) < worker.count for worker in workers):
+        return None
+    return Schedule(tuple(tuple(worker.actions) for worker in workers))
+
+
+@dataclass
+class _Worker:
+    """The state of one worker: what it has run, and what it may run next."""
+
+    stages: Sequence[int]
+    micro_batches: int
+    times: Sequence[StageTimes]
+    rule: ListRule
+    index: int
+    actions: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = 0.0
+        self.held = 0.0
+        self.arrivals: list[tuple[float, Action]] = []  # a heap of what is ready from a time on
+        self.forwards: dict[int, deque[int]] = {stage: deque() for stage in reversed(self.stages)}
+        self.backwards: list[tuple[int, int]] = []  # a heap of (micro-batch, -stage)
+        self.weights: deque[tuple[int, int]] = deque()
+        self.ended: Counter[int] = Counter()  # stages of each micro-batch whose stash is free again
+        self.whole = sum(self.times[stage].stash for stage in self.stages)  # stash of a micro-batch on all stages
+        # Of each micro-batch in flight, the oldest first: the stash that it will still need, and what it holds.
+        self.in_flight: dict[int, tuple[float, float]] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of actions of a whole step."""
+        return len(self.stages) * self.micro_batches * (3 if self.rule.split else 2)
+
+    def receive(self, time: float, action: Action) -> None:
+        """Note that what ``action`` takes is there from ``time`` on."""
+        heapq.heappush(self.arrivals, (time, action))
+
+    def choose(self, now: float) -> Action | None:
+        """Return the action to start now; None where the worker is busy or waits."""
+        if now < self.free:
+            return None
+        while self.arrivals and self.arrivals[0][0] <= now:
+            _, action = heapq.heappop(self.arrivals)
+            if action.kind == "F":
+                self.forwards[action.stage].append(action.micro_batch)
+            else:
+                heapq.heappush(self.backwards, (action.micro_batch, -action.stage))
+        forward = next(
+            (
+                Action(stage, "F", waiting[0])
+                for stage, waiting in self.forwards.items()
+                if waiting and self._admits(stage, waiting[0])
+            ),
+            None,
+        )
+        turn = self.rule.alternate and bool(self.actions) and self.actions[-1].kind in ("B", "I")
+        if self.backwards and not (turn and forward):
+            m, negative = self.backwards[0]
+            return Action(-negative, self.rule.backward, m)
+        return forward or self._choose_weights(now)
+
+    def _choose_weights(self, now: float) -> Action | None:
+        """Return the oldest W, unless the worker rather waits for a result that is on its way."""
+        if not self.weights:
+            return None
+        stage, m = self.weights[0]
+        patience = self.rule.patience * self.times[stage].weights
+        if self.arrivals and self.arrivals[0][0] < now + patience:
+            return None
+        return Action(stage, "W", m)
+
+    def run(self, action: Action, now: float) -> float:
+        """Start an action that ``choose`` returned; return when it ends."""
+        self.actions.append(action)
+        stage, m = action.stage, action.micro_batch
+        if action.kind == "F":
+            self.forwards[stage].popleft()
+            rest, held = self.in_flight.get(m, (self.whole, 0.0))
+            self.in_flight[m] = rest - self.times[stage].stash, held + self.times[stage].stash
+            self.held += self.times[stage].stash
+        elif action.kind == "W":
+            self.weights.popleft()
+        else:
+            heapq.heappop(self.backwards)
+        if action.kind == "I":
+            self.weights.append((stage, m))
+        elif action.kind != "F":
+            rest, held = self.in_flight[m]
+            self.in_flight[m] = rest, held - self.times[stage].stash
+            self.held -= self.times[stage].stash
+            self.ended[m] += 1
+            if self.ended[m] == len(self.stages):
+                del self.in_flight[m]
+        self.free = now + self.times[stage].seconds(action.kind)
+        return self.free
+
+    def _admits(self, stage: int, m: int) -> bool:
+        """Return whether a forward may run: with it, the micro-batches in flight can still end one after the other.
+
+        Each needs memory for its later stages on this worker, and gives back all that it holds.
+        """
+        most, own = self.rule.most[self.index] * (1 + 1e-12), self.times[stage].stash
+        held = self.held + own
+        if len(self.stages) == 1 or held > most:
+            return held <= most
+        before = self.in_flight.get(m, (self.whole, 0.0))
+        for rest, kept in (self.in_flight | {m: (before[0] - own, before[1] + own)}).values():
+            if held + rest > most:
+                return False
+            held -= kept
+        return True

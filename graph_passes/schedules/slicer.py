@@ -1,0 +1,99 @@
+"""AutoPipe's Slicer: 1F1B whose first micro-batches run their forwards in two halves (AutoPipe, section III.C).
+
+The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. A half is a
+micro-batch of its own here, with half the samples. The backwards of both halves of a micro-batch follow each other, as
+one action would. Transfers do not block a stage here, so no half waits for the other one to be sent with it: what the
+paper avoids with that, a first half that blocks its stage because the next one is busy, does not occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check
+
+
+def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
+    """Return 1F1B (dapple-a) of ``micro_batches``, the first ``sliced`` of which are two halves each.
+
+    The schedule's micro-batches are those and the halves: ``micro_batches`` + ``sliced``, in the order of the samples.
+    Raises ScheduleError for a number of sliced micro-batches that the warm-up of stage 0 does not have.
+    """
+    warm_up = min(stages, micro_batches)
+    if not 0 <= sliced <= warm_up:
+        raise ScheduleError(
+            f"slice={sliced}: stage 0 runs {warm_up} micro-batches before its first backward, of which 0 to {warm_up} "
+            "can be sliced"
+        )
+    parts = [(2 * m, 2 * m + 1) if m < sliced else (m + sliced,) for m in range(micro_batches)]
+
+    def run(stage: int, kind: Kind, m: int) -> list[Action]:
+        return [Action(stage, kind, part) for part in parts[m]]
+
+    rows = []
+    for stage in range(stages):
+        ahead = min(stages - stage, micro_batches)
+        actions = [action for m in range(ahead) for action in run(stage, "F", m)]
+        for m in range(micro_batches):
+            actions += run(stage, "B", m)
+            actions += run(stage, "F", m + ahead) if m + ahead < micro_batches else []
+        rows.append(tuple(actions))
+    schedule = Schedule(tuple(rows))
+    check(schedule)
+    return schedule
+
+
+def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:
+    """Return the samples of each micro-batch of a sliced schedule; ``sizes``: before slicing.
+
+    Raises ScheduleError for a sliced micro-batch of a single sample.
+    """
+    found: list[int] = []
+    for m, size in enumerate(sizes):
+        if m < sliced and size < 2:
+            raise ScheduleError(
+                f"slice={sliced}: micro-batch {m} has {size} sample, which cannot be halved: use fewer micro-batches, "
+                "or slice fewer"
+            )
+        found += [size // 2, size - size // 2] if m < sliced else [size]
+    return tuple(found)
+
+
+def count_slices(forward: Sequence[float], backward: Sequence[float], send: float) -> int:
+    """Return how many micro-batches to slice (AutoPipe, Algorithm 2); 0 for two stages or one, which do not gain.
+
+    ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. The test is that of the prose:
+    the first unbroken micro-batch must start on stage 0 no later than it has to, so that the stage at which it is the
+    first forward behind a backward need not wait, and not before the second half of the last sliced one has ended. The
+    end of a half on a stage is that on the stage before and its own seconds; the algorithm as printed adds those of the
+    stage before.
+    """
+    stages = len(forward)
+    if stages <= 2:
+        return 0
+    starts = _starts_behind_first_backward(forward, backward, send)
+    ends = [[0.0, 0.0] for _ in range(stages + 1)]  # of both halves of the last sliced micro-batch on each stage
+    for sliced in range(1, stages):
+        for stage in range(stages - sliced + 1):
+            for half in (0, 1):
+                end = ends[stage][1 - half] + forward[stage] / 2
+                if stage > 0:
+                    end = max(end, ends[stage - 1][half] + forward[stage] / 2)
+                if stage + 1 < stages:
+                    end += send / 2
+                ends[stage][half] = max(end, ends[stage + 1][1 - half])
+        latest = starts[sliced - 1] - forward[0] - sum(f + send for f in forward[1 : stages - sliced])
+        if latest >= ends[0][1]:
+            return sliced
+    return stages - 1
+
+
+def _starts_behind_first_backward(forward: Sequence[float], backward: Sequence[float], send: float) -> list[float]:
+    """Return when each stage, the last one first, may start its first forward behind a backward."""
+    now = sum(f + send for f in forward[:-1]) / 2 + forward[-1] / 2
+    found = []
+    for stage in reversed(range(len(forward))):
+        now += backward[stage] + (send if stage else 0.0)
+        found.append(now)
+    return found

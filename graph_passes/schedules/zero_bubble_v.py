@@ -1,0 +1,44 @@
+"""ZB-V: no bubble at the memory of 1F1B, with two stages per worker in the shape of a V.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (V-ZB), and "Zero Bubble Pipeline Parallelism", 2023,
+section 6. Worker w of p has the stages w and 2 p - 1 - w. With stages whose F, I and W take equally long, and
+M >= 2 p - 1, no worker waits between its first and last action; each holds 2 p stashes, which is the stash of p
+micro-batches on all of its layers, as on the first worker of 1F1B.
+"""
+
+from __future__ import annotations
+
+from graph_passes.schedules.call_sequence import CallSequence
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from graph_passes.schedules.worker_map import WorkerMap
+
+
+def zero_bubble_v(workers: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with two stages each.
+
+    Of fewer than 2 p - 1 micro-batches the order is that of 2 p - 1, without those that are missing.
+    """
+    planned = max(micro_batches, 2 * workers - 1)
+    chunks = WorkerMap.waves(workers, 2).chunks
+    rows = tuple(_row(workers, worker, stages, planned) for worker, stages in enumerate(chunks))
+    schedule = Schedule(rows).first_micro_batches(micro_batches)
+    check(schedule)
+    return schedule
+
+
+def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:
+    """Return the actions of a worker with the stages ``down`` the V and ``up`` again, for M >= 2 p - 1."""
+    down, up = stages
+    after = workers - worker  # the workers from this one to the end of the V
+    later = micro_batches - workers  # forwards of ``up`` behind the first p
+    calls = CallSequence()
+    calls.repeat(2 * after - 1, (down, "F"))
+    calls.repeat(worker, (up, "F"), (down, "F"))
+    calls.repeat(after, (up, "F"), (up, "I"), (up, "W"))
+    whole: tuple[tuple[int, Kind], ...] = (down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W")
+    calls.repeat(later - after + 1, (down, "F"), *whole)
+    calls.repeat(after - 1, *whole)
+    calls.repeat(worker, (down, "I"), (up, "I"))
+    calls.repeat(after, (down, "I"), (down, "W"))
+    calls.other_weights()
+    return tuple(calls.actions)

@@ -1,0 +1,151 @@
+"""Steps of micro-batches of given sizes: by hand, and equal to the compiled engine where the sizes are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple_tf.errors import ScheduleError
+from dapple_tf.simulator.engine import encode
+from dapple_tf.simulator.execution import Execution, execute
+from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.memory import memory_over_time, peak_bytes
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.text import parse_schedule
+from tests.dapple_tf.simulator.builders import cost, make_cluster, make_plan, make_profile, runs
+
+PROFILE = make_profile((1, 2), (2, 4))
+PLAN = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batch_size=3, micro_batch_sizes=(1, 3))
+
+
+def test_a_step_of_one_and_three_samples_by_hand() -> None:
+    # Of one sample of four: F = 0.25 and 0.5, B = 0.5 and 1, transfers 0.5 + 2/4 = 1 s; of three: F = 0.75 and 1.5,
+    # B = 1.5 and 3, transfers 0.5 + 6/4 = 2 s. GPipe:
+    #   stage 0: F0 0  F1 0.25                                                      B0 6.75        B1 10.75
+    #   0 to 1:        0.25     1.25                             1 to 0: 5.75  8.75
+    #   stage 1:                F0 1.25  F1 3.25  B0 4.75  B1 5.75
+    timeline = simulate(PLAN, PROFILE, make_cluster())
+    assert {str(e.action): (e.start, e.end) for e in timeline.events} == {
+        "0F0": (0, 0.25),
+        "0F1": (0.25, 1),
+        "1F0": (1.25, 1.75),
+        "1F1": (3.25, 4.75),
+        "1B0": (4.75, 5.75),
+        "1B1": (5.75, 8.75),
+        "0B0": (6.75, 7.25),
+        "0B1": (10.75, 12.25),
+    }
+    assert [(t.source, t.micro_batch, t.start, t.end) for t in timeline.transfers] == [
+        (0, 0, 0.25, 1.25),
+        (0, 1, 1.25, 3.25),
+        (1, 0, 5.75, 6.75),
+        (1, 1, 8.75, 10.75),
+    ]
+    assert timeline.step_seconds == 12.25
+    assert timeline.utilisation == pytest.approx((3 / 12.25, 6 / 12.25))
+    assert timeline.bubble == pytest.approx(1 - 9 / 24.5)
+    assert timeline.speedup == pytest.approx(9 / 12.25)
+    # Weights, gradients and two slots of 10 bytes. A sample keeps 1.5 bytes; the working set is that of three samples:
+    # gradients of 2 bytes a sample going out and, at stage 1, as many coming in.
+    assert timeline.memory(0) == ((0, 0, 0.25, 7.25, 12.25), (46, 47.5, 52, 50.5, 46))
+    assert timeline.memory(1) == ((0, 1.25, 3.25, 5.75, 8.75), (52, 53.5, 58, 56.5, 52))
+    assert timeline.peak_memory_bytes == (52, 58)
+    assert [(s.forward_seconds, s.backward_seconds) for s in timeline.stages] == [(0.75, 1.5), (1.5, 3)]  # of three
+
+
+def test_allreduce_hides_behind_the_backward_of_the_last_micro_batch() -> None:
+    # Data parallel; the last of the given sizes is the size of the equal micro-batches.
+    plan = make_plan((0, 1, (0, 1)), micro_batch_size=4, micro_batch_sizes=(4, 2), global_batch_size=6, overlap=True)
+    sized = simulate(plan, PROFILE, make_cluster())
+    equal = simulate(
+        make_plan((0, 1, (0, 1)), micro_batch_size=2, global_batch_size=4, overlap=True), PROFILE, make_cluster()
+    )
+    assert sized.costs[0].exposed_seconds == equal.costs[0].exposed_seconds
+    assert sized.costs[0].forward_seconds == 2 * equal.costs[0].forward_seconds
+    # Of the first micro-batch, two samples more take (1 + 2 + 2 + 4) / 4 s each, on two devices.
+    assert sized.step_seconds == pytest.approx(equal.step_seconds + 2 * 9 / 4 / 2)
+
+
+def assert_equal(found: Execution, wanted: Execution) -> None:
+    for field in dataclasses.fields(Execution):
+        if field.name not in ("order", "costs", "of_micro_batches"):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(wanted, field.name), field.name)
+    assert found.step_seconds == wanted.step_seconds
+    assert found.busy_seconds == pytest.approx(wanted.busy_seconds)
+    assert peak_bytes(found) == peak_bytes(wanted)
+    for stage in range(found.stages):
+        for got, want in zip(memory_over_time(found, stage), memory_over_time(wanted, stage), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@given(runs())
+def test_equal_sizes_run_as_in_the_engine(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
+    schedule, costs = drawn
+    found = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
+    assert_equal(found, execute(encode(schedule), costs))
+
+
+@given(runs(), st.data())
+def test_a_worker_runs_one_action_at_a_time_for_its_own_seconds(
+    drawn: tuple[Schedule, tuple[StageCosts, ...]], data: st.DataObject
+) -> None:
+    schedule, costs = drawn
+    scales = [data.draw(st.integers(1, 4)) for _ in range(schedule.micro_batches)]
+    scaled = [[_scale(cost, scale) for cost in costs] for scale in scales]
+    done = execute_sizes(schedule, costs, scaled)
+    for actions in done.actions:
+        free = 0.0
+        for action in actions:
+            place, own = (action.stage, action.micro_batch), scaled[action.micro_batch][action.stage]
+            start, end, seconds = {
+                "F": (done.start_forward, done.end_forward, own.forward_seconds),
+                "B": (done.start_backward, done.end_backward, own.backward_seconds),
+                "I": (done.start_backward, done.end_backward, own.backward_seconds - own.weights_seconds),
+                "W": (done.start_weights, done.end_weights, own.weights_seconds),
+            }[action.kind]
+            assert start[place] >= free
+            assert end[place] == start[place] + seconds
+            free = end[place]
+    assert done.step_seconds <= execute_sizes(schedule, costs, [scaled[np.argmax(scales)]] * len(scales)).step_seconds
+
+
+def _scale(cost: StageCosts, factor: int) -> StageCosts:
+    return dataclasses.replace(
+        cost, **{f.name: factor * getattr(cost, f.name) for f in dataclasses.fields(cost) if "seconds" in f.name}
+    )
+
+
+def test_costs_of_another_schedule_are_refused() -> None:
+    schedule, costs = build_schedule("gpipe", 2, 2), [cost(1, 1)] * 2
+    for of_micro_batches in ([costs] * 3, [costs, costs[:1]]):
+        with pytest.raises(ScheduleError, match="the schedule has 2 stages x 2 micro-batches, but there are costs of"):
+            execute_sizes(schedule, costs, of_micro_batches)
+
+
+def test_a_deadlock_is_an_error() -> None:
+    first, second = build_schedule("gpipe", 2, 1).workers
+    with pytest.raises(ScheduleError, match="the schedule deadlocks"):
+        execute_sizes(Schedule((first, second[::-1])), [cost()] * 2, [[cost()] * 2])
+
+
+def test_stages_of_one_worker_send_nothing() -> None:
+    schedule = parse_schedule("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
+    costs = [[cost(1, 2, 5), cost(1, 2)], [cost(2, 4, 9), cost(2, 4)]]
+    assert execute_sizes(schedule, costs[1], costs).step_seconds == 18
+
+
+def test_a_simulated_plan_with_sizes_is_saved_as_any_other(tmp_path: Path) -> None:
+    timeline = simulate(PLAN, PROFILE, make_cluster())
+    timeline.save(tmp_path / "t.json")
+    rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {row["name"] for row in rows} >= {"0F0", "1B1"}
+    assert timeline.to_json()["step_seconds"] == 12.25
