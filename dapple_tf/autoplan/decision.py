@@ -26,7 +26,9 @@ class PlanDecision:
 
     def with_schedule(self, choice: ScheduleChoice) -> PlanDecision:
         """Return this decision with the schedule of ``choice`` in its plan."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, schedule=choice.actions), choice=choice)
+        return dataclasses.replace(
+            self, plan=dataclasses.replace(self.plan, schedule=choice.plan_schedule), choice=choice
+        )
 
     def with_recompute(self, recompute: bool | tuple[int, ...]) -> PlanDecision:
         """Return this decision with ``recompute`` in its plan, and no prediction if it was made for another."""

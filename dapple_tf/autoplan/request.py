@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.given_sizes import GivenSizes, are_counts, check_given_sizes, count_samples
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
-from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
+from dapple_tf.autoplan.slice_option import Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
@@ -69,7 +69,7 @@ class Request:
         check_batch_norm(self.batch_norm)
         check_slice(self.slice, self.schedule, self.micro_batches)
         if self.slice is not None and self.schedule == "auto":
-            object.__setattr__(self, "schedule", SLICED_SCHEDULES[1])  # what is sliced is no longer to be chosen
+            object.__setattr__(self, "schedule", "dapple-a")  # what is sliced is no longer to be chosen
         if self.jit_compile not in (None, True, False):
             raise PlanError(f"jit_compile={self.jit_compile!r}: give True, False, or None to follow the loss function")
         if self.sparse_gradients not in _SPARSE_GRADIENTS:

@@ -20,6 +20,7 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import (
+    STRAIGHT_ZERO_BUBBLE,
     abbreviate_schedule,
     build_schedule,
     count_micro_batches,
@@ -35,9 +36,8 @@ from profiler.units import format_bytes
 
 # A policy that holds more micro-batches must be faster by more than this share of the step, or it wastes memory.
 _MIN_GAIN = 1e-3
-# Schedules whose backwards are two calls, the one that holds least first. They must be faster by more than this share
-# of the step: two calls of a stage's functions take a little longer than one, which the cost model does not know.
-_SPLIT = ("zb-h1", "zb-h2")
+# Schedules whose backwards are two calls must be faster by more than this share of the step: two calls of a stage's
+# functions take a little longer than one, which the cost model does not know.
 _MIN_SPLIT_GAIN = 0.02
 
 
@@ -61,8 +61,8 @@ class ScheduleChoice:
     found: FoundOrder | None = None
 
     @property
-    def actions(self) -> str:
-        """The schedule as plans hold it: its name, or all actions of an order that was found."""
+    def plan_schedule(self) -> str:
+        """What a plan holds as its schedule: the name, or all actions of an order that was found."""
         return self.schedule if self.found is None else str(self.found.schedule)
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def choose_profiled_schedule(
     if len(stages) == 1:
         return choice
     size = problem.global_batch_size // choice.micro_batches
-    return _with_split_backward(choice, _costs_by_micro_batches(problem, stages, [size], _SPLIT[0]))
+    return _with_split_backward(choice, _costs_by_micro_batches(problem, stages, [size], STRAIGHT_ZERO_BUBBLE[0]))
 
 
 def with_found_order(
@@ -165,7 +165,7 @@ def _with_split_backward(choice: ScheduleChoice, costs: Mapping[int, Sequence[St
     """
     m = choice.micro_batches
     rows = stage_cost_arrays(costs[m])
-    tried = [fastest_schedule(rows, m, usable_bytes(choice.memory), policy) for policy in _SPLIT]
+    tried = [fastest_schedule(rows, m, usable_bytes(choice.memory), policy) for policy in STRAIGHT_ZERO_BUBBLE]
     seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
     found = None
     if any(entry.seconds < float("inf") for entry in tried):
@@ -220,4 +220,4 @@ def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, 
 def _compare(seconds: float, chosen: float) -> str:
     if not chosen or abs(seconds / chosen - 1) < _MIN_GAIN / 2:
         return "takes as long"
-    return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, but holds more'}"
+    return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, too little to be taken'}"

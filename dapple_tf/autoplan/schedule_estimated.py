@@ -54,7 +54,7 @@ def choose_estimated_schedule(
     *,
     ranks: bool = False,
 ) -> ScheduleChoice:
-    """Return policy and D for the stages and M of a plan, on the devices of ``cluster``.
+    """Return policy and D for the stages and M of a plan, on the devices of ``cluster``; of ``zb-auto`` the order.
 
     ``costs``: estimated, of one micro-batch over all replicas. ``shapes``: of forward's values for a micro-batch.
     ``slots``: values that the optimizer keeps per weight. ``ranks``: whether the devices are the processes of a job.
@@ -66,6 +66,7 @@ def choose_estimated_schedule(
     if largest * _AMPLE_MEMORY >= cluster.device_memory:
         stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks))
     if is_searched(planned.plan.schedule):
+        # W is estimated to take as long as F: half of a backward without re-computation.
         split = [dataclasses.replace(stage, weights_seconds=stage.forward_seconds) for stage in stages]
         policy = (planned.plan.schedule,)
         choice = choose_schedule({m: split}, cluster.device_memory, policies=policy, measured=False)

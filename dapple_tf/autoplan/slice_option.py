@@ -15,7 +15,7 @@ Slice = int | str | None
 """The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""
 
 SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
-"""The names of 1F1B, whose start-up the Slicer halves; "auto" is taken to be the first of the others."""
+"""The names of 1F1B, whose start-up the Slicer halves; "auto" means "dapple-a"."""
 
 _BACKWARD_OVER_FORWARD = 2.0  # of estimated seconds
 
@@ -42,12 +42,12 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
     runs before its first backward.
     """
     stages = len(plan.stages)
-    if stages <= 2:
+    if stages <= 2 and wanted != 0:
         warnings.warn(
             f"slice={wanted!r}: {stages} stage{'s are' if stages > 1 else ' is'} unsuited: with a start-up that short, "
             "halves cost more than they save (AutoPipe, section IV.B)",
             DappleWarning,
-            stacklevel=12,
+            stacklevel=12,  # the caller of the step, or of dapple.pipeline with an example batch
         )
     if wanted == "auto":
         forward = [sum(layers[s.first_layer : s.last_layer + 1]) / s.replicas for s in plan.stages]

@@ -31,7 +31,7 @@ class StageMemory:
     Between steps: ``weights`` that the stage owns; ``gradients``, the accumulated sums of several micro-batches (the
     gradients of a single one count in ``working``, and sparse ones in ``slices``); ``slots`` of the optimizer;
     ``copies`` of variables that other devices own or that forward writes. During a step: ``stashed``, the tensors
-    stashed of each micro-batch, of which at most ``in_flight`` (K_i) are in flight; ``waiting``, tensors received from
+    stashed of each micro-batch, of which at most ``in_flight`` are in flight; ``waiting``, tensors received from
     neighbours before they are used; ``transit``, messages that a rank sends and receives; ``working``, the peak of a
     function's other tensors, by kind of action; ``slices``, the sparse gradients of one micro-batch, which stay until
     the update; ``update``, the weight update, which runs when the others are freed, with all slices. ``in_step``: the

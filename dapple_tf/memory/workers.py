@@ -32,8 +32,8 @@ class WorkerMemory:
 def predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple[WorkerMemory, ...]:
     """Return the memory of one device of each worker; ``stages``: of each stage, under ``schedule``.
 
-    A worker runs one action at a time: beside what its stages hold of micro-batches then, the tensors of that action
-    count, and the messages of the stage that has the largest. Weights are updated when all actions have ended.
+    A worker runs one action at a time. Its memory then is what its stages hold of micro-batches, the tensors of that
+    action, and the largest messages (``transit``) of one of its stages. Weights are updated after all actions.
     """
     found = []
     for own, stashes in zip(schedule.worker_map.chunks, schedule.stashes, strict=True):

@@ -1,4 +1,4 @@
-"""Other cuts of a plan with several stages per device: all of them, or those one move away."""
+"""Other cuts of a plan with several stages per device: all of them, or those one or two moves away."""
 
 from __future__ import annotations
 

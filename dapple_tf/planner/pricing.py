@@ -16,9 +16,10 @@ from dapple_tf.simulator.engine import Order, early_backward_order, has_weights,
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import ZERO_BUBBLE, chunked_policy, is_searched, warm_up
+from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, is_searched, warm_up, worker_map_of
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
+STARTS_OF_SEARCH = (*STRAIGHT_ZERO_BUBBLE, "zb-v")  # which, beside its own order, stand for zb-auto in a planner
 _GPIPE = POLICIES.index("gpipe")
 
 
@@ -114,7 +115,7 @@ def _named_schedule_seconds(
     short = in_flight * costs.stash_bytes > room
     if short.any():
         limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
-        if schedule not in ZERO_BUBBLE or limit < 1:
+        if schedule not in STRAIGHT_ZERO_BUBBLE or limit < 1:
             return nothing
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
     return ScheduleSeconds(order_seconds(order, costs, splits=has_weights(order)), schedule)
@@ -123,14 +124,22 @@ def _named_schedule_seconds(
 def _searched_schedule_seconds(
     costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
 ) -> ScheduleSeconds:
-    """Return the seconds of the best schedule with a name on the worker map of ``zb-auto``: a search takes far longer.
+    """Return the seconds of the fastest of a few schedules on the worker map of ``zb-auto``.
 
-    What the search finds later for the chosen plan is never slower.
+    The search itself takes far longer. It starts from all of these, so what it finds for the chosen plan is no slower.
     """
-    chunks = chunked_policy(schedule)
-    names = {1: ("zb-h1", "zb-h2"), 2: ("zb-v",)}.get(chunks[1] if chunks else 1, ())
-    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name) for name in (schedule, *names)]
+    stages = len(costs.forward_seconds)
+    names = [schedule, *(name for name in STARTS_OF_SEARCH if _is_on_map_of(name, schedule, stages))]
+    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name) for name in names]
     return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
+
+
+def _is_on_map_of(name: str, schedule: str, stages: int) -> bool:
+    """Return whether two policies share the worker map of so many stages."""
+    try:
+        return worker_map_of(name, stages) == worker_map_of(schedule, stages)
+    except ScheduleError:  # a number of stages that a policy cannot divide
+        return False
 
 
 def order_seconds(order: Order, costs: StageCostArrays, *, splits: bool) -> float:

@@ -20,7 +20,7 @@ from graph_passes.schedules.schedule import Action, Kind, Schedule
 
 Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
 
-# An action in an int64: the stage above bit 34, the kind in bits 32 and 33, the micro-batch below.
+# An action in an int64: the stage from bit 34 on, the kind in bits 32 and 33, the micro-batch below.
 _FORWARD, _BACKWARD, _WEIGHTS, _INPUTS = 0, 1, 2, 3
 _KINDS: tuple[Kind, ...] = ("F", "B", "W", "I")
 _KIND_SHIFT, _STAGE_SHIFT = 32, 34
@@ -198,12 +198,12 @@ def _all_workers(workers: int, stages: int) -> Integers:
 
 
 @inlined
-def _waits_for(actions: Integers, head: Integers, worker: int, code: int, either: int) -> bool:
-    """Return whether ``code`` is the next action of ``worker``, with the bits ``either`` set in both.
+def _waits_for(actions: Integers, head: Integers, worker: int, code: int, ignored: int) -> bool:
+    """Return whether ``code`` is the next action of ``worker``, but for the bits ``ignored`` (of B and I).
 
     ``head``: see ``run``.
     """
-    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] | either == code | either)
+    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] | ignored == code | ignored)
 
 
 @compiled

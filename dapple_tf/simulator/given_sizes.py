@@ -1,6 +1,6 @@
 """Execute a schedule whose micro-batches have different sizes, each with its own seconds and bytes.
 
-Planners make micro-batches of equal sizes only, so this needs not be as fast as ``engine``: ``run_schedule`` gives the
+Planners make micro-batches of equal sizes only, so this need not be as fast as ``engine``: ``run_schedule`` gives the
 ends of all actions, from which all other times follow.
 """
 

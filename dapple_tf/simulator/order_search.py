@@ -22,7 +22,6 @@ from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_sche
 from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
 from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
 from profiler.units import format_seconds
 
 _STRAIGHT = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
@@ -36,7 +35,7 @@ class FoundOrder:
 
     ``seconds``: of the simulated step. ``bound``: seconds that no order on this worker map can be faster than.
     ``named``: the best schedule with a name on the same worker map that fits the memory, and its seconds; None where
-    none fits.
+    none fits. One of them is ``zb-auto`` as it is where nothing is known of the stages.
     """
 
     schedule: Schedule
@@ -62,7 +61,7 @@ def search_order(
 ) -> FoundOrder:
     """Return the best order found for stages with these costs; ``device_memory``: bytes.
 
-    All backwards are split: ``StageCosts.weights_seconds`` is the part that may run at any later time. Raises
+    Backwards may be whole or split: ``StageCosts.weights_seconds`` is the part that may run at any later time. Raises
     ScheduleError where not even one micro-batch at a time fits the memory, or the costs are of other stages.
     """
     if len(costs) != worker_map.stages:
@@ -175,8 +174,6 @@ def _names(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iter
                 yield f"{name}:D={limit}"
     per_worker = max(map(len, worker_map.chunks))
     for name, policy in CHUNKED.items():
-        if name == ZERO_BUBBLE_AUTO:
-            continue
         yield f"{name}:{policy.option}={per_worker // policy.unit}" if policy.option else name
 
 
@@ -197,8 +194,8 @@ def _list_schedules(
     ]
     workers = worker_map.workers
     usual = [sum(costs[stage].stash_bytes for stage in stages) for stages in worker_map.chunks]
-    for factor, alternate, patience in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
+    for factor, alternate, wait_share in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
         held = [min(float(room), factor * workers * own) for room, own in zip(most, usual, strict=True)]
-        schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, patience))
+        schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, wait_share))
         if schedule is not None:
             yield "", schedule

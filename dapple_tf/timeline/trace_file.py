@@ -16,7 +16,7 @@ from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfe
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, with_inputs_apart
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, read_old_splits
 from profiler.fields import Fields
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
@@ -68,7 +68,7 @@ def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
     events = tuple(map(_read_action, fields.each("actions", _ACTION)))
     if not events:
         raise TraceError(f"{where}.actions is empty: a step has at least one action")
-    actions = with_inputs_apart(event.action for event in events)
+    actions = read_old_splits(event.action for event in events)
     events = tuple(replace(event, action=action) for event, action in zip(events, actions, strict=True))
     known: dict[tuple[Action, int], int] = {}
     for index, event in enumerate(events):

@@ -10,7 +10,7 @@ from graph_passes.schedules.schedule import Action, Kind
 
 @dataclass
 class CallSequence:
-    """Collects ``actions``: each kind of action of a stage runs the micro-batches in order, B and I together."""
+    """Collects ``actions``: the n-th F of a stage is on micro-batch n, and so is its n-th B or I, counted together."""
 
     actions: list[Action] = field(default_factory=list)
     _ran: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -25,14 +25,14 @@ class CallSequence:
                 else:
                     self._append(stage, kind)
 
-    def oldest_weights(self) -> None:
+    def append_oldest_weights(self) -> None:
         """Append the W of the I that ran first among those whose W has not run."""
         self._append_weights(self._waiting[0])
 
-    def other_weights(self) -> None:
+    def append_remaining_weights(self) -> None:
         """Append all W that have not run, the oldest first."""
         while self._waiting:
-            self.oldest_weights()
+            self.append_oldest_weights()
 
     def _append(self, stage: int, kind: Kind) -> None:
         counted = stage, "forward" if kind == "F" else "backward"

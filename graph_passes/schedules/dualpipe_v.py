@@ -33,7 +33,7 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
 def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:
     """Return the actions of a worker with the stages ``down`` the V and ``up`` again, for M >= 2 p."""
     down, up = stages
-    after = workers - worker - 1  # the workers behind this one on the way to the end of the V
+    after = workers - worker - 1  # the workers behind this one, to the last, at which the V turns
     calls = CallSequence()
     calls.repeat(2 * after, (down, "F"))
     calls.repeat(worker + 1, (down, "F"), (up, "F"))
@@ -41,11 +41,10 @@ def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int)
     calls.repeat(micro_batches - 2 * workers + worker + 1, (down, "F"), (up, "B"), (up, "F"), (down, "B"))
     calls.repeat(after, (up, "B"), (up, "F"), (down, "B"))
     # The second half of these backwards leaves its weights for the end, where the worker would wait.
-    ending = [(stage, turn) for turn in range(worker + 1) for stage in (up, down)]
-    for index, (stage, _) in enumerate(ending):
+    for index, stage in enumerate([up, down] * (worker + 1)):
         calls.repeat(1, (stage, "I" if index > worker else "B"))
     for _ in range(after):
-        calls.oldest_weights()
+        calls.append_oldest_weights()
         calls.repeat(1, (down, "I"))
-    calls.other_weights()
+    calls.append_remaining_weights()
     return tuple(calls.actions)

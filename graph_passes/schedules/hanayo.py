@@ -8,8 +8,8 @@ idles for at most 4 (p - 1) of these units, where 1F1B, whose two stages per wor
 
 from __future__ import annotations
 
-from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
-from graph_passes.schedules.schedule import Schedule, check
+from graph_passes.schedules.list_schedule import ListRule, list_equal_stages
+from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -21,7 +21,4 @@ def hanayo(workers: int, waves: int, micro_batches: int) -> Schedule:
     """
     worker_map = WorkerMap.waves(workers, 2 * waves)
     rule = ListRule(split=False, most=((2 * waves + 1) * workers,) * workers, alternate=True)
-    schedule = list_schedule(worker_map, micro_batches, [StageTimes()] * worker_map.stages, rule)
-    assert schedule is not None, "the limit leaves room for every stage of one micro-batch"
-    check(schedule)
-    return schedule
+    return list_equal_stages(worker_map, micro_batches, rule)

@@ -1,8 +1,8 @@
 """List scheduling: each worker that is free runs the first action of a list of priorities that is ready.
 
 The method of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 4, for any worker map: backwards come first,
-then forwards as far as memory allows, and gradients of weights fill the time in which a worker would wait. It knows the
-seconds of each action and transfer, so it makes the order and its times together.
+then forwards as far as memory allows, and gradients of weights fill the time in which a worker would wait. The order is
+found by simulating the step with the seconds of each action and transfer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graph_passes.schedules.schedule import Action, Kind, Schedule
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check
 from graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -43,13 +44,13 @@ class ListRule:
 
     ``split``: backwards are I and W, else B. ``most``: the most stash of each worker, in the unit of
     ``StageTimes.stash``. ``alternate``: after a backward a worker first runs a forward, where one is ready.
-    ``patience``: the share of a W's seconds for which a worker rather waits for a result that is on its way.
+    ``wait_share``: the share of a W's seconds for which a worker rather waits for a result that is on its way.
     """
 
     split: bool
     most: tuple[float, ...]
     alternate: bool = False
-    patience: float = 0.0
+    wait_share: float = 0.0
 
     @property
     def backward(self) -> Kind:
@@ -97,6 +98,18 @@ def list_schedule(
     if any(len(worker.actions) < worker.count for worker in workers):
         return None
     return Schedule(tuple(tuple(worker.actions) for worker in workers))
+
+
+def list_equal_stages(worker_map: WorkerMap, micro_batches: int, rule: ListRule) -> Schedule:
+    """Return the schedule of stages that take equally long, with a backward twice as long as a forward.
+
+    The limits of the rule must leave room for one micro-batch on all stages of a worker.
+    """
+    schedule = list_schedule(worker_map, micro_batches, [StageTimes()] * worker_map.stages, rule)
+    if schedule is None:
+        raise ScheduleError(f"a worker has room for {min(rule.most):g} stashes, which is less than one micro-batch's")
+    check(schedule)
+    return schedule
 
 
 @dataclass
@@ -149,8 +162,8 @@ class _Worker:
             ),
             None,
         )
-        turn = self.rule.alternate and bool(self.actions) and self.actions[-1].kind in ("B", "I")
-        if self.backwards and not (turn and forward):
+        forward_next = self.rule.alternate and bool(self.actions) and self.actions[-1].kind in ("B", "I")
+        if self.backwards and not (forward_next and forward):
             m, negative = self.backwards[0]
             return Action(-negative, self.rule.backward, m)
         return forward or self._choose_weights(now)
@@ -160,8 +173,8 @@ class _Worker:
         if not self.weights:
             return None
         stage, m = self.weights[0]
-        patience = self.rule.patience * self.times[stage].weights
-        if self.arrivals and self.arrivals[0][0] < now + patience:
+        wait_share = self.rule.wait_share * self.times[stage].weights
+        if self.arrivals and self.arrivals[0][0] < now + wait_share:
             return None
         return Action(stage, "W", m)
 
@@ -193,7 +206,8 @@ class _Worker:
     def _admits(self, stage: int, m: int) -> bool:
         """Return whether a forward may run: with it, the micro-batches in flight can still end one after the other.
 
-        Each needs memory for its later stages on this worker, and gives back all that it holds.
+        This is the banker's algorithm. Each micro-batch needs memory for its later stages on this worker, and gives
+        back all that it holds.
         """
         most, own = self.rule.most[self.index] * (1 + 1e-12), self.times[stage].stash
         held = self.held + own

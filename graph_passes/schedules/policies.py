@@ -1,6 +1,7 @@
 """Schedules by name: a policy (with its option), a K_i for each stage, or the text of all actions.
 
-The name also says which stages share a worker: policies of ``CHUNKED`` give each worker several, the others one.
+The name also says which stages share a worker: policies of ``CHUNKED`` say how many each worker has, the others
+give it one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from graph_passes.schedules.zero_bubble import zero_bubble
 from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO, zero_bubble_auto
 from graph_passes.schedules.zero_bubble_v import zero_bubble_v
 
-ZERO_BUBBLE = ("zb-h1", "zb-h2")
-"""Policies whose schedules have weight gradients as actions of their own."""
+STRAIGHT_ZERO_BUBBLE = ("zb-h1", "zb-h2")
+"""Policies of one stage per worker whose schedules have weight gradients as actions of their own."""
 
 _MOST_CHUNKS = 1024  # stages of a worker
 _COUNT = rf"\d{{1,{LONGEST_NUMBER}}}"
@@ -35,7 +36,7 @@ _EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
 
 @dataclass(frozen=True)
 class ChunkedPolicy:
-    """A policy whose workers hold several stages each.
+    """A policy that says how many stages each worker holds.
 
     ``option``: the letter of the option that gives the number of stages per worker, in units of ``unit`` stages, and
     its ``default``; without a letter the number is always the same. ``build`` takes the number of workers, the option's
@@ -77,7 +78,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "interleaved-zb:v=2": "zero bubble with v stages per worker, looped",
         "zb-v": "zero bubble with two stages per worker, V-shaped, at the memory of dapple-a",
         "dualpipe-v": "forwards paired with backwards of other micro-batches, two stages per worker, V-shaped",
-        "zb-auto:v=1": "the fastest zero-bubble order found for the stages' seconds and the devices' memory",
+        "zb-auto:v=1": "the fastest order found for the stages' seconds and the devices' memory",
         "hanayo:w=1": "w waves over the workers and back: 2 w stages per worker",
         "K=3,2,1": "the warm-up of each stage",
         "0F0 0B0; 1F0 1B0": "the actions of each worker",
@@ -160,7 +161,7 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
         return None
     policy, limit = read_policy(name)
     warm = warm_up(policy, stages, micro_batches, limit)
-    return None if policy in ZERO_BUBBLE else warm
+    return None if policy in STRAIGHT_ZERO_BUBBLE else warm
 
 
 def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
@@ -235,7 +236,7 @@ def worker_map_of(name: str, stages: int) -> WorkerMap:
 def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
     """Return the policy of ``CHUNKED`` that ``name`` is, and its stages per worker; None for all other names.
 
-    Raises ScheduleError for an option that the policy does not have, or that is not between 1 and 1024.
+    Raises ScheduleError for an option that the policy does not have, or that gives a worker no stage or more than 1024.
     """
     match = _POLICY.fullmatch(name)
     if match is None or match[1] not in CHUNKED:
@@ -324,7 +325,7 @@ def splits_backward(name: str) -> bool:
     if is_text(name):
         return "W" in name
     policy = name.partition(":")[0]
-    return policy in ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
+    return policy in STRAIGHT_ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
 
 
 def stages_ending_split(name: str, stages: int, micro_batches: int) -> frozenset[int]:

@@ -126,7 +126,7 @@ def most_in_flight(kinds: Iterable[Kind]) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-def with_inputs_apart(actions: Iterable[Action]) -> tuple[Action, ...]:
+def read_old_splits(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the actions with I in place of each B that has a W of the same stage and micro-batch.
 
     Texts and traces of earlier versions write B for the half of backward that gives gradients of inputs.
@@ -151,7 +151,7 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
         for kind, result in _RESULT.items()
         if result == needed and 0 <= action.stage + offset < stages
     ]
-    return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))
+    return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))  # W needs its I: a whole B has no W
 
 
 def run_schedule(
@@ -168,7 +168,7 @@ def run_schedule(
     stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
     worker_of = schedule.worker_map.worker_of
     ended: dict[_Result, list[dict[int, float]]] = {result: [{} for _ in stages] for result in results}
-    arrived: dict[_Result, list[dict[int, float]]] = {result: [{} for _ in stages] for result in results}  # elsewhere
+    arrived: dict[_Result, list[dict[int, float]]] = {result: [{} for _ in stages] for result in results}
     channel_free = {result: [0.0 for _ in stages] for result in results}
     inputs: list[dict[Kind, list[dict[int, float]]]] = [
         {
@@ -206,10 +206,10 @@ def run_schedule(
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each worker runs F, and B or both I and W, of each micro-batch of its stages.
+    """Raise ScheduleError unless the schedule is complete, and runs to its end.
 
-    And unless each stage is on one worker, and the schedule runs to its end: for a deadlock the message has the worker
-    x step grid, in which the blocked actions are marked ``!``.
+    Each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. For a deadlock the message
+    has the worker x step grid, in which the blocked actions are marked ``!``.
     """
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")

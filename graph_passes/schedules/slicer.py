@@ -1,4 +1,4 @@
-"""AutoPipe's Slicer: 1F1B whose first micro-batches run their forwards in two halves (AutoPipe, section III.C).
+"""AutoPipe's Slicer: 1F1B whose first micro-batches are run as two halves (AutoPipe, section III.C).
 
 The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. A half is a
 micro-batch of its own here, with half the samples. The backwards of both halves of a micro-batch follow each other, as
@@ -63,11 +63,10 @@ def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:
 def count_slices(forward: Sequence[float], backward: Sequence[float], send: float) -> int:
     """Return how many micro-batches to slice (AutoPipe, Algorithm 2); 0 for two stages or one, which do not gain.
 
-    ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. The test is that of the prose:
-    the first unbroken micro-batch must start on stage 0 no later than it has to, so that the stage at which it is the
-    first forward behind a backward need not wait, and not before the second half of the last sliced one has ended. The
-    end of a half on a stage is that on the stage before and its own seconds; the algorithm as printed adds those of the
-    stage before.
+    ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. Slices are enough when the
+    first unsliced micro-batch can start on stage 0 after the second half of the last sliced one, and still reach the
+    stage on which it is the first forward behind a backward in time. (This follows the paper's text, not the printed
+    sign. The printed algorithm also adds the previous stage's seconds to the end of a half.)
     """
     stages = len(forward)
     if stages <= 2:

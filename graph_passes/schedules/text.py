@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, with_inputs_apart
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
 
 LONGEST_NUMBER = 9
 """Digits of a number in the text or name of a schedule."""
@@ -34,7 +34,7 @@ def parse_schedule(text: str) -> Schedule:
             if not match:
                 raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
             actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
-        workers.append(with_inputs_apart(actions))
+        workers.append(read_old_splits(actions))
     schedule = Schedule(tuple(workers))
     check(schedule)
     return schedule

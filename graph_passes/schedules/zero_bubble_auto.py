@@ -6,8 +6,8 @@ Parallelism", 2023, section 4), and the plan holds it as a text of all actions.
 
 from __future__ import annotations
 
-from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
-from graph_passes.schedules.schedule import Schedule, check
+from graph_passes.schedules.list_schedule import ListRule, list_equal_stages
+from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.worker_map import WorkerMap
 
 ZERO_BUBBLE_AUTO = "zb-auto"
@@ -21,7 +21,4 @@ def zero_bubble_auto(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """
     worker_map = WorkerMap.waves(workers, chunks)
     rule = ListRule(split=True, most=((2 * workers - 1) * chunks,) * workers)
-    schedule = list_schedule(worker_map, micro_batches, [StageTimes()] * worker_map.stages, rule)
-    assert schedule is not None, "the limit leaves room for every stage of one micro-batch"
-    check(schedule)
-    return schedule
+    return list_equal_stages(worker_map, micro_batches, rule)

@@ -29,16 +29,16 @@ def zero_bubble_v(workers: int, micro_batches: int) -> Schedule:
 def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:
     """Return the actions of a worker with the stages ``down`` the V and ``up`` again, for M >= 2 p - 1."""
     down, up = stages
-    after = workers - worker  # the workers from this one to the end of the V
+    onwards = workers - worker  # the workers from this one to the last, at which the V turns
     later = micro_batches - workers  # forwards of ``up`` behind the first p
     calls = CallSequence()
-    calls.repeat(2 * after - 1, (down, "F"))
+    calls.repeat(2 * onwards - 1, (down, "F"))
     calls.repeat(worker, (up, "F"), (down, "F"))
-    calls.repeat(after, (up, "F"), (up, "I"), (up, "W"))
+    calls.repeat(onwards, (up, "F"), (up, "I"), (up, "W"))
     whole: tuple[tuple[int, Kind], ...] = (down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W")
-    calls.repeat(later - after + 1, (down, "F"), *whole)
-    calls.repeat(after - 1, *whole)
+    calls.repeat(later - onwards + 1, (down, "F"), *whole)
+    calls.repeat(onwards - 1, *whole)
     calls.repeat(worker, (down, "I"), (up, "I"))
-    calls.repeat(after, (down, "I"), (down, "W"))
-    calls.other_weights()
+    calls.repeat(onwards, (down, "I"), (down, "W"))
+    calls.append_remaining_weights()
     return tuple(calls.actions)

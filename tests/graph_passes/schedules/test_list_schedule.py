@@ -53,11 +53,11 @@ def test_alternating_runs_a_forward_after_each_backward() -> None:
     ]
 
 
-@pytest.mark.parametrize(("patience", "order"), [(0.0, "0F0 0F1 0I0 0W0 0I1 0W1"), (1.0, "0F0 0F1 0I0 0I1 0W0 0W1")])
-def test_a_patient_worker_waits_for_what_is_on_its_way(patience: float, order: str) -> None:
+@pytest.mark.parametrize(("wait_share", "order"), [(0.0, "0F0 0F1 0I0 0W0 0I1 0W1"), (1.0, "0F0 0F1 0I0 0I1 0W0 0W1")])
+def test_a_patient_worker_waits_for_what_is_on_its_way(wait_share: float, order: str) -> None:
     """The gradients of micro-batch 1 arrive half a second after 0I0 has ended, and a W takes ten."""
     times = StageTimes(forward=1, backward=11, weights=10), StageTimes(0.5, 2, 1)
-    found = lines(WorkerMap.straight(2), 2, ListRule(True, UNLIMITED, patience=patience), *times)
+    found = lines(WorkerMap.straight(2), 2, ListRule(True, UNLIMITED, wait_share=wait_share), *times)
     assert found[0] == order
 
 

@@ -14,7 +14,7 @@ from graph_passes.schedules.policies import (
     stages_ending_split,
     truncate_schedule,
 )
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check, run_schedule, with_inputs_apart
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check, read_old_splits, run_schedule
 from graph_passes.schedules.text import parse_schedule
 from tests.graph_passes.builders import refused
 from tests.graph_passes.schedules.mixed import mixed
@@ -101,7 +101,7 @@ def test_b_beside_w_is_read_as_i() -> None:
 
 
 def test_actions_that_are_in_no_order_are_read_alike() -> None:
-    found = with_inputs_apart([Action(0, "W", 1), Action(0, "B", 0), Action(0, "B", 1), Action(1, "B", 1)])
+    found = read_old_splits([Action(0, "W", 1), Action(0, "B", 0), Action(0, "B", 1), Action(1, "B", 1)])
     assert list(map(str, found)) == ["0W1", "0B0", "0I1", "1B1"]
 
 
