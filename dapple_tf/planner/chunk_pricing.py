@@ -16,7 +16,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.pricing import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
-from dapple_tf.simulator.engine import has_weights, worker_peaks
+from dapple_tf.simulator.engine import worker_peaks
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost
@@ -166,10 +166,6 @@ class CutPricer:
     def _ordered(self) -> Ordered:
         return named_order(self.shape.schedule, self.shape.workers.stages, self.micro_batches)
 
-    @cached_property
-    def _splits(self) -> bool:
-        return has_weights(self._ordered.order)
-
     def costs(self, starts: Integers) -> StageCostArrays:
         """Return the costs of the stages."""
         return _stage_costs(self._blocks, self._links, starts)
@@ -186,7 +182,7 @@ class CutPricer:
             peak = float(self.peaks(costs).max())
             if peak > self._memory:
                 return Price(peak - self._memory, np.inf)
-        return Price(0.0, order_seconds(ordered.order, costs, splits=self._splits))
+        return Price(0.0, order_seconds(ordered.order, costs))
 
     def peaks(self, costs: StageCostArrays) -> Floats:
         """Return the most bytes that a device of each worker holds."""

@@ -12,7 +12,7 @@ from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import SearchResult
 from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_bytes, transfer_seconds, working_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.simulator.engine import Order, early_backward_order, has_weights, step_seconds, worker_peaks
+from dapple_tf.simulator.engine import Order, early_backward_order, step_seconds, worker_peaks
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
@@ -110,7 +110,7 @@ def _named_schedule_seconds(
     if len(order.actions) < len(costs.forward_seconds):
         peaks = worker_peaks(order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
         fits = (peaks <= memory_bytes).all()
-        return ScheduleSeconds(order_seconds(order, costs, splits=has_weights(order)), schedule) if fits else nothing
+        return ScheduleSeconds(order_seconds(order, costs), schedule) if fits else nothing
     room = memory_bytes - costs.fixed_bytes - costs.working_bytes
     short = in_flight * costs.stash_bytes > room
     if short.any():
@@ -118,7 +118,7 @@ def _named_schedule_seconds(
         if schedule not in STRAIGHT_ZERO_BUBBLE or limit < 1:
             return nothing
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
-    return ScheduleSeconds(order_seconds(order, costs, splits=has_weights(order)), schedule)
+    return ScheduleSeconds(order_seconds(order, costs), schedule)
 
 
 def _searched_schedule_seconds(
@@ -142,14 +142,11 @@ def _is_on_map_of(name: str, schedule: str, stages: int) -> bool:
         return False
 
 
-def order_seconds(order: Order, costs: StageCostArrays, *, splits: bool) -> float:
-    """Return the seconds of a step whose workers run their actions in this ``order``.
-
-    ``splits``: gradients of weights are actions of their own in it.
-    """
-    weights = costs.weights_seconds if splits else costs.weights_seconds[:0]
-    backward, send = costs.backward_seconds, costs.send_seconds
-    return float(step_seconds(order, costs.forward_seconds, backward, weights, send, send, costs.exposed_seconds))
+def order_seconds(order: Order, costs: StageCostArrays) -> float:
+    """Return the seconds of a step whose workers run their actions in this ``order``."""
+    forward, backward, weights = costs.forward_seconds, costs.backward_seconds, costs.weights_seconds
+    send = costs.send_seconds
+    return float(step_seconds(order, forward, backward, weights, send, send, costs.exposed_seconds))
 
 
 @compiled
