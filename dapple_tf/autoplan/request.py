@@ -13,7 +13,7 @@ from dapple_tf.autoplan.slice_option import Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
-from graph_passes.schedules.policies import check_schedule_name
+from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
 from profiler.cluster import Cluster
 
@@ -63,11 +63,13 @@ class Request:
             raise PlanError(f"stages={self.stages!r}: give a number, a list of layer names, or 'auto'")
         if self.given_sizes:
             self._check_sizes_fit()
+        if isinstance(self.stages, int) and self.stages > 0 and not self.schedule_is_auto:
+            self._check_stages_fit(self.stages)
         check_recompute(self.recompute)
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
         check_batch_norm(self.batch_norm)
-        check_slice(self.slice, self.schedule, self.micro_batches)
+        check_slice(self.slice, self.schedule, self.micro_batches, self.batch_loss)
         if self.slice is not None and self.schedule == "auto":
             object.__setattr__(self, "schedule", "dapple-a")  # what is sliced is no longer to be chosen
         if self.jit_compile not in (None, True, False):
@@ -83,7 +85,7 @@ class Request:
         given = self.micro_batches
         if isinstance(given, Sequence) and not isinstance(given, str):
             check_given_sizes(given)
-        elif type(given) is not int and given != "auto":
+        elif type(given) is not int and not (isinstance(given, str) and given == "auto"):
             raise PlanError(
                 f"micro_batches={given!r}: give a whole number, 'auto', or a list of the samples or shares of each "
                 "micro-batch"
@@ -102,6 +104,14 @@ class Request:
                     f"the schedule's text is for {found} micro-batches, but micro_batches={list(given)} are {count}: "
                     "give a size for each, or another schedule"
                 )
+
+    def _check_stages_fit(self, stages: int) -> None:
+        """Raise ScheduleError, or PlanError, where the schedule is not for these stages, M or workers."""
+        if not self.micro_batches_are_auto:
+            check_schedule(self.schedule, stages, self.count_micro_batches(0))
+        workers = worker_map_of(self.schedule, stages).workers
+        if self.replicas is not None:
+            check_worker_count(self.replicas, stages, workers)
 
     @property
     def stages_are_auto(self) -> bool:
@@ -152,6 +162,13 @@ class Request:
         if self.given_sizes:
             return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
         return samples // max(1, self.count_micro_batches(samples))
+
+
+def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> None:
+    """Raise PlanError unless there is a number of replicas for each worker."""
+    if len(replicas) != workers:
+        what = "stages" if workers == stages else f"workers for the {stages} stages"
+        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers}")
 
 
 def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None) -> None:

@@ -20,7 +20,7 @@ SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
 _BACKWARD_OVER_FORWARD = 2.0  # of estimated seconds
 
 
-def check_slice(wanted: Slice, schedule: str, micro_batches: object) -> None:
+def check_slice(wanted: Slice, schedule: str, micro_batches: object, batch_loss: object) -> None:
     """Raise PlanError unless ``slice`` is a number or "auto", and the other options leave 1F1B of a known M."""
     if wanted is None:
         return
@@ -31,8 +31,26 @@ def check_slice(wanted: Slice, schedule: str, micro_batches: object) -> None:
             f"slice={wanted!r} with schedule {schedule[:60]!r}: only the forwards of 1F1B ('dapple-a') are sliced; "
             "leave one of them out"
         )
+    if batch_loss is True:
+        raise PlanError(f"slice={wanted!r} with batch_loss=True, which needs schedule 'gpipe': leave one of them out")
     if micro_batches == "auto":
         raise PlanError(f"slice={wanted!r} with micro_batches='auto': give a number, of which some are sliced")
+
+
+def _fit_slices(count: int, sizes: Sequence[int], replicas: int) -> int:
+    """Return how many of ``count`` micro-batches can be sliced; warn where there are none.
+
+    ``sizes``: samples of each micro-batch; each half needs a sample for each of ``replicas``.
+    """
+    fitting = next((m for m, size in enumerate(sizes) if size // 2 < replicas), len(sizes))
+    if count and not fitting:
+        warnings.warn(
+            f"slice='auto': half of micro-batch 0, which has {sizes[0]} sample{'s' * (sizes[0] > 1)}, is too small for "
+            f"{replicas} replica{'s' * (replicas > 1)}: none is sliced",
+            DappleWarning,
+            stacklevel=13,  # as in slice_plan
+        )
+    return min(count, fitting)
 
 
 def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
@@ -49,19 +67,20 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
             DappleWarning,
             stacklevel=12,  # the caller of the step, or of dapple.pipeline with an example batch
         )
+    samples, m = plan.global_batch_size, plan.micro_batches
+    bounds = [micro_batch_bounds(samples, index, m, plan.sizes) for index in range(m)]
+    rows = [end - begin for begin, end in bounds]
     if wanted == "auto":
         forward = [sum(layers[s.first_layer : s.last_layer + 1]) / s.replicas for s in plan.stages]
         backward = [_BACKWARD_OVER_FORWARD * seconds for seconds in forward]
-        count = min(count_slices(forward, backward, 0.0), plan.micro_batches)
+        count = _fit_slices(count_slices(forward, backward, 0.0), rows, max(plan.replicas))
     else:
         count = int(wanted)
     if not count:
         return plan
-    samples, m = plan.global_batch_size, plan.micro_batches
-    bounds = (micro_batch_bounds(samples, index, m, plan.sizes) for index in range(m))
     try:
         schedule = sliced_1f1b(stages, m, count)
-        sizes = slice_sizes([end - begin for begin, end in bounds], count)
+        sizes = slice_sizes(rows, count)
     except ScheduleError as error:
         raise PlanError(str(error)) from error
     if min(sizes) < max(plan.replicas):

@@ -7,7 +7,7 @@ import itertools
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.recompute_option import choose_recompute
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.request import Request, check_worker_count
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
@@ -38,9 +38,7 @@ def plan_requested_stages(
     count = len(starts) + 1
     workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map_of(request.schedule, count)
     replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
-    if len(replicas) != workers.workers:
-        what = "stages" if workers.is_straight else f"workers for the {count} stages"
-        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers.workers}")
+    check_worker_count(replicas, count, workers.workers)
     if min(replicas) < 1:
         what = "stage" if workers.is_straight else "worker"
         raise PlanError(f"replicas={list(replicas)}: every {what} needs at least one device")

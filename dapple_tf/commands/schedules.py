@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("schedule", required=False)
-@click.option("--stages", type=click.IntRange(1, 4096), default=4, show_default=True, help="Stages in all.")
-@click.option("--micro-batches", type=click.IntRange(1, 65536), default=8, show_default=True, help="M.")
+@click.option("--stages", type=click.IntRange(1, 4096), help="Stages in all (default: 4, or those of the text).")
+@click.option("--micro-batches", type=click.IntRange(1, 65536), help="M (default: 8, or that of the text).")
 @click.option("--forward", type=click.IntRange(1), default=1, show_default=True, help="Units of time of a forward.")
 @click.option("--backward", type=click.IntRange(1), default=2, show_default=True, help="Of a backward.")
 @click.option("--weights", type=click.IntRange(1), default=1, show_default=True, help="Of its weight gradients (W).")
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def schedules(
     schedule: str | None,
-    stages: int,
-    micro_batches: int,
+    stages: int | None,
+    micro_batches: int | None,
     forward: int,
     backward: int,
     weights: int,
@@ -56,15 +56,15 @@ def schedules(
             print_result(f"{name:20}  {meaning}")
         return
     name = read_schedule(schedule)
+    given = parse_schedule(name) if is_text(name) else None
+    stages = stages or (len(given.stages) if given else 4)
+    micro_batches = micro_batches or (given.micro_batches if given else 8)
     searched = None
     if is_searched(name):
         searched = _search(name, stages, micro_batches, Units(forward, backward, weights), stashes)
     elif stashes is not None:
         raise ScheduleError(f"--stashes is for zb-auto, which searches within them; {name} holds what it holds")
-    if searched is not None:
-        found = searched.schedule
-    else:
-        found = parse_schedule(name) if is_text(name) else build_schedule(name, stages, micro_batches)
+    found = searched.schedule if searched is not None else build_schedule(name, stages, micro_batches)
     if found.split and weights >= backward:
         raise ScheduleError(f"--weights {weights} is part of --backward {backward}: it must be less")
     units = Units(forward, backward, weights)
@@ -100,7 +100,10 @@ def _search(name: str, stages: int, micro_batches: int, units: Units, stashes: i
         raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")
     check_schedule(name, stages, micro_batches)
     workers = worker_map_of(name, stages)
-    most = (2 * workers.workers - 1) * len(workers.chunks[0]) if stashes is None else stashes
+    chunks = len(workers.chunks[0])
+    most = (2 * workers.workers - 1) * chunks if stashes is None else stashes
+    if most < chunks:
+        raise ScheduleError(f"--stashes {most}: a worker with {chunks} stages needs {chunks} for one micro-batch")
     return search_order(workers, micro_batches, [_cost(units)] * stages, float(most))
 
 

@@ -198,7 +198,7 @@ def predict_plan(
     bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
     note = ""
     if is_searched(candidate.schedule):
-        found = search_plan_order(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+        found = search_plan_order(problem, bare)
         bare, note = with_order(bare, found), str(found)
     if sizes is not None:
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)

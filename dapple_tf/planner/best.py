@@ -22,6 +22,8 @@ from dapple_tf.planner.pricing import simulate_found_plans
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster
+from dapple_tf.planner.searched_order import plan_searched
+from graph_passes.schedules.policies import is_searched
 
 # The work of one search: labels times what may follow them, plans returned, and simulated events.
 _SEARCH_STEPS = 24_000_000
@@ -43,6 +45,8 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     with one, under interleaved 1F1B. Any other schedule says itself which stages share devices. Raises PlanError for
     ``chunks`` below 2.
     """
+    if is_searched(problem.schedule):
+        return plan_searched(problem, plan_best)
     if problem.shares_devices:
         return plan_chunked(problem)
     if min(chunks, default=2) < 2:

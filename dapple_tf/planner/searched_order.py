@@ -1,26 +1,68 @@
-"""The order of a plan whose schedule is ``zb-auto``: searched for with the plan's costs, and written out."""
+"""Plans whose schedule is ``zb-auto``: their order is searched for with their costs, and written out."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+from dapple_tf.errors import ScheduleError
 from dapple_tf.plan import Plan
+from dapple_tf.planner.chunk_search import plan_chunked
+from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order_search import FoundOrder, search_order
-from graph_passes.schedules.policies import worker_map_of
-from profiler.cluster import Cluster
-from profiler.profile import Profile
+from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, worker_map_of
+
+# Schedules with a name under which stages are cut, by stages per device: a search for each cut would take too long.
+_STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
+_SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the stand-ins
 
 
-def search_plan_order(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> FoundOrder:
+def plan_searched(
+    problem: PlanningProblem, plan: Callable[[PlanningProblem], PlannerResult | None]
+) -> PlannerResult | None:
+    """Return the fastest of the stages that ``plan`` and planner "gpipe" find, each under its best order found.
+
+    The stages are those of a few schedules with a name on the same worker map. None if nothing fits the memory.
+    """
+    chunked = chunked_policy(problem.schedule)
+    names = _STAND_INS.get(chunked[1] if chunked else 1, (problem.schedule,))
+    known: list[Candidate] = []
+    for name in names:
+        stand_in = dataclasses.replace(problem, schedule=name)
+        searched = plan_chunked(problem) if name == problem.schedule else plan(stand_in)
+        for result in (plan_gpipe(stand_in), searched):
+            known += [] if result is None else [result.chosen, *result.runners_up]
+    fastest: dict[object, Candidate] = {}
+    for candidate in sorted(known, key=lambda c: c.seconds):
+        fastest.setdefault((candidate.stages, candidate.micro_batch_size), candidate)
+    found = []
+    for candidate in list(fastest.values())[:_SEARCHED]:
+        wanted = dataclasses.replace(candidate, schedule=problem.schedule)
+        bare = problem.make_plan(wanted.stages, wanted.micro_batch_size, wanted.schedule, wanted.origin)
+        try:
+            order = search_plan_order(problem, bare)
+        except ScheduleError:  # no order fits the memory
+            continue
+        found.append(dataclasses.replace(wanted, seconds=order.seconds))
+    ranked = sorted(found, key=lambda c: (c.seconds, len(c.stages), c.device_count))
+    by_origin: dict[str, Candidate] = {}
+    for candidate in ranked[1:]:
+        if candidate.origin != ranked[0].origin:
+            by_origin.setdefault(candidate.origin, candidate)
+    return PlannerResult(ranked[0], tuple(by_origin.values())) if ranked else None
+
+
+def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:
     """Return the best order found for the stages of ``plan``, within the memory of the cluster's devices.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight. Raises ScheduleError where no order fits.
+    Raises ScheduleError where no order fits.
     """
-    costs = stage_costs(plan, profile, cluster, optimizer_slots=optimizer_slots)
+    costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     workers = worker_map_of(plan.schedule, len(plan.stages))
-    return search_order(workers, plan.micro_batches, costs, usable_bytes(cluster.device_memory))
+    return search_order(workers, plan.micro_batches, costs, usable_bytes(problem.cluster.device_memory))
 
 
 def with_order(plan: Plan, found: FoundOrder) -> Plan:

@@ -53,7 +53,7 @@ class FoundOrder:
     @property
     def distance(self) -> float:
         """How much longer the step is than ``bound``, as a fraction of it."""
-        return self.seconds / self.bound - 1 if self.bound else 0.0
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
 def search_order(

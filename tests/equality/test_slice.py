@@ -77,6 +77,7 @@ def test_two_stages_are_told_to_be_unsuited() -> None:
         ({"slice": -1}, "slice=-1: give the number of micro-batches to slice, or 'auto'"),
         ({"slice": True}, "slice=True: give the number"),
         ({"slice": "all"}, "slice='all': give the number"),
+        ({"slice": 1, "batch_loss": True}, "slice=1 with batch_loss=True, which needs schedule 'gpipe'"),
         ({"slice": 1, "schedule": "gpipe"}, "slice=1 with schedule 'gpipe': only the forwards of 1F1B"),
         ({"slice": 1, "micro_batches": "auto"}, "slice=1 with micro_batches='auto': give a number"),
         ({"slice": 1, "stages": "auto"}, "slice=1 with stages='auto': give a number, or the layers"),
@@ -92,6 +93,11 @@ def test_what_cannot_be_sliced_is_refused(options: dict[str, Any], said: str) ->
     with pytest.raises(PlanError) as error:
         built(**options)
     assert said in str(error.value)
+
+
+def test_samples_that_cannot_be_halved_are_not_sliced_by_auto() -> None:
+    with pytest.warns(DappleWarning, match="slice='auto': half of micro-batch 0, which has 1 sample, is too small"):
+        assert built(micro_batches=9, slice="auto").plan.schedule == "dapple-a"
 
 
 def test_a_plan_is_not_sliced_again() -> None:

@@ -147,7 +147,7 @@ def test_an_impossible_optionsis_refused(options: dict[str, Any], message: str) 
         ({"schedule": "K=3,2,1"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
         ({"schedule": "K=9,1"}, "K_0 = 9 is not between 1 and M = 8"),
         ({"schedule": "gpipe:D=2"}, "gpipe holds all M=8 micro-batches, but D=2"),
-        ({"schedule": "0F0 0B0"}, "the schedule's text is for 1 stages, but there are 2"),
+        ({"schedule": "0F0 0B0"}, "the schedule's text is for 1 stages x 1 micro-batches, but there are 2"),
         ({"schedule": "K=3,2,1", "micro_batches": "auto"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
         ({"schedule": "K=0,1", "micro_batches": "auto"}, "K_0 = 0 is not between 1 and M = 16"),
         ({"schedule": "0F0 0B0", "micro_batches": "auto"}, "the schedule's text is for 1 stages, but there are 2"),
