@@ -5,6 +5,7 @@ The reference takes the costs of stages from ``exhaustive``, which are plain Pyt
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -37,6 +38,7 @@ NAMES = ["interleaved-1f1b:v=2", "interleaved-1f1b:v=3", "looped-bfs:v=2", "loop
 V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
 SPLIT = "0F0 2F0 2B0 2W0 0B0 0W0; 1F0 3F0 4F0 4B0 4W0 3B0 3W0 1B0 1W0"  # any map, backward in two parts
 EVEN = make_profile(*[(4.0, 8.0)] * 16)  # 1 + 2 s a sample and layer
+STASHING = make_profile(*[(4.0, 8.0, 0.0, 2.0, 1.0), (3.0, 7.0, 0.0, 3.0, 2.0)] * 6)
 
 
 def make(case: Case, schedule: str = "auto", **options: Any) -> PlanningProblem:
@@ -182,6 +184,23 @@ def test_a_searched_schedule_is_written_out_in_the_plan_and_no_slower_than_those
     assert timeline.note in str(timeline)
     for other in others:
         assert timeline.step_seconds <= planned(other)[1].step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("name", "other"), [("zb-auto", "zb-h1"), ("zb-auto", "zb-h2"), ("zb-auto:v=2", "zb-v")])
+def test_a_searched_plan_fits_and_is_no_slower_where_a_named_schedule_just_fits(name: str, other: str) -> None:
+    def planned(schedule: str, memory: float) -> Plan:
+        cluster = dataclasses.replace(make_cluster(2), device_memory=memory)
+        problem = make_problem(STASHING, cluster, global_batch_size=16, micro_batch_size=2, schedule=schedule)
+        return predict_plan(problem, run_planner(problem, "best").chosen, "best")[0]
+
+    def figures(plan: Plan) -> tuple[float, float]:
+        assert plan.predicted is not None
+        return plan.predicted["step_seconds"], max(plan.predicted["peak_memory_bytes"])
+
+    seconds, peak = figures(planned(other, 1e18))
+    found_seconds, found_peak = figures(planned(name, peak))
+    assert found_seconds <= seconds * (1 + 1e-12)
+    assert found_peak <= peak * (1 + 1e-9)
 
 
 # --- planner "best"
