@@ -274,7 +274,11 @@ def _may_wait(request: Request, plan: Plan | None) -> bool:
     if plan is not None:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         return schedule.warm_up[-1] == schedule.micro_batches
-    return request.schedule in ("auto", "gpipe") or request.micro_batches == 1 or len(request.given_sizes) == 1
+    return (
+        request.schedule.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
+        or request.micro_batches == 1
+        or len(request.given_sizes) == 1
+    )
 
 
 def _choose_by_estimate(

@@ -196,6 +196,11 @@ def test_other_options(options: Mapping[str, Any]) -> None:
     compare(PROBLEMS["nt_xent"](), batches(8, 8), **wanted).check(TOLERANCE["float64"])
 
 
+def test_auto_sees_that_breadth_first_runs_all_forwards_before_a_backward() -> None:
+    options: dict[str, Any] = {"stages": ["tower_1", "tower_2"], "micro_batches": 3, "schedule": "looped-bfs:v=3"}
+    compare(labelled(dice), batches(7, 6), batch_loss="auto", **options).check(TOLERANCE["float64"])
+
+
 def step_of(name: str, **options: Any) -> Any:
     made = PROBLEMS[name]()
     return dapple.pipeline(made.loss_fn, optimizer=adam(), stages=2, micro_batches=2, **options)
