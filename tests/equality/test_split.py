@@ -292,7 +292,7 @@ def test_side_effects_of_a_custom_gradient_happen_once_and_in_order() -> None:
     assert found["zb-h1"] == found[in_order] == found["gpipe"]
 
 
-def test_an_invalid_order_is_refused_at_once_and_one_of_another_shape_at_the_first_batch() -> None:
+def test_an_invalid_order_is_refused_at_once_and_one_of_another_shape_when_the_stages_are_known() -> None:
     for text, said in (
         ("0F0 0X0", "'0X0' is not an action"),
         ("0B0 0F0", "the schedule deadlocks"),
@@ -301,8 +301,11 @@ def test_an_invalid_order_is_refused_at_once_and_one_of_another_shape_at_the_fir
     ):
         with refused(ScheduleError, said):
             dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=2, micro_batches=1, schedule=text)
-    step = dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=2, micro_batches=4, schedule=BY_HAND)
-    with refused(ScheduleError, "the schedule's text is for 2 stages x 3 micro-batches, but there are 2 x 4"):
+    said = "the schedule's text is for 2 stages x 3 micro-batches, but there are 2 x 4"
+    with refused(ScheduleError, said):
+        dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=2, micro_batches=4, schedule=BY_HAND)
+    step = dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=["layer1"], micro_batches=4, schedule=BY_HAND)
+    with refused(ScheduleError, said):
         step(*data(8))
 
 
