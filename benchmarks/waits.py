@@ -60,7 +60,7 @@ def pause(tensor: Any, seconds: float, turn: Any, samples: int | None = None) ->
 
     def wait(value: Any) -> Any:
         with turn:
-            time.sleep(seconds * (len(value) / samples if samples else 1.0))
+            time.sleep(seconds * (len(value) / samples if samples else 1.0))  # in place of computing: a device's work
         return value
 
     later = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)

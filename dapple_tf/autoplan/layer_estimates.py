@@ -10,6 +10,9 @@ from graph_passes.analysis.op_costs import flops
 from graph_passes.ir.graph import Graph, Node, Shape
 from profiler.peaks import CPU_CORE
 
+BACKWARD_OVER_FORWARD = 2.0
+"""Seconds of a backward, in those of its forward: a product for the gradients of inputs, one for those of weights."""
+
 
 @dataclass(frozen=True)
 class EstimatedCosts:

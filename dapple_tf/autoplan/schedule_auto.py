@@ -62,7 +62,7 @@ class ScheduleChoice:
 
     @property
     def plan_schedule(self) -> str:
-        """What a plan holds as its schedule: the name, or all actions of an order that was found."""
+        """The schedule as a plan states it: by name, or for an order that was found by all of its actions."""
         return self.schedule if self.found is None else str(self.found.schedule)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def with_found_order(
 ) -> ScheduleChoice:
     """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M."""
     workers = worker_map_of(choice.schedule, len(stages))
-    found = search_order(workers, choice.micro_batches, costs[choice.micro_batches], usable_bytes(choice.memory))
+    found = search_order(workers, choice.micro_batches, costs[choice.micro_batches], choice.memory)
     seconds = {**choice.seconds, choice.schedule: found.seconds}
     return dataclasses.replace(choice, seconds=seconds, found=found)
 
@@ -169,7 +169,7 @@ def _with_split_backward(choice: ScheduleChoice, costs: Mapping[int, Sequence[St
     seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
     found = None
     if any(entry.seconds < float("inf") for entry in tried):
-        found = search_order(WorkerMap.straight(len(costs[m])), m, costs[m], usable_bytes(choice.memory))
+        found = search_order(WorkerMap.straight(len(costs[m])), m, costs[m], choice.memory)
         seconds[ZERO_BUBBLE_AUTO] = found.seconds
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
     least = min(split.values(), default=float("inf"))

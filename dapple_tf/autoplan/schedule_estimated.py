@@ -12,7 +12,7 @@ from functools import partial
 
 import tensorflow as tf
 
-from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD, EstimatedCosts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
@@ -28,8 +28,6 @@ from profiler.cluster import Cluster, Link
 
 # Assumed between the servers of a job where no cluster is given: 10 Gbps Ethernet.
 _ETHERNET_10 = Link(bandwidth=1.25e9, latency=50e-6)
-# Backward over forward: one product for the gradients of inputs, one for those of weights.
-_BACKWARD_OVER_FORWARD = 2.0
 # Between processes a transfer takes longer while they compute than a link's figures say: among equally fast policies,
 # the one that hides transfers best comes first.
 _POLICIES_OF_RANKS = ("dapple-b", "dapple-a", "gpipe")
@@ -106,7 +104,7 @@ def _estimate_stage_costs(
         found.append(
             StageCosts(
                 forward_seconds=forward,
-                backward_seconds=_BACKWARD_OVER_FORWARD * forward + recomputed,
+                backward_seconds=BACKWARD_OVER_FORWARD * forward + recomputed,
                 send_forward_seconds=send,
                 send_backward_seconds=send,
                 allreduce_seconds=allreduce,

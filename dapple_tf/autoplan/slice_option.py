@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
+from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD
 from dapple_tf.errors import DappleWarning, PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from graph_passes.analysis.row_bounds import micro_batch_bounds
@@ -16,8 +17,6 @@ Slice = int | str | None
 
 SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
 """The names of 1F1B, whose start-up the Slicer halves; "auto" means "dapple-a"."""
-
-_BACKWARD_OVER_FORWARD = 2.0  # of estimated seconds
 
 
 def check_slice(wanted: Slice, schedule: str, micro_batches: object, batch_loss: object) -> None:
@@ -72,7 +71,7 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
     rows = [end - begin for begin, end in bounds]
     if wanted == "auto":
         forward = [sum(layers[s.first_layer : s.last_layer + 1]) / s.replicas for s in plan.stages]
-        backward = [_BACKWARD_OVER_FORWARD * seconds for seconds in forward]
+        backward = [BACKWARD_OVER_FORWARD * seconds for seconds in forward]
         count = _fit_slices(count_slices(forward, backward, 0.0), rows, max(plan.replicas))
     else:
         count = int(wanted)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapple_tf.memory.stash import Origin
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, run_schedule
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, of_kind, run_schedule
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def nominal_ends(schedule: Schedule) -> dict[Action, float]:
 
     Every stage takes 1 for a forward and 2 for a backward: 1 for each of its halves.
     """
-    units = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    ends = run_schedule(schedule, lambda action: units[action.kind])
+    ends = run_schedule(schedule, lambda action: of_kind(action.kind, 1.0, 2.0, 1.0))
     return {
         action: end
         for actions, worker_ends in zip(schedule.workers, ends, strict=True)

@@ -19,6 +19,7 @@ from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.pricing import simulate_found_plans
+from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster
@@ -186,20 +187,3 @@ def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(candidates, key=lambda c: c.seconds):
         by_replicas.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
     return list(by_replicas.values())[:_REFINED]
-
-
-def rank_candidates(candidates: Iterable[Candidate], unsearched: float) -> PlannerResult | None:
-    """Return the fastest candidate, and the fastest of every other origin as runners-up; None without candidates.
-
-    Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``unsearched``: the least
-    bound (seconds) of the plans that are not among the candidates.
-    """
-    ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
-    if not ranked:
-        return None
-    by_origin: dict[str, Candidate] = {}
-    for candidate in ranked[1:]:
-        if candidate.stages != ranked[0].stages:
-            by_origin.setdefault(candidate.origin, candidate)
-    proven = unsearched >= ranked[0].seconds * (1 - 1e-9)
-    return PlannerResult(ranked[0], tuple(by_origin.values()), proven_optimal=proven)

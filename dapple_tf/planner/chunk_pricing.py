@@ -62,7 +62,7 @@ class WorkerLinks(NamedTuple):
 
 
 class Price(NamedTuple):
-    """What cuts cost, by rising preference: bytes that the device with the least room lacks, then seconds of a step.
+    """The price of cuts: bytes that the device with the least room lacks, which decide, then seconds of a step.
 
     The seconds are infinite where memory is lacking.
     """
@@ -246,7 +246,11 @@ def _sums(costs: Floats) -> Floats:
 
 @compiled
 def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
-    """Return the costs of stages as ``simulator.costs.stage_costs`` does, from sums over blocks."""
+    """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
+
+    But with ``overlap`` every stage of a schedule that splits backwards is taken to end with W, which under
+    ``dualpipe-v`` not all do.
+    """
     stages, blocks = len(starts), len(b.working_bytes)
     rows = np.zeros((8, stages))
     costs = StageCostArrays(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7])

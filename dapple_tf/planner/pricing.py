@@ -16,10 +16,11 @@ from dapple_tf.simulator.engine import Order, early_backward_order, step_seconds
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, is_searched, warm_up, worker_map_of
+from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
-STARTS_OF_SEARCH = (*STRAIGHT_ZERO_BUBBLE, "zb-v")  # which, beside its own order, stand for zb-auto in a planner
+# Schedules that split backwards and have a name, by stages per device: one alone, or two in the shape of a V.
+_STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _GPIPE = POLICIES.index("gpipe")
 
 
@@ -128,18 +129,15 @@ def _searched_schedule_seconds(
 
     The search itself takes far longer. It starts from all of these, so what it finds for the chosen plan is no slower.
     """
-    stages = len(costs.forward_seconds)
-    names = [schedule, *(name for name in STARTS_OF_SEARCH if _is_on_map_of(name, schedule, stages))]
+    names = (schedule, *find_stand_ins(schedule))
     found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name) for name in names]
     return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
 
 
-def _is_on_map_of(name: str, schedule: str, stages: int) -> bool:
-    """Return whether two policies share the worker map of so many stages."""
-    try:
-        return worker_map_of(name, stages) == worker_map_of(schedule, stages)
-    except ScheduleError:  # a number of stages that a policy cannot divide
-        return False
+def find_stand_ins(schedule: str) -> tuple[str, ...]:
+    """Return the schedules for which planners cut stages in place of ``zb-auto``: those that place them alike."""
+    chunked = chunked_policy(schedule)
+    return _STAND_INS.get(chunked[1], ()) if chunked else ()
 
 
 def order_seconds(order: Order, costs: StageCostArrays) -> float:

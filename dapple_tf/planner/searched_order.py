@@ -10,13 +10,12 @@ from dapple_tf.plan import Plan
 from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.pricing import find_stand_ins
+from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.simulator.costs import stage_costs
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order_search import FoundOrder, search_order
-from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, worker_map_of
+from graph_passes.schedules.policies import worker_map_of
 
-# Schedules with a name under which stages are cut, by stages per device: a search for each cut would take too long.
-_STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the stand-ins
 
 
@@ -25,12 +24,11 @@ def plan_searched(
 ) -> PlannerResult | None:
     """Return the fastest of the stages that ``plan`` and planner "gpipe" find, each under its best order found.
 
-    The stages are those of a few schedules with a name on the same worker map. None if nothing fits the memory.
+    A search for each cut would take too long, so the stages are those of stand-ins (``find_stand_ins``), or without
+    one those of ``zb-auto`` as it is for equal stages. None if nothing fits the memory.
     """
-    chunked = chunked_policy(problem.schedule)
-    names = _STAND_INS.get(chunked[1] if chunked else 1, (problem.schedule,))
     known: list[Candidate] = []
-    for name in names:
+    for name in find_stand_ins(problem.schedule) or (problem.schedule,):
         stand_in = dataclasses.replace(problem, schedule=name)
         searched = plan_chunked(problem) if name == problem.schedule else plan(stand_in)
         for result in (plan_gpipe(stand_in), searched):
@@ -47,12 +45,7 @@ def plan_searched(
         except ScheduleError:  # no order fits the memory
             continue
         found.append(dataclasses.replace(wanted, seconds=order.seconds))
-    ranked = sorted(found, key=lambda c: (c.seconds, len(c.stages), c.device_count))
-    by_origin: dict[str, Candidate] = {}
-    for candidate in ranked[1:]:
-        if candidate.origin != ranked[0].origin:
-            by_origin.setdefault(candidate.origin, candidate)
-    return PlannerResult(ranked[0], tuple(by_origin.values())) if ranked else None
+    return rank_candidates(found)
 
 
 def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:
@@ -62,7 +55,7 @@ def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:
     """
     costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     workers = worker_map_of(plan.schedule, len(plan.stages))
-    return search_order(workers, plan.micro_batches, costs, usable_bytes(problem.cluster.device_memory))
+    return search_order(workers, plan.micro_batches, costs, problem.cluster.device_memory)
 
 
 def with_order(plan: Plan, found: FoundOrder) -> Plan:

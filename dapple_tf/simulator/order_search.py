@@ -17,6 +17,7 @@ import numpy as np
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.engine import Order, decode_order, encode, most_held, move_actions, step_seconds
+from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
 from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
@@ -52,7 +53,7 @@ class FoundOrder:
 
     @property
     def distance(self) -> float:
-        """How much longer the step is than ``bound``, as a fraction of it."""
+        """The step's seconds above ``bound``, as a fraction of that."""
         return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
@@ -128,13 +129,13 @@ class _Problem:
         forward, backward, weights, send_forward, send_backward, exposed = arrays
         stash = np.array([cost.stash_bytes for cost in costs], np.float64)
         most = [
-            device_memory
+            usable_bytes(device_memory)
             - sum(costs[stage].fixed_bytes for stage in stages)
             - max(costs[stage].working_bytes for stage in stages)
             for stages in worker_map.chunks
         ]
         times = forward, backward, weights, send_forward, send_backward, exposed
-        return _Problem(worker_map, times, stash, np.array(most, np.float64) * (1 + 1e-12))
+        return _Problem(worker_map, times, stash, np.array(most, np.float64))
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""

@@ -13,8 +13,8 @@ all of it ends, after t_FB; with t_F = t_I and t_FB = t_F + t_B that is longer b
 from __future__ import annotations
 
 from graph_passes.schedules.call_sequence import CallSequence
-from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.worker_map import WorkerMap
+from graph_passes.schedules.schedule import Action, Schedule
+from graph_passes.schedules.v_shaped import v_shaped
 
 
 def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
@@ -22,12 +22,7 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
 
     Of fewer than 2 p micro-batches the order is that of 2 p, without those that are missing.
     """
-    planned = max(micro_batches, 2 * workers)
-    chunks = WorkerMap.waves(workers, 2).chunks
-    rows = tuple(_row(workers, worker, stages, planned) for worker, stages in enumerate(chunks))
-    schedule = Schedule(rows).first_micro_batches(micro_batches)
-    check(schedule)
-    return schedule
+    return v_shaped(workers, micro_batches, 2 * workers, _row)
 
 
 def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:

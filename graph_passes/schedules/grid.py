@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graph_passes.schedules.schedule import Action, Schedule, run_schedule
+from graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Units:
 
     def of(self, action: Action) -> int:
         """Return the units of ``action``."""
-        inputs = self.backward - self.weights
-        return {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}[action.kind]
+        return of_kind(action.kind, self.forward, self.backward, self.weights)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check, of_kind
 from graph_passes.schedules.worker_map import WorkerMap
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a micro-batch takes on a stage: seconds of its actions and transfers, and ``stash``, bytes (or any unit).
+    """Seconds of a micro-batch's actions and transfers on a stage, and its ``stash`` in bytes (or any unit).
 
     ``backward``: the whole, of which ``weights`` are gradients of weights. ``send_forward`` and ``send_backward``: both
     directions of the boundary to the next stage; between stages on one worker nothing is sent.
@@ -34,13 +34,12 @@ class StageTimes:
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of an action of this kind."""
-        inputs = self.backward - self.weights
-        return {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}[kind]
+        return of_kind(kind, self.forward, self.backward, self.weights)
 
 
 @dataclass(frozen=True)
 class ListRule:
-    """How a worker chooses among the actions that are ready.
+    """The priorities and limits by which a worker takes one of the actions that are ready.
 
     ``split``: backwards are I and W, else B. ``most``: the most stash of each worker, in the unit of
     ``StageTimes.stash``. ``alternate``: after a backward a worker first runs a forward, where one is ready.

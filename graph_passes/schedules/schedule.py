@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.worker_map import WorkerMap
+
+_Number = TypeVar("_Number", int, float)
 
 Kind = Literal["F", "B", "I", "W"]
 Call = Literal["forward", "backward", "inputs", "weights"]
@@ -124,6 +126,11 @@ def most_in_flight(kinds: Iterable[Kind]) -> int:
     """
     changes = ((kind == "F") - (kind in FREEING) for kind in kinds)
     return max(itertools.accumulate(changes), default=0)
+
+
+def of_kind(kind: Kind, forward: _Number, backward: _Number, weights: _Number) -> _Number:
+    """Return what an action of this kind takes, such as seconds; ``weights`` is the part of ``backward`` that W is."""
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
 
 def read_old_splits(actions: Iterable[Action]) -> tuple[Action, ...]:

@@ -9,8 +9,8 @@ micro-batches on all of its layers, as on the first worker of 1F1B.
 from __future__ import annotations
 
 from graph_passes.schedules.call_sequence import CallSequence
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check
-from graph_passes.schedules.worker_map import WorkerMap
+from graph_passes.schedules.schedule import Action, Kind, Schedule
+from graph_passes.schedules.v_shaped import v_shaped
 
 
 def zero_bubble_v(workers: int, micro_batches: int) -> Schedule:
@@ -18,12 +18,7 @@ def zero_bubble_v(workers: int, micro_batches: int) -> Schedule:
 
     Of fewer than 2 p - 1 micro-batches the order is that of 2 p - 1, without those that are missing.
     """
-    planned = max(micro_batches, 2 * workers - 1)
-    chunks = WorkerMap.waves(workers, 2).chunks
-    rows = tuple(_row(workers, worker, stages, planned) for worker, stages in enumerate(chunks))
-    schedule = Schedule(rows).first_micro_batches(micro_batches)
-    check(schedule)
-    return schedule
+    return v_shaped(workers, micro_batches, 2 * workers - 1, _row)
 
 
 def _row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:

@@ -103,7 +103,7 @@ def orders(draw: st.DrawFn, workers: WorkerMap, micro_batches: int) -> str:
 
 
 def _needed(action: Action, stages: int) -> set[Action]:
-    """What an action waits for, where all backwards are whole."""
+    """Return the actions that an action waits for, where all backwards are whole."""
     return {needed for needed in dependencies(action, stages) if needed.kind != "I"}
 
 

@@ -22,7 +22,7 @@ WORKERS = build_schedule(SCHEDULE, 4, MICRO_BATCHES).workers
 
 @pytest.fixture
 def ranks(launches: Launches) -> list[dict[str, Any]]:
-    """What two ranks found, of which the first runs stages 0 and 2, and the other 1 and 3."""
+    """Return the results of two ranks: the first runs stages 0 and 2, the other 1 and 3."""
     return launches.results("two ranks", "shared_devices")
 
 

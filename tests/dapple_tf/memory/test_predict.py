@@ -112,7 +112,7 @@ MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
 
 
 def test_whole_backwards_beside_split_ones_hold_the_same_tensors() -> None:
-    """What I passes to W is also there while B runs, so B needs that much less beside it."""
+    """A whole backward counts the tensors that I would carry to W as stashed, so its working set is smaller by them."""
     found = predict_dense(micro_batches=2, schedule=MIXED)
     split = predict_dense(micro_batches=2, schedule="zb-h1")
     whole = predict_dense(micro_batches=2)

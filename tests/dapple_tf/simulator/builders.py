@@ -43,7 +43,10 @@ def cost(
 
 
 def arrays(costs: Sequence[StageCosts], weights: bool = False) -> tuple[Any, ...]:
-    """What the kernels take after the order, exposed seconds last; ``weights``: whether the order has W."""
+    """Return the arguments of the compiled functions behind the order, exposed seconds last.
+
+    ``weights``: whether the order has W.
+    """
     names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
     found = {name: np.array([getattr(c, f"{name}_seconds") for c in costs]) for name in names}
     if not weights:
