@@ -128,8 +128,8 @@ def _cost(units: Units) -> StageCosts:
 
 def _draw(schedule: Schedule, units: Units, path: str) -> None:
     """Save a picture of ``schedule``, in which a unit of time is a second."""
-    from dapple_tf.simulator.engine import encode
     from dapple_tf.simulator.execution import execute
+    from dapple_tf.simulator.order import encode
     from dapple_tf.simulator.simulated_step import execution_events
     from dapple_tf.timeline.timeline import Timeline
 

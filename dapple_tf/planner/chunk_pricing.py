@@ -16,7 +16,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.pricing import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
-from dapple_tf.simulator.engine import worker_peaks
+from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost

@@ -12,8 +12,10 @@ from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import SearchResult
 from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_bytes, transfer_seconds, working_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.simulator.engine import Order, early_backward_order, step_seconds, worker_peaks
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.simulator.order import Order, early_backward_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, is_searched, warm_up

@@ -10,7 +10,8 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.engine import Order, decode_order, has_weights, run
+from dapple_tf.simulator.engine import run
+from dapple_tf.simulator.order import Order, decode_order, has_weights
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action
 
@@ -19,8 +20,8 @@ from graph_passes.schedules.schedule import Action
 class Execution:
     """Starts and ends of forwards, backwards, and transfers in both directions: arrays [S, M], seconds.
 
-    Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see
-    ``engine``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own, and their
+    Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see the
+    module ``order``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own, and their
     arrays have size 0 where none are. The AllReduce of a stage runs for ``exposed_seconds`` after its last gradients.
     ``of_micro_batches``: for each micro-batch the costs of each stage, where micro-batches differ in size.
     """
@@ -102,7 +103,7 @@ class Execution:
 
 
 def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
-    """Run ``order`` (see ``engine.encode``) on stages with these costs.
+    """Run ``order`` (see ``order.encode``) on stages with these costs.
 
     Raises ScheduleError for an order that deadlocks, or that has another number of stages.
     """

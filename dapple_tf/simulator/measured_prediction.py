@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.recording import BY_TIMES, Prediction

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.simulator.compiled import Integers
-from dapple_tf.simulator.engine import Order, early_backward_order, encode, interleaved_order, most_held
+from dapple_tf.simulator.held_stash import count_in_flight
+from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
 from graph_passes.schedules.policies import (
     CHUNKED,
     build_schedule,
@@ -20,7 +21,7 @@ from graph_passes.schedules.policies import (
 
 
 class Ordered(NamedTuple):
-    """An order (see ``engine``), and the most micro-batches in flight on each stage."""
+    """An order (see ``order``), and the most micro-batches in flight on each stage."""
 
     order: Order
     in_flight: Integers
@@ -39,7 +40,7 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
         check_schedule(name, stages, micro_batches)
         workers = worker_map_of(name, stages).workers
         order = interleaved_order(workers, stages // workers, micro_batches)
-        return Ordered(order, most_held(order, np.ones(stages), np.arange(stages)).astype(np.int64))
+        return Ordered(order, count_in_flight(order))
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
         schedule = build_schedule(name, stages, micro_batches)

@@ -16,8 +16,11 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.engine import Order, decode_order, encode, most_held, move_actions, step_seconds
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.order import Order, decode_order, encode
+from dapple_tf.simulator.order_moves import move_actions
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
 from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
@@ -139,10 +142,10 @@ class _Problem:
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
-        best = None
+        best, nothing = None, np.zeros(len(self.stash))  # ``most`` is what the stages' other bytes leave
         for name, schedule in schedules:
             order = encode(schedule)
-            if (most_held(order, self.stash, order.worker_of) <= self.most).all():
+            if (worker_peaks(order, nothing, self.stash, nothing) <= self.most).all():
                 seconds = step_seconds(order, *self.times)
                 if best is None or seconds < best[1]:
                     best = name, seconds, schedule

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.worker_map import WorkerMap
@@ -161,15 +161,31 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))  # W needs its I: a whole B has no W
 
 
+class ActionTimes(NamedTuple):
+    """When an action ran, and when its result travelled to the stage that takes it; equal where nothing is sent."""
+
+    start: float
+    end: float
+    sent: float
+    arrived: float
+
+
 def run_schedule(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Return when each action ends: ``ends[worker][i]`` is that of the worker's i-th action.
+    """Return when each action ends: ``ends[worker][i]`` is that of the worker's i-th action; see ``time_actions``."""
+    return tuple(tuple(times.end for times in row) for row in time_actions(schedule, seconds, send_seconds))
+
+
+def time_actions(
+    schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float]
+) -> tuple[tuple[ActionTimes, ...], ...]:
+    """Return the times of each action: ``times[worker][i]`` are those of the worker's i-th action.
 
     Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
     have arrived (see ``dependencies``). To a stage on another worker a result travels for ``send_seconds(action)`` of
     the action that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. On
-    the same worker it is there when it is made. A worker that has fewer ends than actions is blocked at the next one:
+    the same worker it is there when it is made. A worker that has fewer times than actions is blocked at the next one:
     the schedule deadlocks.
     """
     stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
@@ -190,26 +206,27 @@ def run_schedule(
         "gradients": [False] + [worker_of[s] != worker_of[s - 1] for s in stages[1:]],
         "weights": [False for _ in stages],
     }
-    ends: list[list[float]] = [[] for _ in schedule.workers]
+    times: list[list[ActionTimes]] = [[] for _ in schedule.workers]
     free = [0.0 for _ in schedule.workers]
     moved = True
     while moved:
         moved = False
         for worker, actions in enumerate(schedule.workers):
-            while len(ends[worker]) < len(actions):
-                action = actions[len(ends[worker])]
+            while len(times[worker]) < len(actions):
+                action = actions[len(times[worker])]
                 stage, result, m = action.stage, _RESULT[action.kind], action.micro_batch
                 start = max([free[worker], *[known.get(m, math.inf) for known in inputs[stage][action.kind]]])
                 if start == math.inf:
                     break
                 free[worker] = end = start + seconds(action)
-                ends[worker].append(end)
-                ended[result][stage][m] = arrived[result][stage][m] = end
+                begin = arrival = end
                 if sent[result][stage]:
-                    channel_free[result][stage] = max(end, channel_free[result][stage]) + send_seconds(action)
-                    arrived[result][stage][m] = channel_free[result][stage]
+                    begin = max(end, channel_free[result][stage])
+                    channel_free[result][stage] = arrival = begin + send_seconds(action)
+                ended[result][stage][m], arrived[result][stage][m] = end, arrival
+                times[worker].append(ActionTimes(start, end, begin, arrival))
                 moved = True
-    return tuple(map(tuple, ends))
+    return tuple(map(tuple, times))
 
 
 def check(schedule: Schedule) -> None:

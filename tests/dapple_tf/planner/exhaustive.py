@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.engine import Order, encode, step_seconds
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.order import Order, encode
 from graph_passes.schedules.policies import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile

@@ -23,7 +23,8 @@ from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
 from dapple_tf.planner.chunk_shapes import place_workers
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.simulator.engine import encode, step_seconds
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
 from graph_passes.schedules.schedule import Schedule, dependencies

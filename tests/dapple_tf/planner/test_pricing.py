@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.planner.pricing import POLICIES, StageCostArrays, fastest_schedule, policy_seconds, policy_warm_ups
-from dapple_tf.simulator.engine import encode, step_seconds
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.order import encode
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import early_backward, warm_up
 from tests.dapple_tf.planner.builders import figures

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dapple_tf.plan import Plan, StagePlan
-from dapple_tf.simulator.engine import Order, encode
 from dapple_tf.simulator.execution import Execution, execute
+from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.simulated_step import SimulatedStep, execution_events
 from dapple_tf.timeline.critical_path import Part, find_critical_path
 from dapple_tf.timeline.recording import plan_title

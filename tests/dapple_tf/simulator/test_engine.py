@@ -11,19 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.engine import (
-    decode_order,
-    early_backward_order,
-    encode,
-    has_weights,
-    interleaved_order,
-    most_held,
-    run,
-    step_seconds,
-    worker_peaks,
-)
+from dapple_tf.simulator.engine import run, step_seconds
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.held_stash import count_in_flight, worker_peaks
 from dapple_tf.simulator.memory import peak_bytes
+from dapple_tf.simulator.order import decode_order, early_backward_order, encode, has_weights, interleaved_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.interleaved import interleaved_1f1b
@@ -85,8 +77,9 @@ def test_compiled_and_plain_interleaved_orders_are_equal(workers: int, chunks: i
 @given(schedules())
 def test_the_most_that_stages_hold_is_counted_from_orders(schedule: Schedule) -> None:
     order, stages = encode(schedule), len(schedule.stages)
-    assert tuple(most_held(order, np.ones(stages), np.arange(stages))) == schedule.in_flight
-    assert tuple(most_held(order, np.ones(stages), order.worker_of)) == schedule.stashes
+    assert tuple(count_in_flight(order)) == schedule.in_flight
+    nothing = np.zeros(stages)
+    assert tuple(worker_peaks(order, nothing, np.ones(stages), nothing)) == schedule.stashes
 
 
 @given(runs(), st.lists(st.tuples(seconds, seconds, seconds), min_size=9, max_size=9))

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
+from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import build_schedule

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
+from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import warm_up
 from graph_passes.schedules.schedule import Schedule

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from dapple_tf.simulator.engine import encode
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Schedule

@@ -1,0 +1,123 @@
+"""Schedules as arrays of integers, for compiled code."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.simulator.compiled import Integers, compiled
+from graph_passes.schedules.schedule import Action, Kind, Schedule
+
+# An action in an int64: the stage from bit 34 on, the kind in bits 32 and 33, the micro-batch below.
+FORWARD, BACKWARD, WEIGHTS, INPUTS = 0, 1, 2, 3
+_KINDS: tuple[Kind, ...] = ("F", "B", "W", "I")
+KIND_SHIFT, STAGE_SHIFT = 32, 34
+MICRO_BATCH_MASK, KIND_MASK = (1 << KIND_SHIFT) - 1, 3
+NONE = -1  # behind the last action of a worker that has fewer than others
+
+
+class Order(NamedTuple):
+    """A schedule as arrays: the ``actions`` of each worker (see ``encode``), and the worker of each stage."""
+
+    actions: NDArray[np.int64]
+    worker_of: NDArray[np.int64]
+    micro_batches: int
+
+    @property
+    def size(self) -> int:
+        """The number of actions."""
+        return int(np.count_nonzero(self.actions != NONE))
+
+
+def encode(schedule: Schedule) -> Order:
+    """Return the order of a schedule."""
+    rows = [[_code(a.stage, _KINDS.index(a.kind), a.micro_batch) for a in actions] for actions in schedule.workers]
+    longest = max(map(len, rows))
+    actions = np.array([row + [NONE] * (longest - len(row)) for row in rows], np.int64)
+    return Order(actions, np.array(schedule.worker_map.worker_of, np.int64), schedule.micro_batches)
+
+
+def _code(stage: int, kind: int, micro_batch: int) -> int:
+    return (stage << STAGE_SHIFT) | (kind << KIND_SHIFT) | micro_batch
+
+
+def has_weights(order: Order) -> bool:
+    """Return whether weight gradients are actions of their own in an order."""
+    kinds = (order.actions >> KIND_SHIFT) & KIND_MASK
+    return bool(np.any((kinds == WEIGHTS) & (order.actions != NONE)))
+
+
+def decode(code: int) -> Action:
+    """Return the action that an entry of ``Order.actions`` stands for."""
+    return Action(code >> STAGE_SHIFT, _KINDS[(code >> KIND_SHIFT) & KIND_MASK], code & MICRO_BATCH_MASK)
+
+
+def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions of each worker."""
+    return tuple(
+        tuple(decode(code) for code in itertools.takewhile(lambda code: code != NONE, row))
+        for row in order.actions.tolist()
+    )
+
+
+@compiled
+def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
+    """Return the order of ``graph_passes.schedules.policies.early_backward`` (DAPPLE, section III.B), without checks.
+
+    A Numba version of that function; test_engine.py asserts that both return the same order.
+    K_i forwards (``warm_up``, each between 1 and M), then alternately one backward and one forward, then the remaining
+    backwards.
+    """
+    stages = warm_up.shape[0]
+    actions = np.empty((stages, 2 * micro_batches), np.int64)
+    for s in range(stages):
+        k, forward = warm_up[s], s << STAGE_SHIFT
+        backward = forward | (BACKWARD << KIND_SHIFT)
+        for m in range(k):
+            actions[s, m] = forward | m
+        place = k
+        for m in range(micro_batches):
+            actions[s, place] = backward | m
+            place += 1
+            if k + m < micro_batches:
+                actions[s, place] = forward | (k + m)
+                place += 1
+    return Order(actions, np.arange(stages), micro_batches)
+
+
+@compiled
+def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
+    """Return the order of ``graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
+
+    A Numba version of that function; test_engine.py asserts that both return the same order.
+    """
+    count = max(1, micro_batches // workers)
+    calls = chunks * micro_batches
+    forwards, backwards = np.empty(calls, np.int64), np.empty(calls, np.int64)  # of worker 0
+    place, largest = 0, 0
+    for group in range(count):
+        begin, end = micro_batches * group // count, micro_batches * (group + 1) // count
+        largest = max(largest, end - begin)
+        for chunk in range(chunks):
+            for m in range(begin, end):
+                forwards[place] = ((chunk * workers) << STAGE_SHIFT) | m
+                last = ((chunks - 1 - chunk) * workers) << STAGE_SHIFT
+                backwards[place] = last | (BACKWARD << KIND_SHIFT) | m
+                place += 1
+    actions = np.empty((workers, 2 * calls), np.int64)
+    for w in range(workers):
+        ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
+        own = w << STAGE_SHIFT
+        for i in range(ahead):
+            actions[w, i] = forwards[i] + own
+        place = ahead
+        for i in range(calls):
+            actions[w, place] = backwards[i] + own
+            place += 1
+            if ahead + i < calls:
+                actions[w, place] = forwards[ahead + i] + own
+                place += 1
+    return Order(actions, np.arange(workers * chunks) % workers, micro_batches)
