@@ -52,6 +52,7 @@ from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute, find_runs
 from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
+from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.share_statistics import ShareStatistics
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
@@ -308,6 +309,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
             model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, schedule.split, plan.sizes
         ),
         SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
+        *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
         CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take

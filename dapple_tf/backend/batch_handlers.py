@@ -98,6 +98,11 @@ def _cut_rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return outputs, []
 
 
+def _together(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    with tf.control_dependencies(inputs):
+        return [tf.identity(tensor) for tensor in inputs], []
+
+
 def _part(tensor: Any, axis: int, outer: int) -> Any:
     """Return ``tensor`` with ``axis`` as two axes, of which the first has the length ``outer``."""
     shape = tf.shape(tensor, tf.int64)
@@ -160,6 +165,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.SPLIT: _split,
         OpName.CONCAT: _concat,
         OpName.ADD: _add,
+        OpName.TOGETHER: _together,
         OpName.GATHER_ROWS: _gather_rows,
         OpName.CUT_ROWS: _cut_rows,
         OpName.MERGE: _merge,

@@ -84,8 +84,8 @@ def schedules(
         print_result(f"picture: {output}")
     if as_json:
         rows = [
-            {**dataclasses.asdict(worker), "actions": " ".join(map(str, actions))}
-            for worker, actions in zip(workers, found.workers, strict=True)
+            {**dataclasses.asdict(worker), "actions": actions}
+            for worker, actions in zip(workers, str(found).splitlines(), strict=True)
         ]
         click.echo(json.dumps({"schedule": str(found), "micro_batches": found.micro_batches, "workers": rows}))
 
@@ -128,12 +128,12 @@ def _cost(units: Units) -> StageCosts:
 
 def _draw(schedule: Schedule, units: Units, path: str) -> None:
     """Save a picture of ``schedule``, in which a unit of time is a second."""
-    from dapple_tf.simulator.execution import execute
-    from dapple_tf.simulator.order import encode
+    from dapple_tf.simulator.given_sizes import execute_sizes
     from dapple_tf.simulator.simulated_step import execution_events
     from dapple_tf.timeline.timeline import Timeline
 
-    execution = execute(encode(schedule), [_cost(units)] * len(schedule.stages))
+    costs = [_cost(units)] * len(schedule.stages)
+    execution = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
     places = [(stage, 0, f"worker {worker}") for stage, worker in enumerate(schedule.worker_map.worker_of)]
     step = execution_events(execution, places)
     Timeline(step.events, step.transfers, step.stage_events, title="one unit of time is one second").save(path)

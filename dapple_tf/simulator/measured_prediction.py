@@ -26,6 +26,8 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
     if sizes:
         of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
         execution = execute_sizes(schedule, measured.costs, [of_size[size] for size in sizes])
+    elif schedule.together:
+        execution = execute_sizes(schedule, measured.costs, [measured.costs] * schedule.micro_batches)
     else:
         execution = execute(encode(schedule), measured.costs)
     updates = [event for event in measured.stage_events if event.kind == "update"]

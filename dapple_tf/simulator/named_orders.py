@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.held_stash import count_in_flight
 from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
@@ -35,7 +36,10 @@ def is_interleaved(name: str) -> bool:
 
 @lru_cache(maxsize=128)
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
-    """Return the order of a schedule, which must not be written to. Raises ScheduleError for an unknown name."""
+    """Return the order of a schedule, which must not be written to.
+
+    Raises ScheduleError for an unknown name, and for a schedule in which results travel together.
+    """
     if is_interleaved(name):
         check_schedule(name, stages, micro_batches)
         workers = worker_map_of(name, stages).workers
@@ -44,6 +48,11 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
         schedule = build_schedule(name, stages, micro_batches)
+        if schedule.together:
+            raise ScheduleError(
+                f"planners do not price schedules in which results travel together ({min(schedule.together)}+): leave "
+                "out the '+'"
+            )
         return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
     held = np.array(warm, np.int64)
     return Ordered(early_backward_order(held, micro_batches), held)

@@ -33,7 +33,7 @@ class Order(NamedTuple):
 
 
 def encode(schedule: Schedule) -> Order:
-    """Return the order of a schedule."""
+    """Return the order of a schedule, without ``Schedule.together``."""
     rows = [[_code(a.stage, _KINDS.index(a.kind), a.micro_batch) for a in actions] for actions in schedule.workers]
     longest = max(map(len, rows))
     actions = np.array([row + [NONE] * (longest - len(row)) for row in rows], np.int64)

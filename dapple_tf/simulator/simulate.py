@@ -17,7 +17,7 @@ from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.policies import build_schedule, has_together
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -33,9 +33,10 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
-    if plan.sizes:
-        execution = _execute_sizes(plan, {size: costs_of(samples=size) for size in set(plan.sizes)})
-        one_device_seconds = sum(_one_device_seconds(profile, size) for size in plan.sizes)
+    if plan.sizes or has_together(plan.schedule):
+        sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
+        execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)})
+        one_device_seconds = sum(_one_device_seconds(profile, size) for size in sizes)
     else:
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
         execution = execute(order, costs_of())
@@ -44,13 +45,13 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
     return Timeline(title=plan_title(plan), simulation=step)
 
 
-def _execute_sizes(plan: Plan, costs: Mapping[int, Sequence[StageCosts]]) -> Execution:
-    """Return a step of micro-batches of the plan's given sizes; ``costs``: of each stage, by the samples."""
+def _execute_sizes(plan: Plan, sizes: Sequence[int], costs: Mapping[int, Sequence[StageCosts]]) -> Execution:
+    """Return a step of micro-batches of these sizes; ``costs``: of each stage, by the samples."""
     # AllReduce hides behind the backward of the last micro-batch; everything else is told for the largest.
-    pairs = zip(costs[plan.micro_batch_size], costs[plan.sizes[-1]], strict=True)
+    pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
     shown = [replace(largest, exposed_seconds=last.exposed_seconds) for largest, last in pairs]
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-    return execute_sizes(schedule, shown, [costs[size] for size in plan.sizes])
+    return execute_sizes(schedule, shown, [costs[size] for size in sizes])
 
 
 def _one_device_seconds(profile: Profile, samples: int) -> float:

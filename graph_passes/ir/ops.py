@@ -45,6 +45,7 @@ class OpName(StrEnum):
     SPLIT = "split"
     CONCAT = "concat"
     ADD = "add"
+    TOGETHER = "together"
     ACCUMULATE = "accumulate"
     GRADIENTS = "gradients"
     ALLREDUCE = "allreduce"
@@ -331,6 +332,14 @@ _TABLE = (
         Operands("for each tensor, its gradients from several replicas"),
         Operands("the sums"),
         (*_CALLED, _PIECES),
+    ),
+    Op(
+        OpName.TOGETHER,
+        "Pass on tensors that leave a stage for several micro-batches, the last of which is `micro_batch`, once all "
+        "are there: they travel together.",
+        Operands("the tensors"),
+        Operands("the same"),
+        _CALLED,
     ),
     Op(
         OpName.ACCUMULATE,

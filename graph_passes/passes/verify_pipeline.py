@@ -15,6 +15,7 @@ from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.order import call_name
+from graph_passes.passes.send_together import crossing, groups_together
 from graph_passes.schedules.schedule import Schedule
 
 
@@ -44,6 +45,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
         cycle = nx.find_cycle(edges)
         raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
     verify_order(graph, schedule)
+    verify_together(graph, schedule)
     verify_gradients(graph, edges)
     verify_sums(graph)
     verify_statistics(graph)
@@ -75,6 +77,31 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     for node in nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS):
         if node.name not in scheduled:
             raise GraphError(f"{node.name!r} is not in the schedule")
+
+
+def verify_together(graph: Graph, schedule: Schedule) -> None:
+    """Raise GraphError unless what travels together in the schedule reaches other stages through one node."""
+    groups = list(groups_together(schedule))
+    held = {(action.stage, action.kind == "F", action.micro_batch): str(action) for group in groups for action in group}
+    for node in graph.nodes:
+        for value in node.inputs:
+            producer = graph.node(value.node)
+            later = crossing(graph, node, value)
+            if later is None or producer.op == OpName.TOGETHER:
+                continue
+            action = held.get((producer.integer("stage"), later, producer.integer("micro_batch")))
+            if action is not None:
+                raise GraphError(
+                    f"{node.name!r} takes {producer.name!r}, which is to travel with another micro-batch's result: "
+                    f"{action} travels together in the schedule"
+                )
+    sent = {
+        (node.integer("stage"), tuple(sorted({graph.node(v.node).integer("micro_batch") for v in node.inputs})))
+        for node in nodes_of(graph, OpName.TOGETHER)
+    }
+    scheduled = {(group[0].stage, tuple(action.micro_batch for action in group)) for group in groups}
+    for stage, micro_batches in sorted(sent - scheduled):
+        raise GraphError(f"micro-batches {list(micro_batches)} of stage {stage} travel together, not in the schedule")
 
 
 def verify_copies(graph: Graph) -> None:

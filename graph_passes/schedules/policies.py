@@ -328,6 +328,11 @@ def splits_backward(name: str) -> bool:
     return policy in STRAIGHT_ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
 
 
+def has_together(name: str) -> bool:
+    """Return whether some results travel together (``Schedule.together``) in the valid schedule ``name``."""
+    return is_text(name) and "+" in name
+
+
 def stages_ending_split(name: str, stages: int, micro_batches: int) -> frozenset[int]:
     """Return the stages that run the weight gradients of the last micro-batch as an action of their own (W).
 

@@ -3,12 +3,14 @@
 A worker is the group of devices that run the same stages: one device, or r replicas. It has one stage or several
 (chunks of the model). An action prints as ``2F0`` (stage 2, forward, micro-batch 0). The backward of a stage and
 micro-batch is either one action, B, or two: I gives the gradients of the stage's inputs, and W those of its weights, at
-any later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Letters as in the DAPPLE paper: S stages, M
-micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
+any later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). ``2F0+ 2F1`` are two actions whose results travel
+together, once both are there (AutoPipe, section III.C). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i
+warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -64,12 +66,17 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each worker, in the order in which its devices run them."""
+    """The actions of each worker, in the order in which its devices run them.
+
+    ``together``: actions whose result travels to other stages with that of the worker's next action, which is the same
+    for the next micro-batch.
+    """
 
     workers: tuple[tuple[Action, ...], ...]
+    together: frozenset[Action] = frozenset()
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, actions)) for actions in self.workers)
+        return "\n".join(" ".join(f"{a}{'+' * (a in self.together)}" for a in actions) for actions in self.workers)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -112,7 +119,8 @@ class Schedule:
 
     def first_micro_batches(self, count: int) -> Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
-        return Schedule(tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers))
+        workers = tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers)
+        return Schedule(workers, frozenset(a for a in self.together if a.micro_batch + 1 < count))
 
 
 def _is_forward(action: Action) -> bool:
@@ -185,7 +193,8 @@ def time_actions(
     Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
     have arrived (see ``dependencies``). To a stage on another worker a result travels for ``send_seconds(action)`` of
     the action that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. On
-    the same worker it is there when it is made. A worker that has fewer times than actions is blocked at the next one:
+    the same worker it is there when it is made. Results that travel together leave when the last of them is made, and
+    are there when the last of them has arrived. A worker that has fewer times than actions is blocked at the next one:
     the schedule deadlocks.
     """
     stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
@@ -208,6 +217,7 @@ def time_actions(
     }
     times: list[list[ActionTimes]] = [[] for _ in schedule.workers]
     free = [0.0 for _ in schedule.workers]
+    held: list[list[Action]] = [[] for _ in schedule.workers]  # the last actions, whose results travel with the next
     moved = True
     while moved:
         moved = False
@@ -219,13 +229,20 @@ def time_actions(
                 if start == math.inf:
                     break
                 free[worker] = end = start + seconds(action)
+                ended[result][stage][m] = end
+                times[worker].append(ActionTimes(start, end, end, end))
+                held[worker].append(action)
+                moved = True
+                if action in schedule.together:
+                    continue
                 begin = arrival = end
                 if sent[result][stage]:
                     begin = max(end, channel_free[result][stage])
-                    channel_free[result][stage] = arrival = begin + send_seconds(action)
-                ended[result][stage][m], arrived[result][stage][m] = end, arrival
-                times[worker].append(ActionTimes(start, end, begin, arrival))
-                moved = True
+                    arrival = channel_free[result][stage] = begin + sum(map(send_seconds, held[worker]))
+                for i, travelling in enumerate(reversed(held[worker]), start=1):
+                    arrived[result][stage][travelling.micro_batch] = arrival
+                    times[worker][-i] = times[worker][-i]._replace(sent=begin, arrived=arrival)
+                held[worker].clear()
     return tuple(map(tuple, times))
 
 
@@ -241,6 +258,7 @@ def check(schedule: Schedule) -> None:
     micro_batches = len({action.micro_batch for action in schedule.stages[0] if action.kind == "F"})
     halves = any(action.kind in "IW" for actions in schedule.workers for action in actions)
     for worker, (stages, actions) in enumerate(zip(chunks, schedule.workers, strict=True)):
+        who = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker} (stages {list(stages)})"
         present = set(actions)
         expected = {Action(stage, "F", m) for stage in stages for m in range(micro_batches)}
         for forward in tuple(expected):
@@ -249,11 +267,17 @@ def check(schedule: Schedule) -> None:
             expected |= {inputs, weights} if not present.isdisjoint({inputs, weights}) else {whole}
         if present != expected or len(actions) != len(expected):
             different = heapq.nsmallest(_NAMED_ACTIONS, expected ^ present)
-            who = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker} (stages {list(stages)})"
             raise ScheduleError(
                 f"{who} must run F{', and B or both I and W,' if halves else ' and B'} of each micro-batch once; "
                 f"missing or unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
             )
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
+            partner = dataclasses.replace(action, micro_batch=action.micro_batch + 1)
+            if action in schedule.together and following != partner:
+                then = "nothing" if following is None else following
+                raise ScheduleError(
+                    f"the result of {action}+ travels with that of {partner}, so {who} must run that next, not {then}"
+                )
     heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
     if any(head < len(actions) for head, actions in zip(heads, schedule.workers, strict=True)):
         raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule, heads))

@@ -1,9 +1,9 @@
 """AutoPipe's Slicer: 1F1B whose first micro-batches are run as two halves (AutoPipe, section III.C).
 
 The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. A half is a
-micro-batch of its own here, with half the samples. The backwards of both halves of a micro-batch follow each other, as
-one action would. Transfers do not block a stage here, so no half waits for the other one to be sent with it: what the
-paper avoids with that, a first half that blocks its stage because the next one is busy, does not occur.
+micro-batch of its own here, with half the samples. The backward of a sliced micro-batch is one action: those of both
+halves follow each other, and their gradients travel together. The activations of both halves of a stage's last warm-up
+forward travel together too, for the next stage, whose warm-up is shorter, is busy when the first half is ready.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
     """Return 1F1B (dapple-a) of ``micro_batches``, the first ``sliced`` of which are two halves each.
 
     The schedule's micro-batches are those and the halves: ``micro_batches`` + ``sliced``, in the order of the samples.
+    Its ``together`` are the first halves whose results travel with those of the second ones.
     Raises ScheduleError for a number of sliced micro-batches that the warm-up of stage 0 does not have.
     """
     warm_up = min(stages, micro_batches)
@@ -32,14 +33,18 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
         return [Action(stage, kind, part) for part in parts[m]]
 
     rows = []
+    together = {Action(stage, "B", 2 * m) for stage in range(stages) for m in range(sliced)}
     for stage in range(stages):
         ahead = min(stages - stage, micro_batches)
+        next_ahead = min(stages - stage - 1, micro_batches)
+        if 0 < next_ahead < ahead <= sliced:
+            together.add(Action(stage, "F", 2 * (ahead - 1)))
         actions = [action for m in range(ahead) for action in run(stage, "F", m)]
         for m in range(micro_batches):
             actions += run(stage, "B", m)
             actions += run(stage, "F", m + ahead) if m + ahead < micro_batches else []
         rows.append(tuple(actions))
-    schedule = Schedule(tuple(rows))
+    schedule = Schedule(tuple(rows), frozenset(together))
     check(schedule)
     return schedule
 

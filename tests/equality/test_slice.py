@@ -38,6 +38,7 @@ def built(**options: Any) -> Any:
         (1, {}),
         (4, {}),
         ("auto", {}),
+        (3, {"replicas": (1, 2, 2, 1)}),
         (2, {"replicas": (2, 1, 1, 1), "recompute": True}),
         (2, {"micro_batches": [4, 3, 9]}),
     ],

@@ -22,6 +22,7 @@ from graph_passes.passes.order import Order
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.project import project
 from graph_passes.passes.rank_variables import rank_variables
+from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
 from graph_passes.passes.write_statistics import WriteStatistics
@@ -135,6 +136,7 @@ def passes_of(kind: Kind) -> list[Pass]:
     return [
         Microbatch(stages, kind.micro_batches, split=schedule.split),
         SplitConcat(kind.replicas, frozenset({"term"})),
+        *([SendTogether(schedule)] if schedule.together else []),
         CopyVariables(),
         Accumulate(),
         *([Overlap(1)] if kind.overlap else []),

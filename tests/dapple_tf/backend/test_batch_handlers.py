@@ -132,6 +132,12 @@ def test_add_of_no_gradients_is_zero() -> None:
     np.testing.assert_array_equal(zeros, np.zeros((2, 3), np.float32))
 
 
+def test_what_travels_together_is_passed_on_as_it_is() -> None:
+    first, second = run(OpName.TOGETHER, [1.0, 2.0], 3.0)
+    np.testing.assert_array_equal(first, [1, 2])
+    assert second == 3
+
+
 def test_the_seed_of_backward_is_the_share_in_the_dtype_of_the_loss() -> None:
     (seed,) = run(OpName.CAST, np.float64(0.25), outputs=(tensor("float16"),))
     assert (seed, seed.dtype) == (0.25, np.float16)

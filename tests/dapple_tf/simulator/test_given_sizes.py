@@ -15,6 +15,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
+from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -60,6 +61,37 @@ def test_a_step_of_one_and_three_samples_by_hand() -> None:
     assert timeline.memory(1) == ((0, 1.25, 3.25, 5.75, 8.75), (52, 53.5, 58, 56.5, 52))
     assert timeline.peak_memory_bytes == (52, 58)
     assert [(s.forward_seconds, s.backward_seconds) for s in timeline.stages] == [(0.75, 1.5), (1.5, 3)]  # of three
+
+
+def test_results_that_travel_together_by_hand() -> None:
+    # As above, but both forwards leave at 1 and arrive at 4; both backwards leave at 11.5 - 3 and arrive 3 s later.
+    schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
+    timeline = simulate(dataclasses.replace(PLAN, schedule=schedule), PROFILE, make_cluster())
+    assert {str(e.action): (e.start, e.end) for e in timeline.events if e.action.stage == 1} == {
+        "1F0": (4, 4.5),
+        "1F1": (4.5, 6),
+        "1B0": (6, 7),
+        "1B1": (7, 10),
+    }
+    assert [(t.source, t.micro_batch, t.start, t.end) for t in timeline.transfers] == [
+        (0, 0, 1, 4),
+        (0, 1, 1, 4),
+        (1, 0, 10, 13),
+        (1, 1, 10, 13),
+    ]
+
+
+def test_equal_sizes_may_travel_together() -> None:
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), micro_batch_size=2, micro_batches=2)
+    schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1"
+    timeline = simulate(dataclasses.replace(plan, schedule=schedule), PROFILE, make_cluster())
+    starts = {str(e.action): e.start for e in timeline.events}
+    assert (starts["0F1"], starts["1F0"]) == (0.5, 1 + 2 * 1.5)
+
+
+def test_planners_do_not_price_what_travels_together() -> None:
+    with pytest.raises(ScheduleError, match=r"planners do not price .* travel together \(0F0\+\): leave out the '\+'"):
+        named_order("0F0+ 0F1 0B0 0B1", 1, 2)
 
 
 def test_allreduce_hides_behind_the_backward_of_the_last_micro_batch() -> None:

@@ -21,6 +21,13 @@ def test_a_channel_sends_one_result_after_the_other() -> None:
     assert ends == ((1, 2, 3, 13, 14, 15), (5, 8, 11, 12, 13, 14))
 
 
+def test_results_travel_together_when_the_last_is_there() -> None:
+    # Forwards end at 1 and 2; both travel from 2 on, for 3 s each. Backwards end at 10 and 11, and travel from 11 on.
+    schedule = parse_schedule("0F0+ 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1B0+ 1B1 1F2 1B2")
+    ends = run_schedule(schedule, lambda action: 1, lambda action: 3 if action.kind == "F" else 0)
+    assert ends == ((1, 2, 3, 13, 14, 15), (9, 10, 11, 12, 13, 14))
+
+
 def test_weight_gradients_wait_for_the_backward_of_their_stage_only() -> None:
     schedule = parse_schedule("0F0 0I0 0W0; 1F0 1I0 1W0")
     ends = run_schedule(schedule, lambda action: {"F": 1, "I": 2, "W": 4}[action.kind])

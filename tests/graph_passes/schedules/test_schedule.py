@@ -347,6 +347,11 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
         ),
         ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
         ("0F0 0B0 0F1", "missing or unexpected: 0B1"),
+        (
+            "0F0+ 0B0 0F1 0B1",
+            "the result of 0F0+ travels with that of 0F1, so stage 0 must run that next, not 0B0",
+        ),
+        ("0F0 0F1 0B0 0B1+", "the result of 0B1+ travels with that of 0B2, so stage 0 must run that next, not nothing"),
     ],
 )
 def test_a_text_that_is_no_schedule_is_refused(text: str, said: str) -> None:
@@ -393,6 +398,16 @@ def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
     assert schedule == build_schedule("dapple-a", 2, 2)
     assert not splits_backward(text)
     assert warm_up_by_name(text, 2, 2) is None
+
+
+def test_a_text_may_say_what_travels_together() -> None:
+    text = "0F0+ 0F1 0I0+ 0B1 0W0\n1F0 1F1 1B0 1B1"
+    assert str(parse_schedule("0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1")) == "0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1"
+    with refused(ScheduleError, "the result of 0I0+ travels with that of 0I1, so stage 0 must run that next, not 0B1"):
+        parse_schedule(text)
+    halves = parse_schedule("0F0 0F1 0B0+ 0B1 0W0 0W1")  # as earlier versions wrote I
+    assert halves.together == {Action(0, "I", 0)}
+    assert parse_schedule("0F0+ 0F1 0F2 0B0 0B1 0B2").first_micro_batches(1).together == frozenset()
 
 
 def test_a_text_may_delay_the_gradients_of_weights() -> None:

@@ -1,0 +1,97 @@
+"""Results that travel together: one node between the calls of several micro-batches and the other stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_passes.errors import GraphError, ScheduleError
+from graph_passes.ir.text import parse_graph, print_graph
+from graph_passes.passes.send_together import SendTogether, groups_together
+from graph_passes.passes.verify_pipeline import verify_together
+from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.text import parse_schedule
+from tests.graph_passes.builders import assert_graph, graph, refused
+
+SCHEDULE = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
+
+# Stage 0 gives stage 1 a tensor, of which it keeps another one; the loss takes stage 1's forward.
+BOTH = "".join(
+    """
+    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[], float32[2])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0)
+    | {micro_batch=M, replica=0, stage=1} -> (float32[3])
+    %stage0/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:1, %stage1/replica0/mbM/backward:0)
+    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    """.replace("M", m)
+    for m in "01"
+)
+
+
+def test_activations_and_gradients_travel_together() -> None:
+    assert_graph(
+        SendTogether(SCHEDULE)(graph(BOTH)),
+        """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[], float32[2])
+        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[], float32[2])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
+        | {micro_batch=1, replica=0, stage=0} -> (float32[], float32[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)
+        | {micro_batch=0, replica=0, stage=1} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
+        | {micro_batch=0, replica=0, stage=1} -> (float32[3])
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[])
+        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[3])
+        %stage1/replica0/mb1/together_backward = together(%stage1/replica0/mb0/backward:0,
+        | %stage1/replica0/mb1/backward:0)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[3], float32[3])
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:1,
+        | %stage1/replica0/mb1/together_backward:0)
+        | {micro_batch=0, replica=0, stage=0} -> (float32[])
+        %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:1,
+        | %stage1/replica0/mb1/together_backward:1)
+        | {micro_batch=1, replica=0, stage=0} -> (float32[])
+        """,
+    )
+
+
+def test_gradients_of_the_first_stage_travel_nowhere() -> None:
+    schedule = parse_schedule("0F0 0F1 0B0+ 0B1; 1F0 1F1 1B0 1B1")
+    assert SendTogether(schedule)(graph(BOTH)) == graph(BOTH)
+
+
+def test_three_results_can_travel_together() -> None:
+    schedule = parse_schedule("0F0+ 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2")
+    assert list(groups_together(schedule)) == [(Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 2))]
+
+
+def test_a_schedule_of_another_shape_is_refused() -> None:
+    with refused(ScheduleError, "the schedule is for (2, 2) stages and micro-batches, the graph has (2, 1)"):
+        SendTogether(SCHEDULE)(graph(BOTH[: len(BOTH) // 2]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "%stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)",
+            "%stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)",
+            "'stage1/replica0/mb0/forward' takes 'stage0/replica0/mb0/forward', which is to travel with another",
+        ),
+        (
+            "together(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb1/backward:0)",
+            "together(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:0)",
+            "micro-batches [0] of stage 1 travel together, not in the schedule",
+        ),
+    ],
+)
+def test_what_does_not_travel_together_is_refused(old: str, new: str, said: str) -> None:
+    whole = SendTogether(SCHEDULE)(graph(BOTH))
+    verify_together(whole, SCHEDULE)
+    damaged = print_graph(whole).replace(old, new)
+    assert damaged != print_graph(whole)
+    with refused(GraphError, said):
+        verify_together(parse_graph(damaged), SCHEDULE)
