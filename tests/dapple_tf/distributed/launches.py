@@ -37,7 +37,7 @@ QUICK_CASES: Mapping[int, Sequence[str]] = {
         *("1:1 float64", "DP 2 float64", "embedding, zb-h1", "sums written by replicas"),
         *("batch norm, sync, DP", "loss scaling", "interleaved", "given sizes"),
     ),
-    3: (*("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1"),),
+    3: (*("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1", "sliced"),),
 }
 # Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
 HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1", "interleaved"), 3: QUICK_CASES[3]}

@@ -480,6 +480,8 @@ CASES: dict[str, Case] = {
     "loss scaling": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 1), unused=OUTER),
     "given sizes": Case(Chain(skips={3: 0}), batches((11, 11, 7)), layout(1, 1, micro_batches=[2, 3, 6])),
     "given sizes, 2:1": Case(Chain(), batches((11, 11, 7)), layout(2, 1, micro_batches=[0.2, 0.2, 0.6])),
+    "sliced": Case(Chain(skips={3: 0}), batches((12, 11, 7)), layout(1, 1, 1, micro_batches=4, slice=2)),
+    "sliced, 1:2:1": Case(Chain(), batches((16, 13, 5)), layout(1, 2, 1, micro_batches=3, slice=3)),
     "loss scaling, 2:1": Case(Chain(tied={3: 0}, make_optimizer=loss_scaling), overflowing, layout(2, 1), unused=OUTER),
     "loss scaling, 1:2:1": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(1, 2, 1), unused=OUTER),
     "loss scaling, DP 2": Case(Chain(make_optimizer=loss_scaling), overflowing, layout(2), unused=OUTER),
