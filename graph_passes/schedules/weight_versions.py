@@ -1,0 +1,111 @@
+"""The version of a stage's weights that each forward and backward of an asynchronous window uses.
+
+Version v of a stage's weights is what it has after v of its updates in the window; version 0 is what the window begins
+with. With *weight stashing* a backward uses the version that its forward used (PipeDream, section 3.3), so a replica
+keeps several versions at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.window import Window
+
+WeightPolicy = Literal["stash", "vertical-sync", "2bw", "latest"]
+"""The weights of a forward and its backward.
+
+``stash``: the newest ones at the forward. ``vertical-sync``: the version that stage 0 had when the minibatch entered.
+``2bw``: those before the update of the previous minibatch, so that two versions are enough. ``latest``: the newest ones
+at the forward, and the newest ones at the backward, which then is not the gradient of any loss.
+"""
+
+POLICIES: tuple[str, ...] = get_args(WeightPolicy)
+"""The names of all policies."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of the weights in a window. ``used``: that of each stage's forward and backward (Action).
+
+    ``slots``: how many versions a replica of each stage keeps at once; 0 where every action uses the newest one.
+    """
+
+    window: Window
+    policy: WeightPolicy
+    used: Mapping[Action, int]
+    slots: tuple[int, ...]
+
+    def created(self, stage: int) -> tuple[int, ...]:
+        """Return the versions of ``stage`` that some action uses."""
+        return tuple(sorted({version for action, version in self.used.items() if action.stage == stage}))
+
+
+def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
+    """Return the versions that ``policy`` gives each action of ``window``.
+
+    A forward of micro-batch m on a stage with r_s replicas that take minibatches in turn sees the newest version
+    max(0, floor(m / r_s) - K_s + 1), the number of updates that it waits for. Raises ScheduleError for an unknown
+    policy, and where a replica would need a version that does not exist yet.
+    """
+    if policy not in POLICIES:
+        raise ScheduleError(f"weights={policy!r}: give one of {', '.join(map(repr, POLICIES))}")
+    if policy == "vertical-sync" and len(set(window.replicas)) > 1:
+        raise ScheduleError(
+            f"weights='vertical-sync' with {list(window.replicas)} replicas: stages with unequal replicas count "
+            "different updates, so no version is the same on all; use equal replicas, or weights='stash'"
+        )
+    if (policy == "2bw") == window.in_turn:
+        raise ScheduleError(f"weights={policy!r}: only '2bw' has micro-batches, which replicas share")
+    newest = dict(_newest(window))
+    used: dict[Action, int] = {}
+    for action, version in newest.items():
+        forward = Action(action.stage, "F", action.micro_batch)
+        match policy:
+            case "stash":
+                used[action] = newest[forward]
+            case "vertical-sync":
+                used[action] = newest[Action(0, "F", action.micro_batch)]
+            case "2bw":
+                used[action] = max(0, window.update_of(action.stage, action.micro_batch) - 1)
+            case "latest":
+                used[action] = version
+    for action, version in used.items():
+        if version > newest[action]:
+            raise ScheduleError(
+                f"{action} uses version {version} of the weights, but only {newest[action]} updates are done before it"
+            )
+    return Versions(window, policy, used, tuple(_count_slots(window, used, newest, s) for s in range(window.stages)))
+
+
+def _newest(window: Window) -> Iterator[tuple[Action, int]]:
+    """Yield each action with the updates of its stage that are done before it: those of the backwards before it.
+
+    A forward waits for the updates of its replica's earlier backwards. So does a backward under "latest".
+    """
+    for actions in window.rows.values():
+        done = 0
+        for action in actions:
+            yield action, done
+            done += window.ends_update(action)
+
+
+def _count_slots(window: Window, used: Mapping[Action, int], newest: Mapping[Action, int], stage: int) -> int:
+    """Return how many versions a replica of ``stage`` must keep at once, if each is stored as soon as it exists.
+
+    0 where every action uses the newest version, and one replica has it: its weights themselves.
+    """
+    rows = [actions for (of, _), actions in window.rows.items() if of == stage]
+    if len(rows) == 1 and all(used[action] == newest[action] for action in rows[0]):
+        return 0
+    most = 1
+    for actions in rows:
+        versions = [used[action] for action in actions]
+        oldest = [*itertools.accumulate(reversed(versions), min)][::-1]  # that this action or a later one uses
+        for action, needed in zip(actions, oldest, strict=True):
+            most = max(most, min(newest[action], versions[-1]) - needed + 1)
+    return most

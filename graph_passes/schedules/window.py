@@ -1,0 +1,151 @@
+"""Asynchronous windows: the order in which each replica runs the minibatches of a window, without a flush between them.
+
+A *window* is W minibatches, each of which updates the weights (PipeDream, section 3.2). In the start-up a replica of
+stage s runs K_s forwards; then it alternates one backward and one forward (1F1B). A stage of r_s replicas takes
+minibatch m on replica m mod r_s, forward and backward (1F1B-RR), and updates its weights once for each *group* of r_s
+consecutive minibatches. That update follows the backwards of all of them, and a replica's next forward waits for it.
+
+Where a minibatch is cut into k micro-batches (PipeDream-2BW, Narayanan et al. 2021), a group is the micro-batches of
+one minibatch, and the replicas of a stage share each micro-batch as in synchronous training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from graph_passes.errors import ScheduleError
+from graph_passes.schedules.schedule import Action, dependencies
+
+
+@dataclass(frozen=True)
+class Window:
+    """The order of a window of ``minibatches`` minibatches, of ``micro_batches`` micro-batches each.
+
+    ``replicas``: of each stage. ``warm_up``: K_s, the forwards that a replica of stage s runs before its first
+    backward, where the window has as many. ``in_turn``: replicas take whole minibatches in turn; else they share each
+    micro-batch. Micro-batch i of minibatch t has the number t k + i in actions. Raises ScheduleError where the
+    minibatches cannot be dealt to the replicas, and where the order deadlocks.
+    """
+
+    minibatches: int
+    replicas: tuple[int, ...]
+    warm_up: tuple[int, ...]
+    micro_batches: int = 1
+    in_turn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.minibatches < 1 or self.micro_batches < 1:
+            raise ScheduleError(
+                f"a window of {self.minibatches} minibatches of {self.micro_batches} micro-batches: there must be at "
+                "least one"
+            )
+        if self.in_turn and self.micro_batches > 1:
+            raise ScheduleError(f"replicas take whole minibatches in turn, not {self.micro_batches} micro-batches each")
+        if len(self.warm_up) != len(self.replicas) or min(self.warm_up) < 1:
+            raise ScheduleError(f"K = {list(self.warm_up)}: give a number from 1 on for each of {self.stages} stages")
+        for stage, replicas in enumerate(self.replicas):
+            if self.in_turn and self.minibatches % replicas:
+                raise ScheduleError(
+                    f"minibatches={self.minibatches} is no multiple of the {replicas} replicas of stage {stage}, which "
+                    "take minibatches in turn: use a multiple"
+                )
+        _check_runs(self)
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return len(self.replicas)
+
+    @property
+    def size(self) -> int:
+        """The number of micro-batches of the window."""
+        return self.minibatches * self.micro_batches
+
+    def replicas_of(self, stage: int, m: int) -> tuple[int, ...]:
+        """Return the replicas of ``stage`` that run micro-batch ``m``."""
+        count = self.replicas[stage]
+        return (m % count,) if self.in_turn else tuple(range(count))
+
+    def update_of(self, stage: int, m: int) -> int:
+        """Return which of the updates of ``stage`` in this window has the gradients of micro-batch ``m``, from 0 on."""
+        return m // (self.replicas[stage] if self.in_turn else self.micro_batches)
+
+    @cached_property
+    def updates(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The micro-batches of each update, stage by stage."""
+        found = []
+        for replicas in self.replicas:
+            count = replicas if self.in_turn else self.micro_batches
+            found.append(tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)))
+        return tuple(found)
+
+    def ends_update(self, action: Action) -> bool:
+        """Return whether a replica has computed all its gradients of an update after ``action``, a backward."""
+        group = self.updates[action.stage][self.update_of(action.stage, action.micro_batch)]
+        return action.kind == "B" and (self.in_turn or action.micro_batch == group[-1])
+
+    @cached_property
+    def rows(self) -> Mapping[tuple[int, int], tuple[Action, ...]]:
+        """The actions of each stage and replica, in the order in which its device runs them."""
+        return {
+            (stage, replica): tuple(self._row(stage, replica))
+            for stage, count in enumerate(self.replicas)
+            for replica in range(count)
+        }
+
+    def _row(self, stage: int, replica: int) -> Sequence[Action]:
+        own = [m for m in range(self.size) if replica in self.replicas_of(stage, m)]
+        ahead = min(self.warm_up[stage], len(own))
+        actions = [Action(stage, "F", m) for m in own[:ahead]]
+        for i, m in enumerate(own):
+            actions.append(Action(stage, "B", m))
+            actions += [Action(stage, "F", n) for n in own[i + ahead : i + ahead + 1]]
+        return actions
+
+
+def round_robin_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return K_s = ceil(sum of r_t for t >= s / r_s), of each replica (PipeDream, section 3.2; NOAM at stage 0)."""
+    return tuple(math.ceil(sum(replicas[stage:]) / count) for stage, count in enumerate(replicas))
+
+
+def depth_warm_up(stages: int, depth: int) -> tuple[int, ...]:
+    """Return K_s = max(1, min(depth - s, 2 (S - s) - 1)), for a pipeline of this depth (PipeDream, Fig. 18)."""
+    return tuple(max(1, min(depth - stage, 2 * (stages - stage) - 1)) for stage in range(stages))
+
+
+def _check_runs(window: Window) -> None:
+    """Raise ScheduleError unless every action of the window runs: each after what it takes, and after its update.
+
+    A forward of a replica that follows a backward waits for that backward's update, so for the backwards of the group
+    on all replicas of the stage.
+    """
+    done: set[Action] = set()
+    heads = dict.fromkeys(window.rows, 0)
+    moved = True
+    while moved:
+        moved = False
+        for place, actions in window.rows.items():
+            while heads[place] < len(actions) and _is_ready(window, place, heads[place], done):
+                done.add(actions[heads[place]])
+                heads[place] += 1
+                moved = True
+    blocked = [str(actions[heads[place]]) for place, actions in window.rows.items() if heads[place] < len(actions)]
+    if blocked:
+        raise ScheduleError(
+            f"a window of {window.minibatches} minibatches with K = {list(window.warm_up)} on {list(window.replicas)} "
+            f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
+        )
+
+
+def _is_ready(window: Window, place: tuple[int, int], index: int, done: set[Action]) -> bool:
+    stage, _ = place
+    actions = window.rows[place]
+    action, before = actions[index], actions[index - 1] if index else None
+    needed = [a for a in dependencies(action, window.stages) if a.kind in "FB"]
+    if action.kind == "F" and before is not None and window.ends_update(before):
+        group = window.updates[stage][window.update_of(stage, before.micro_batch)]
+        needed += [Action(stage, "B", m) for m in group]
+    return done.issuperset(needed)
