@@ -22,7 +22,7 @@ from profiler.importers import read_profile
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: the best divisor)."
 )
-@click.option("--planner", default="best", show_default=True, help="best, dapple, dp or gpipe.")
+@click.option("--planner", default="best", show_default=True, help="best, dapple, dp, gpipe or pipedream.")
 @SCHEDULE_OPTION
 @click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
 @click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")
@@ -42,7 +42,7 @@ def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: 
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     problem = make_problem(costs, load_cluster(cluster), **options)
     result = run_planner(problem, planner)
-    chosen = predict_plan(problem, result.chosen, planner)
+    chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
     print_result(describe_plan(chosen[0], costs, chosen[1]))
     print_result(describe_result(problem, result, chosen, others))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dapple_tf.errors import PlanError
@@ -17,6 +17,8 @@ from dapple_tf.planner.dp import plan_dp
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
+from dapple_tf.planner.pipedream import plan_pipedream
+from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.simulator.simulate import simulate
@@ -41,6 +43,7 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "dapple": plan_dapple,
     "dp": plan_dp,
     "gpipe": plan_gpipe,
+    "pipedream": plan_pipedream,
 }
 _OF_SHARED_DEVICES = ("best", "gpipe")  # the planners that know schedules with several stages per device
 
@@ -58,14 +61,15 @@ def plan(
     optimizer_slots: int = 2,
     **options: Any,
 ) -> Plan:
-    """Return the plan of ``planner`` ("best", "dapple", "dp", "gpipe") for ``profile`` on ``cluster``, with prediction.
+    """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
 
-    Sizes are in samples; without ``micro_batch_size`` every divisor of the global batch is tried. ``schedule``: a name,
-    or "auto" for the fastest policy. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during
-    the last backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``options``: of
-    the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside one). Raises
-    PlanError for invalid arguments, and if nothing fits the memory: which stage lacks how many bytes, and what would
-    fit.
+    ``planner``: "best", "dapple", "dp", "gpipe" or "pipedream". Sizes are in samples; without ``micro_batch_size``
+    every divisor of the global batch is tried. ``schedule``: a name, or "auto" for the fastest policy. ``recompute``:
+    stages stash only their inputs. ``overlap``: AllReduce runs during the last backward. ``optimizer_slots``: values
+    that the optimizer keeps of each weight (Adam: 2). ``options``: of the planner ("gpipe": ``stages``; "best":
+    ``chunks``, the numbers of stages per device to try beside one; "pipedream": ``minibatch_size`` and ``flat``, see
+    ``plan_pipedream``). Raises PlanError for invalid arguments, and if nothing fits the memory: which stage lacks how
+    many bytes, and what would fit.
     """
     problem = make_problem(
         profile,
@@ -77,7 +81,8 @@ def plan(
         overlap=overlap,
         optimizer_slots=optimizer_slots,
     )
-    return predict_plan(problem, run_planner(problem, planner, **options).chosen, planner)[0]
+    result = run_planner(problem, planner, **options)
+    return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
 
 
 def make_problem(
@@ -188,12 +193,16 @@ def _explain_failure(problem: PlanningProblem, planner: str) -> str:
 
 
 def predict_plan(
-    problem: PlanningProblem, candidate: Candidate, planner: str, sizes: tuple[int, ...] | None = None
+    problem: PlanningProblem,
+    candidate: Candidate,
+    planner: str,
+    sizes: tuple[int, ...] | None = None,
+    pipedream: PipedreamPrediction | None = None,
 ) -> tuple[Plan, Timeline]:
     """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name.
 
     ``sizes``: the samples of each micro-batch of the plan, where they are given. Where the schedule is ``zb-auto``, the
-    plan has the order that is found for its stages.
+    plan has the order that is found for its stages. ``pipedream``: goes into the plan's prediction, where it is given.
     """
     bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
     note = ""
@@ -204,10 +213,12 @@ def predict_plan(
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = simulate(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     timeline = Timeline(title=timeline.title, simulation=timeline.simulation, note=note) if note else timeline
-    prediction = {
+    prediction: dict[str, Any] = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,
         "bubble": timeline.bubble,
         "peak_memory_bytes": list(timeline.peak_memory_bytes),
     }
+    if pipedream is not None:
+        prediction["pipedream"] = asdict(pipedream)
     return replace(bare, predicted=prediction), timeline

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dapple_tf.plan import Plan
+from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile
-from profiler.units import format_seconds_fixed
+from profiler.units import format_samples, format_seconds_fixed
 
 
 def notation(plan: Plan) -> str:
@@ -70,6 +71,8 @@ def describe_result(
         lines.append(f"{_name(candidate, plan)}: {_difference(chosen, (plan, timeline))}")
     if result.formula_seconds is not None:
         lines.append(f"latency by the paper's formulas 1 to 3: {format_seconds_fixed(result.formula_seconds)}")
+    if result.pipedream is not None:
+        lines.append(_describe_prediction(result.pipedream))
     if result.proven_optimal:
         lines.append("no plan of one stage per device is faster in the simulator")
     batch_size, plan = problem.profile.batch_size, chosen[0]
@@ -79,6 +82,13 @@ def describe_result(
             "proportional: profile several batch sizes to choose the micro-batch size more reliably"
         )
     return "\n".join(lines)
+
+
+def _describe_prediction(found: PipedreamPrediction) -> str:
+    return (
+        f"asynchronously, by PipeDream's formulas: {format_seconds_fixed(found.minibatch_seconds)} a minibatch of "
+        f"{format_samples(found.minibatch_size)}, {found.samples_per_second:.4g} samples/s, NOAM {found.noam}"
+    )
 
 
 def _name(candidate: Candidate, plan: Plan) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
+from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.placement import device_indices
 from dapple_tf.planner.pricing import fastest_schedule, stage_cost_arrays
 from dapple_tf.planner.search import FoundPlan
@@ -122,8 +123,8 @@ class PlanningProblem:
 class Candidate:
     """Stages under a schedule, and the simulated ``seconds`` of a step.
 
-    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages", "DAPPLE's formulas"
-    or "chunks" (devices run several stages).
+    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages",
+    "DAPPLE's formulas", "PipeDream's formulas" or "chunks" (devices run several stages).
     """
 
     stages: tuple[StagePlan, ...]
@@ -143,10 +144,12 @@ class PlannerResult:
     """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
 
     ``proven_optimal``: no plan of one stage per device in the search space is faster in the simulator.
-    ``formula_seconds``: the latency by formula 2, if the planner chose by it.
+    ``formula_seconds``: the latency by formula 2, if the planner chose by it. ``pipedream``: the prediction of
+    PipeDream's formulas, if the planner chose by them.
     """
 
     chosen: Candidate
     runners_up: tuple[Candidate, ...] = ()
     proven_optimal: bool = False
     formula_seconds: float | None = None
+    pipedream: PipedreamPrediction | None = None

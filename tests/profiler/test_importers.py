@@ -262,6 +262,25 @@ def test_the_published_profiles_can_be_read(name: str) -> None:
     assert sum(layer.parameter_bytes for layer in profile.layers) == pytest.approx(parameters, rel=1e-9)
 
 
+PIPEDREAM = {  # nodes, batch size, seconds of all nodes but inputs, parameter bytes: added up from the files' text
+    "alexnet": (23, 256, 0.085321, 244403360),
+    "gnmt": (48, 64, 0.089416, 775063808),
+    "gnmt_large": (96, 64, 0.520453, 1110870272),
+    "resnet50": (177, 128, 0.443419, 102228128),
+    "vgg16": (41, 128, 0.672535, 553430176),
+}
+
+
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
+@pytest.mark.parametrize("name", PIPEDREAM)
+def test_the_profiles_of_pipedream_can_be_read_without_the_seconds_that_inputs_take_to_load(name: str) -> None:
+    layers, batch_size, seconds, parameters = PIPEDREAM[name]
+    profile = read_profile(SHARED_PROFILES / "pipedream" / f"{name}.txt", batch_size)
+    assert len(profile.layers) == layers
+    assert sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers) == pytest.approx(seconds)
+    assert sum(layer.parameter_bytes for layer in profile.layers) == pytest.approx(parameters, rel=1e-9)
+
+
 @pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 def test_gnmts_second_embedding_comes_right_before_its_reader() -> None:
     order = [layer.name.partition("(")[0] for layer in read_profile(SHARED_PROFILES / "gnmt-16-pbs-64.txt").layers]

@@ -83,6 +83,17 @@ def test_options_reach_the_planner(run_here: Run) -> None:
     assert plain["predicted"]["peak_memory_bytes"] == [60 + 12 + 8]
 
 
+def test_pipedream_prints_and_saves_its_prediction(run_here: Run) -> None:
+    run = run_here(*PLAN, "--planner", "pipedream", "-o", "plan.json", "--json")
+    # One stage on both devices: max(12 s, 2 x 30 bytes at 10 bytes a second) / 2 for the profile's 4 samples. Two
+    # stages of 6 s each are as fast.
+    assert "by PipeDream's formulas: 6.000 s a minibatch of 4 samples, 0.6667 samples/s, NOAM 1" in run.stdout
+    assert run.json["planner"] == "pipedream"
+    assert run.json["predicted"]["pipedream"] == {"minibatch_seconds": 6.0, "minibatch_size": 4, "noam": 1}
+    assert json.loads(Path("plan.json").read_text()) == run.json
+    assert run_here(*SIMULATE, "--json").json["step_seconds"] == run.json["predicted"]["step_seconds"]
+
+
 def test_a_schedule_may_be_a_file(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     options = ("--schedule", "order.txt", "--micro-batch-size", 4, "--json", "-o", "plan.json")
@@ -132,6 +143,11 @@ def test_a_graph_file_and_a_preset_can_be_planned(run_here: Run) -> None:
         ((*PLAN[:2], "--cluster", "none.yaml", *PLAN[4:]), "error: none.yaml: "),
         ((*PLAN[:2], "--cluster", "config-z:4", *PLAN[4:]), "error: there is no config 'z'"),
         ((*PLAN, "--planner", "bets"), "error: no planner is called 'bets' (did you mean 'best'?)"),
+        ((*PLAN, "--planner", "pipdream"), "error: no planner is called 'pipdream' (did you mean 'pipedream'?)"),
+        (
+            (*PLAN, "--planner", "pipedream", "--schedule", "looped-bfs:v=2"),
+            "error: schedule 'looped-bfs:v=2' runs several stages on a device, and planner 'pipedream'",
+        ),
         ((*PLAN, "--micro-batch-size", 3), "error: micro_batch_size=3 does not divide global_batch_size=8"),
         ((*PLAN, "--schedule", "x"), "error: no schedule is called 'x'"),
         ((*PLAN, "-o", "."), "error: . is a folder"),

@@ -32,9 +32,9 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
     [
         (
             {"planner": "bets"},
-            r"no planner is called 'bets' \(did you mean 'best'\?\); there are best, dapple, dp, gpipe",
+            r"no planner is called 'bets' \(did you mean 'best'\?\); there are best, dapple, dp, gpipe, pipedream",
         ),
-        ({"planner": "x"}, "no planner is called 'x'; there are best, dapple, dp, gpipe"),
+        ({"planner": "x"}, "no planner is called 'x'; there are best, dapple, dp, gpipe, pipedream"),
         ({"planner": "best", "stages": 2}, "planner 'best' has no option 'stages'; it has chunks"),
         ({"planner": "gpipe", "stage": 2}, "planner 'gpipe' has no option 'stage'; it has stages"),
         ({"micro_batch_size": 3}, "micro_batch_size=3 does not divide global_batch_size=8: use 1 or 2 or 4"),
@@ -102,7 +102,7 @@ def test_where_dp_does_not_fit_the_error_names_planner_best() -> None:
 
 def test_planners_that_use_all_devices_refuse_more_devices_than_samples() -> None:
     one = make_profile((1, 2, 8, 4, 10))
-    for planner in ("dp", "dapple"):
+    for planner in ("dp", "dapple", "pipedream"):
         with pytest.raises(
             PlanError, match=rf"'{planner}' has no plan .* one sample for each replica: use planner 'best'"
         ):
@@ -297,7 +297,7 @@ def test_gpipe_is_an_even_straight_pipeline_with_all_forwards_first() -> None:
 @given(cases(4))
 def test_the_prediction_of_every_planner_equals_the_simulation_of_its_plan(case: Case) -> None:
     profile, cluster, batch, options = case
-    for planner in ("best", "dapple", "dp", "gpipe"):
+    for planner in ("best", "dapple", "dp", "gpipe", "pipedream"):
         try:
             found = dapple.plan(profile, cluster, global_batch_size=batch, planner=planner, **options)
         except PlanError:  # nothing fits

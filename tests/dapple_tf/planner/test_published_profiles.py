@@ -48,7 +48,7 @@ def test_never_slower_than_dp_straight_or_the_other_planners(name: str, letter: 
     others = problem.evaluate_all_sizes(data_parallel(problem), "DP")
     for stages in range(2, DEVICES + 1):
         others += problem.evaluate_all_sizes(even_pipeline(problem, stages), "straight")
-    for planner in ("dapple", "dp", "gpipe"):
+    for planner in ("dapple", "dp", "gpipe", "pipedream"):
         decision = PLANNERS[planner](problem)
         others += [decision.chosen] if decision else []
     assert others
