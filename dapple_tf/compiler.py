@@ -11,7 +11,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import GraphError, PlanError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.backward_writes import find_write_reasons
 from dapple_tf.frontend.capture import Captured, Serves
@@ -38,6 +38,7 @@ from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
 from graph_passes.passes.function_parts import has_joins
 from graph_passes.passes.gather_slices import GatherSlices, SparsePart
+from graph_passes.passes.group_gradients import GroupGradients
 from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.join_replicas import JoinReplicas
 from graph_passes.passes.local_input import LocalInput
@@ -45,12 +46,14 @@ from graph_passes.passes.look_up_rows import LookUpRows
 from graph_passes.passes.microbatch import MergeKind, Microbatch, merge_kind
 from graph_passes.passes.once import build_once
 from graph_passes.passes.order import Order
+from graph_passes.passes.order_window import OrderWindow
 from graph_passes.passes.overlap import Overlap
 from graph_passes.passes.partition import Stage, partition
 from graph_passes.passes.place import Place
 from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
 from graph_passes.passes.recompute import Recompute, find_runs
+from graph_passes.passes.repeat_minibatches import RepeatMinibatches
 from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
 from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.share_statistics import ShareStatistics
@@ -58,8 +61,11 @@ from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
 from graph_passes.passes.tail_function import build_tail
+from graph_passes.passes.update_groups import UpdateGroups, check_updates
+from graph_passes.passes.use_versions import UseVersions
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
+from graph_passes.passes.verify_window import VerifyWindow
 from graph_passes.passes.write_statistics import WriteStatistics
 from graph_passes.schedules.policies import build_schedule, forward_only
 
@@ -89,8 +95,8 @@ class StagedModel:
     the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
     written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
     whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
-    ``backward_writes``: the stages whose backward writes variables, each with the reason why that is inexact with
-    several micro-batches or replicas.
+    ``counter``: the name of the optimizer's step counter. ``backward_writes``: the stages whose backward writes
+    variables, each with the reason why that is inexact with several micro-batches or replicas.
 
     ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
     functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
@@ -125,6 +131,7 @@ class StagedModel:
     serves: Serves | None = None
     narrow: tuple[Narrow, ...] = ()
     skips: bool = False
+    counter: str = ""
     backward_writes: tuple[tuple[int, Inexactness], ...] = ()
 
     @property
@@ -157,6 +164,8 @@ class PlannedModel:
     @property
     def exactness(self) -> Exactness:
         """Why a step differs from one device's under this plan."""
+        if self.plan.window is not None and self.plan.window.in_turn:
+            return Exactness()  # every minibatch is computed whole, on one replica
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
         return Exactness((*self.model.exactness.reasons, *writes))
@@ -250,6 +259,7 @@ def stage_model(
         ),
         narrow=find_narrow(joint, gradients[: len(stages.stages)]),
         skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        counter="" if update is None else update.counter,
         backward_writes=writes,
     )
 
@@ -294,6 +304,8 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     placed = _place_stages(plan, devices)
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
+    if plan.window is not None:
+        return window_passes(model, plan, placed, home, variant)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     check_workers(plan)
     if model.frontier:
@@ -329,6 +341,71 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
     return tuple(order)
+
+
+def window_passes(
+    model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str, variant: StepVariant
+) -> tuple[Pass, ...]:
+    """Return the passes of asynchronous windows in order; they repeat the graph of one minibatch."""
+    check_window_model(model, plan)
+    versions = plan.versions
+    window, trained = versions.window, frozenset(model.trained)
+    assert model.updates is not None  # check_window_model refuses models without an optimizer
+    return (
+        *([Recompute(model.runs)] if any(model.runs) else []),
+        *([LookUpRows(model.lookups)] if model.lookups else []),
+        Microbatch(model.stages, window.micro_batches, model.merges, model.loss),  # the calls of one minibatch
+        *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared)]),
+        Accumulate(),  # needs every backward; its sums are repeated too
+        RepeatMinibatches(window, model.merges),  # gives calls their replicas, where these take minibatches in turn
+        CopyVariables(trained),  # needs the replicas of all minibatches
+        GroupGradients(window, model.sparse),  # needs the sums of all minibatches
+        UpdateGroups(window, model.updates, model.counter),  # needs complete gradients, and commits
+        UseVersions(versions, trained),  # needs the updates, between which versions are stored
+        OrderWindow(versions),  # needs all calls and updates; before timing, which repeats its edges
+        *([Instrument()] if variant is StepVariant.TIMED else []),
+        Place(placed, home),
+        VerifyWindow(versions, trained),
+    )
+
+
+def check_window_model(model: StagedModel, plan: Plan) -> None:
+    """Raise PlanError where the model or its optimizer cannot train in asynchronous windows under ``plan``.
+
+    Stages update at different times, so no trained variable can be in two of them, and no optimizer can decide by all
+    gradients. Replicas that take minibatches in turn cannot write state in the order of the minibatches.
+    """
+    if model.updates is None:
+        raise PlanError("mode='async' without an optimizer: a window updates the weights after every minibatch")
+    try:
+        check_updates(model.updates, model.counter)
+    except GraphError as error:
+        raise PlanError(f"mode='async': the optimizer {error}; use another one, such as SGD or Adam") from error
+    variables = find_variables(model.graph)
+    for name, users in variables.users:
+        if name in model.trained and len(users) > 1:
+            raise PlanError(
+                f"mode='async': {name!r} is trained and used by stages {list(users)}, which update at different times, "
+                "so there is no one version of it: cut the model so that one stage has all uses, or train with "
+                "mode='sync'"
+            )
+        if name in model.trained and name in variables.state:
+            raise PlanError(f"mode='async': {name!r} is trained, and forward writes it too")
+    assert plan.window is not None
+    for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
+        written = [name for name in variables.used(stage) if name in variables.state - variables.once]
+        sparse = [part.variable for part in model.sparse if part.stage == stage]
+        if replicas > 1 and written:
+            raise PlanError(
+                f"mode='async': forward of stage {stage} writes {written[0]!r}, and its {replicas} replicas take "
+                "minibatches in turn, so it cannot be written in the order of the minibatches: give this stage one "
+                "device"
+            )
+        if replicas > 1 and sparse:
+            raise PlanError(
+                f"mode='async': the gradient of {sparse[0]!r} is sparse, and stage {stage} averages the gradients of "
+                f"{replicas} replicas: give sparse_gradients='dense', or this stage one device"
+            )
 
 
 def _sums_gradients(plan: Plan) -> bool:
@@ -418,7 +495,8 @@ def rank_graphs(
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
     # After all passes that expect whole calls.
-    whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
+    if plan.window is None:
+        whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks = tuple(stage.devices for stage in plan.stages)
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.

@@ -8,11 +8,14 @@ from typing import Any
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import MicroBatches, Request
 from dapple_tf.autoplan.slice_option import Slice
+from dapple_tf.autoplan.window_option import check_optimizer, check_window_options, make_window
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
+
+_USUAL_MICRO_BATCHES = 8
 
 
 def pipeline(
@@ -22,7 +25,7 @@ def pipeline(
     plan: Plan | None = None,
     stages: int | Sequence[str] | str = "auto",
     replicas: Sequence[int] | None = None,
-    micro_batches: MicroBatches = 8,
+    micro_batches: MicroBatches | None = None,
     schedule: str = "auto",
     recompute: Recompute = False,
     sparse_gradients: str = "exact",
@@ -31,6 +34,10 @@ def pipeline(
     batch_norm: BatchNorm = "micro-batch",
     jit_compile: bool | None = None,
     slice: Slice = None,
+    mode: str = "sync",
+    minibatches: int | None = None,
+    weights: str | None = None,
+    depth: int | None = None,
     devices: Sequence[str | int] | None = None,
     cluster: Cluster | None = None,
     example_batch: Sequence[Any] | None = None,
@@ -49,9 +56,11 @@ def pipeline(
         stages: The number of stages, the names of the layers that start one, or "auto": the model is profiled, and
             planned for ``cluster`` or the devices at hand.
         replicas: The number of devices of each stage, such as [2, 1]; where devices run several stages, of each worker.
-        micro_batches: M, or "auto"; or for each micro-batch its samples, such as [2, 2, 4] of a first batch of 8, or
-            its share of the samples, such as [0.25, 0.25, 0.5]. Batches of another size are cut in the same
-            proportion, or into equal micro-batches where one would be too small. Needs ``stages`` (or ``replicas``).
+        micro_batches: M (by default 8), or "auto"; or for each micro-batch its samples, such as [2, 2, 4] of a first
+            batch of 8, or its share of the samples, such as [0.25, 0.25, 0.5]. Batches of another size are cut in the
+            same proportion, or into equal micro-batches where one would be too small. Needs ``stages`` (or
+            ``replicas``).
+            With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the number of stages.
         schedule: "gpipe", "dapple-a", "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n micro-batches);
             "interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each (or n, with
             ":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; "zb-auto",
@@ -73,6 +82,18 @@ def pipeline(
             the loss, a tf.function with ``jit_compile=True``. A warning names the functions that run without it.
         slice: How many of the first micro-batches run their forwards in two halves, so that the last stage starts in
             half the time (AutoPipe's Slicer): a number, or "auto". For 1F1B ("dapple-a") with three stages or more.
+        mode: "sync": weights change once a step, as on one device. "async": a call takes a *window* of minibatches,
+            each of which updates the weights, and the pipeline is not flushed between them (PipeDream). Replicas of a
+            stage take minibatches in turn. The call returns the mean of the minibatches' losses, which are in
+            ``step.losses``.
+        minibatches: W, the minibatches of a window (by default 64): minibatch m has the rows [N m / W, N (m + 1) / W)
+            of N. A multiple of each stage's replicas.
+        weights: What weights a backward uses in a window: "stash" (default), those of its forward, which are the newest
+            ones then; "vertical-sync", on all stages the version that the first stage had when the minibatch entered;
+            "2bw", two versions, where each minibatch is cut into micro-batches; "latest", the newest ones, which gives
+            no valid gradient.
+        depth: Minibatches in flight on the first stage of a window, for pipelines without replicas. By default as many
+            as keep all stages busy.
         sparse_gradients: What the optimizer gets of a variable that is used by its rows, such as an embedding: "exact",
             the tf.IndexedSlices that it would get on one device; or "dense", a tensor of the variable's shape.
         devices: Names or indices of the devices to use.
@@ -87,10 +108,20 @@ def pipeline(
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
+    window = make_window(mode, minibatches, weights, depth, micro_batches)
+    if window is not None:
+        others = {
+            "schedule": (schedule, "auto"),
+            "slice": (slice, None),
+            "batch_loss": (batch_loss, False),
+            "batch_norm": (batch_norm, "micro-batch"),
+        }
+        check_window_options(window, replicas, others)
+        check_optimizer(optimizer)
     request = Request(
         stages,
         replicas,
-        micro_batches,
+        1 if window is not None else _USUAL_MICRO_BATCHES if micro_batches is None else micro_batches,
         schedule,
         recompute,
         sparse_gradients,
@@ -99,6 +130,7 @@ def pipeline(
         batch_norm,
         jit_compile,
         slice,
+        window,
     )
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.window_plan import WindowPlan
 from graph_passes.passes.recompute import find_runs
 from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map_of
+from graph_passes.schedules.weight_versions import Versions, WeightPolicy
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.fields import Fields
 from profiler.files import write_atomically
@@ -54,8 +56,9 @@ class Plan:
     (False), or those with these numbers. ``predicted``: the simulator's prediction, if there is one. ``overlap``:
     AllReduce starts during the last backward, layer by layer, not after it. ``micro_batch_sizes``: the samples of each
     micro-batch of a whole batch, where they were given; ``micro_batch_size`` is then the largest. A batch of another
-    size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). Raises PlanError naming the field that
-    is wrong.
+    size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). ``window``: for asynchronous training;
+    the batch is then a window, and micro-batches are those of all its minibatches. Raises PlanError naming the field
+    that is wrong.
     """
 
     model: str
@@ -69,12 +72,15 @@ class Plan:
     predicted: Mapping[str, Any] | None = None
     overlap: bool = False
     micro_batch_sizes: tuple[int, ...] | None = None
+    window: WindowPlan | None = None
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan needs at least one stage")
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
+        if self.window is not None and self.stages and self.micro_batches != (size := self.versions.window.size):
+            raise PlanError(f"micro_batches is {self.micro_batches}, but the window has {size} in all its minibatches")
         if self.micro_batch_sizes is not None:
             _check_sizes(self, self.micro_batch_sizes)
         expected = 0
@@ -119,6 +125,16 @@ class Plan:
         return WorkerMap.of([groups.index(stage.devices) for stage in self.stages])
 
     @property
+    def versions(self) -> Versions:
+        """The order of the plan's asynchronous window, and the weights that its actions use.
+
+        Raises PlanError for a synchronous plan.
+        """
+        if self.window is None:
+            raise PlanError("the plan is synchronous: it has no window")
+        return self.window.versions(self.replicas)
+
+    @property
     def device_count(self) -> int:
         """The number of devices that the plan uses."""
         return len({device for stage in self.stages for device in stage.devices})
@@ -153,6 +169,8 @@ class Plan:
             del data["overlap"]  # the default is not written
         if self.micro_batch_sizes is None:
             del data["micro_batch_sizes"]
+        if self.window is None:
+            del data["window"]
         return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -248,6 +266,19 @@ def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
     return value
 
 
+def _read_window(top: Fields) -> WindowPlan | None:
+    if not top.has("window"):
+        return None
+    window = top.inner("window", [field.name for field in fields(WindowPlan)])
+    weights: WeightPolicy = window.text("weights")  # type: ignore[assignment]  # WindowPlan checks it
+    return WindowPlan(
+        window.integer("minibatches"),
+        weights,
+        window.integer("depth") if window.has("depth") else None,
+        window.integer("micro_batches") if window.has("micro_batches") else None,
+    )
+
+
 def _from_json(data: Any) -> Plan:
     top = Fields.of(data, PlanError, known=[field.name for field in fields(Plan)], file_format=FORMAT)
     plan = Plan(
@@ -265,6 +296,7 @@ def _from_json(data: Any) -> Plan:
         predicted=top.mapping("predicted") if top.has("predicted") else None,
         overlap=top.flag("overlap") if top.has("overlap") else False,
         micro_batch_sizes=top.integers("micro_batch_sizes") if top.has("micro_batch_sizes") else None,
+        window=_read_window(top),
     )
     _check_size(plan)
     try:

@@ -21,6 +21,7 @@ from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.autoplan.window_option import window_plan
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
@@ -102,7 +103,7 @@ class Autoplan:
     @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
-        return self._request.inexact
+        return "allow" if self._request.runs_whole_minibatches else self._request.inexact
 
     @property
     def batch_loss(self) -> BatchLoss:
@@ -197,12 +198,14 @@ class Autoplan:
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)
             decision = make() if self._job is None else self._job.run_on_rank_0(make)
+        if self._request.window is not None:
+            decision = PlanDecision(window_plan(decision.plan, self._request.window, samples))
         _check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
         unknown = self._request.schedule_is_auto or is_searched(self._request.schedule)
-        if self._plan_given is None and decision.choice is None and unknown:
+        if self._plan_given is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
 
     def _make_decision(
@@ -238,6 +241,8 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
             f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
             "another model"
         )
+    if plan.window is not None:
+        return
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
         check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)

@@ -42,8 +42,10 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     """Return ``plan`` for a batch of ``samples``: with fewer micro-batches, then fewer replicas, where it is too small.
 
     Micro-batches of given sizes keep their proportion, or become equal where one would be too small. Every replica of
-    every stage then gets at least one sample of every micro-batch.
+    every stage then gets at least one sample of every micro-batch. An asynchronous window keeps its plan.
     """
+    if plan.window is not None:
+        return plan
     if fit_sizes(samples, plan.sizes, max(plan.replicas)):
         return plan
     if plan.sizes:

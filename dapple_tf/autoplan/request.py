@@ -13,6 +13,7 @@ from dapple_tf.autoplan.slice_option import Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
+from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
 from profiler.cluster import Cluster
@@ -35,7 +36,8 @@ class Request:
     for each micro-batch its samples (of the first batch) or its share of the samples; see ``given_sizes``.
     ``schedule``: a name, or "auto". ``recompute``: see ``recompute_option``. ``sparse_gradients``: "exact" or "dense".
     ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles stage
-    functions; None follows the loss function. ``slice``: see ``slice_option``. Raises PlanError for a value of the
+    functions; None follows the loss function. ``slice``: see ``slice_option``. ``window``: for asynchronous training;
+    then ``micro_batches`` is 1. Raises PlanError for a value of the
     wrong type, ScheduleError for an unknown schedule, and UsageError for what does not exist yet.
     """
 
@@ -50,6 +52,7 @@ class Request:
     batch_norm: BatchNorm = "micro-batch"
     jit_compile: bool | None = None
     slice: Slice = None
+    window: WindowPlan | None = None
 
     def __post_init__(self) -> None:
         self._check_micro_batches()
@@ -129,6 +132,11 @@ class Request:
         return self.schedule == "auto"
 
     @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
+        return self.window is not None and self.window.in_turn
+
+    @property
     def keeps_slices(self) -> bool:
         """Whether the gradients of embeddings stay sparse."""
         return self.sparse_gradients == "exact"
@@ -161,7 +169,10 @@ class Request:
         """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
         if self.given_sizes:
             return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
-        return samples // max(1, self.count_micro_batches(samples))
+        count = self.count_micro_batches(samples)
+        if self.window is not None:
+            count = self.window.minibatches * (self.window.micro_batches or 1)
+        return samples // max(1, count)
 
 
 def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> None:

@@ -14,6 +14,12 @@ from graph_passes.ir.graph import Node
 from graph_passes.ir.ops import OpName
 
 
+def _minibatch(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    size, *tensors = inputs
+    first, end = micro_batch_bounds(size, node.integer("minibatch"), node.integer("minibatches"))
+    return [tensor[first:end] for tensor in tensors], []
+
+
 def _batch_size(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.shape(inputs[0], out_type=tf.int64)[0]], []
 
@@ -33,7 +39,7 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _own_rows_before(size: Any, node: Node) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
-    points, m = cut_points(node.integer("micro_batches"), _sizes(node)), node.integer("micro_batch")
+    points, m = cut_points(node.integer("micro_batches"), _sizes(node)), _micro_batch(node)
     rows = cut_at(size, tf.constant(list(points[: m + 1]), tf.int64), points[-1])
     low, high = share_bounds(rows[:-1], rows[1:], *_replica(node))
     return tf.reduce_sum(high - low)
@@ -57,7 +63,7 @@ def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     low, high = _bounds(size, node)
-    begin, end = micro_batch_bounds(size, node.integer("micro_batch"), node.integer("micro_batches"), _sizes(node))
+    begin, end = micro_batch_bounds(size, _micro_batch(node), node.integer("micro_batches"), _sizes(node))
     receivers, outputs = node.integer("of"), []
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
@@ -135,10 +141,24 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
     return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
 
 
+def _merge_minibatches(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    match node.string("kind"):
+        case "mean":
+            return [tf.add_n(inputs) / len(inputs)], []
+        case "stack":
+            return [tf.stack(inputs)], []
+        case kind:
+            return [_merge_values(kind, inputs, [])], []
+
+
 def _bounds(size: Any, node: Node) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
-    m, micro_batches = node.integer("micro_batch"), node.integer("micro_batches")
-    return replica_bounds(size, m, micro_batches, *_replica(node), _sizes(node))
+    return replica_bounds(size, _micro_batch(node), node.integer("micro_batches"), *_replica(node), _sizes(node))
+
+
+def _micro_batch(node: Node) -> int:
+    """Return the number of the micro-batch in its minibatch: micro-batches are numbered through a window of several."""
+    return node.integer("micro_batch") % node.integer("micro_batches")
 
 
 def _replica(node: Node) -> tuple[int, int]:
@@ -157,6 +177,7 @@ def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:
 
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
+        OpName.MINIBATCH: _minibatch,
         OpName.BATCH_SIZE: _batch_size,
         OpName.SLICE: _slice,
         OpName.ROW_BOUNDS: _rows,
@@ -169,5 +190,6 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.GATHER_ROWS: _gather_rows,
         OpName.CUT_ROWS: _cut_rows,
         OpName.MERGE: _merge,
+        OpName.MERGE_MINIBATCHES: _merge_minibatches,
     }
 )

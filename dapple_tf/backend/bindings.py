@@ -25,6 +25,10 @@ _USE_COPIES = frozenset(
 )
 
 
+# Ops that use a stage's own copy of the optimizer's step counter, where the stage counts its updates itself.
+_COUNTING = frozenset({OpName.UPDATE, OpName.COUNT_UPDATE})
+
+
 class Buffers:
     """The pipeline's own variables, created once and shared by all its programs: copies, and sums of gradients.
 
@@ -52,12 +56,24 @@ class StepVariables:
         self._variables = variables
         self._updating = buffers.updating
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
+        self._versions: dict[tuple[int, int, str, int], tf.Variable] = {}
+        self._counters: dict[tuple[int, str], tf.Variable] = {}
         self._accumulators: dict[tuple[int, int, str], tf.Variable] = {}
         for node in nodes_of(graph, OpName.REFRESH):
             stage, replica = _place(node)
             for name in node.strings("variables"):
                 copy = buffers.like(variables[name], node.device, f"copy of stage {stage}")
                 self._copies[stage, replica, name] = copy
+        for node in nodes_of(graph, OpName.STORE_VERSION):
+            stage, replica = _place(node)
+            slot = node.integer("version")
+            for name in node.strings("variables"):
+                version = buffers.like(variables[name], node.device, f"version {slot} of stage {stage}")
+                self._versions[stage, replica, name, slot] = version
+        for node in nodes_of(graph, OpName.COUNT_UPDATE):
+            if node.has("stage"):
+                stage, name = node.integer("stage"), node.string("variable")
+                self._counters[stage, name] = buffers.like(variables[name], node.device, f"counter of stage {stage}")
         for node in nodes_of(graph, OpName.GRADIENTS):
             stage, replica = _place(node)
             for name in node.strings("variables") if not node.inputs else ():
@@ -65,6 +81,11 @@ class StepVariables:
                 self._accumulators[stage, replica, name] = buffer
 
     def variable(self, node: Node, name: str) -> tf.Variable:
+        if node.op in _COUNTING and node.has("stage"):
+            return self._counters.get((node.integer("stage"), name), self._variables[name])
+        key = (*_place(node), name, node.integer("version")) if node.has("version") else None
+        if key in self._versions:
+            return self._versions[key]
         if node.op in _USE_COPIES:
             return self._copies.get((*_place(node), name), self._variables[name])
         return self._variables[name]

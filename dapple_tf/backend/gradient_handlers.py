@@ -51,9 +51,14 @@ def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _allreduce(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if node.has("ranks"):
-        return context.communication.all_reduce(node, inputs), []
+        *sums, token = context.communication.all_reduce(node, inputs)
+        return [*_average(node, sums), token], []
     count = len(node.outputs)
-    return [tf.add_n(inputs[i::count]) for i in range(count)], []
+    return _average(node, [tf.add_n(inputs[i::count]) for i in range(count)]), []
+
+
+def _average(node: Node, sums: list[Any]) -> list[Any]:
+    return [value / node.integer("replicas") for value in sums] if node.has("average") else sums
 
 
 def _sum_statistics(context: Context, node: Node, inputs: list[Any]) -> Outcome:

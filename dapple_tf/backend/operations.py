@@ -99,6 +99,10 @@ class Operations:
                 names = node.strings("variables")
                 owners = [bindings.owner(name) for name in names[len(node.inputs) :]]
                 return [*owners, *(bindings.variable(node, name) for name in names)]
+            case OpName.STORE_VERSION:
+                return [v for n in node.strings("variables") for v in (bindings.owner(n), bindings.variable(node, n))]
+            case OpName.COUNT_UPDATE:
+                return [bindings.owner(node.string("variable")), bindings.variable(node, node.string("variable"))]
             case OpName.COMMIT:
                 return [v for n in node.strings("variables") for v in (bindings.owner(n), *bindings.copies(node, n))]
         if node.has("function"):

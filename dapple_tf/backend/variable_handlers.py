@@ -27,6 +27,13 @@ def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [], [assign_variable(copy, value) for copy, value in zip(copies, values, strict=True)]
 
 
+def _store_version(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    names = node.strings("variables")
+    values = [read_variable(context.bindings.owner(name)) for name in names]
+    stored = [context.bindings.variable(node, name) for name in names]
+    return [], [assign_variable(copy, value) for copy, value in zip(stored, values, strict=True)]
+
+
 def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     owners = [context.bindings.owner(name) for name in node.strings("variables")]
     values = inputs or [_merge_copies(context, node, name) for name in node.strings("variables")]
@@ -46,12 +53,21 @@ def _set_updating(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [], [assign_variable(context.bindings.updating, tf.constant(bool(node.attr("updating"))))]
 
 
+def _count_update(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    name = node.string("variable")
+    count = read_variable(context.bindings.owner(name))
+    offset = tf.constant(node.integer("offset"), count.dtype)
+    return [], [assign_variable(context.bindings.variable(node, name), count + offset)]
+
+
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
         OpName.READ_VARIABLE: _read_variables,
         OpName.READ_STATE: _read_variables,
         OpName.REFRESH: _refresh,
+        OpName.STORE_VERSION: _store_version,
         OpName.COMMIT: _commit,
         OpName.SET_UPDATING: _set_updating,
+        OpName.COUNT_UPDATE: _count_update,
     }
 )

@@ -28,6 +28,7 @@ class TracedUpdate:
     ``constants``: by the name of their ``capture`` node. ``trained``: the variables as the optimizer knows them (Keras
     variables, where there are any). ``global_clipnorm``: the optimizer's option, which ``graph`` does not apply; None
     where it has none, or applies it itself. ``func_graph``: the TensorFlow graph that ``graph`` was read from.
+    ``counter``: the name of the step counter, ``optimizer.iterations``; "" where the update does not use it.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class TracedUpdate:
     trained: tuple[Any, ...]
     global_clipnorm: float | None
     func_graph: Any
+    counter: str
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def trace_update(
             ) from error
     inputs = _read_inputs(func_graph, optimizer, arguments, variables)
     graph = open_conditions(read_graph(func_graph, inputs.nodes, "optimizer"), func_graph)
-    return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph)
+    counter = next((name for name, v in inputs.variables.items() if v is optimizer.iterations.value), "")
+    return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph, counter)
 
 
 @dataclass

@@ -94,6 +94,7 @@ class PipelinedStep:
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
+        self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
 
@@ -200,7 +201,24 @@ class PipelinedStep:
         before, BatchError on all ranks if the rows are not those of one batch.
         """
         step, outputs = self._run(batch, self._variant, local)
-        return step.planned.model.pack(outputs)
+        return step.planned.model.pack(self._keep_losses(step, outputs))
+
+    @property
+    def losses(self) -> Any:
+        """The loss of each minibatch of the asynchronous window that ran last, a tensor [W] in the loss's dtype.
+
+        Raises UsageError before the first window, and where training is synchronous.
+        """
+        if self._losses is None:
+            raise UsageError("there are no losses of minibatches: train a window first, with mode='async'")
+        return self._losses
+
+    def _keep_losses(self, step: CompiledStep, outputs: list[Any]) -> list[Any]:
+        """Keep the losses of a window's minibatches, its last output; return the other outputs."""
+        if step.planned.plan.window is None:
+            return outputs
+        *outputs, self._losses = outputs
+        return outputs
 
     def forward(self, *batch: Any) -> Any:
         """Return the loss of one batch, or (loss, aux), from a pipeline that only runs forward; nothing is trained.
@@ -304,7 +322,7 @@ class PipelinedStep:
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note)
-        return compiled.planned.model.pack(outputs)
+        return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
 
     @property
     def timeline(self) -> Timeline:

@@ -24,6 +24,7 @@ class OpName(StrEnum):
     """The name of a call-level op."""
 
     INPUT = "input"
+    MINIBATCH = "minibatch"
     BATCH_SIZE = "batch_size"
     SLICE = "slice"
     ROW_BOUNDS = "row_bounds"
@@ -60,12 +61,15 @@ class OpName(StrEnum):
     SUM_STATISTICS = "sum_statistics"
     WRITE_STATISTICS = "write_statistics"
     MERGE = "merge"
+    MERGE_MINIBATCHES = "merge_minibatches"
     BARRIER = "barrier"
     UPDATE_TERMS = "update_terms"
     COMBINE_TERMS = "combine_terms"
     SET_UPDATING = "set_updating"
+    COUNT_UPDATE = "count_update"
     UPDATE = "update"
     REFRESH = "refresh"
+    STORE_VERSION = "store_version"
     COMMIT = "commit"
     READ_VARIABLE = "read_variable"
     READ_STATE = "read_state"
@@ -156,6 +160,7 @@ _INLINE = Attribute("inline", "bool", required=False)
 _BUCKET = Attribute("bucket", "int", required=False)
 _CHECK = Attribute("check", "bool", required=False)
 _RANKS = Attribute("ranks", "tuple[int, ...]", required=False)
+_VERSION = Attribute("version", "int", required=False)
 
 _TABLE = (
     Op(
@@ -164,6 +169,13 @@ _TABLE = (
         NOTHING,
         Operands("the tensor, batched on axis 0; or the number", 1),
         (Attribute("index", "int", required=False),),
+    ),
+    Op(
+        OpName.MINIBATCH,
+        "The rows of the batch that are minibatch `minibatch` of `minibatches`.",
+        Operands("the batch size, then tensors of the batch", None, ("int64",)),
+        Operands("the rows of each tensor"),
+        (Attribute("minibatch", "int"), Attribute("minibatches", "int")),
     ),
     Op(
         OpName.BATCH_SIZE,
@@ -197,10 +209,10 @@ _TABLE = (
     Op(
         OpName.RUN_ONCE,
         "Call the part of a stage's forward that runs once a step, on the whole batch: statistics of the batch, seeds, "
-        "and writes that do not depend on samples.",
+        "and writes that do not depend on samples. `version`: as for `forward`.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
-        (*_PLACED, _FUNCTION),
+        (*_PLACED, _FUNCTION, _VERSION),
     ),
     Op(
         OpName.PARTIALS,
@@ -219,10 +231,11 @@ _TABLE = (
     ),
     Op(
         OpName.FORWARD,
-        "Call a stage's forward function on one micro-batch.",
+        "Call a stage's forward function on one micro-batch. `version`: the slot of the replica's stored versions of "
+        "the weights that it uses, where the replica has any.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION),
+        (*_CALLED, _FUNCTION, _VERSION),
     ),
     Op(
         OpName.PART,
@@ -285,10 +298,10 @@ _TABLE = (
     ),
     Op(
         OpName.BACKWARD,
-        "Call a stage's backward function on one micro-batch.",
+        "Call a stage's backward function on one micro-batch. `version`: as for `forward`.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _INLINE),
+        (*_CALLED, _FUNCTION, _INLINE, _VERSION),
     ),
     Op(
         OpName.INPUTS,
@@ -357,10 +370,10 @@ _TABLE = (
     ),
     Op(
         OpName.ALLREDUCE,
-        "Sum gradients, or statistics, over the replicas of a stage.",
+        "Sum gradients, or statistics, over the replicas of a stage; with `average`, divide by their number.",
         Operands("the tensors of every replica; on a rank, of its own replica"),
         Operands("the sums; on a rank, and a token"),
-        (*_PLACED, _VARIABLES, _REPLICAS, _BUCKET, _RANKS),
+        (*_PLACED, _VARIABLES, _REPLICAS, _BUCKET, _RANKS, Attribute("average", "bool", required=False)),
     ),
     Op(
         OpName.TIED_SUM,
@@ -450,6 +463,14 @@ _TABLE = (
         (Attribute("kind", "str"), _CHECK),
     ),
     Op(
+        OpName.MERGE_MINIBATCHES,
+        "Make one output of a window from those of its minibatches: `kind` is mean, sum, concat, first (they are all "
+        "equal) or stack (along a new axis 0).",
+        Operands("the output of each minibatch"),
+        Operands("the output", 1),
+        (Attribute("kind", "str"),),
+    ),
+    Op(
         OpName.BARRIER,
         "Wait until all gradients, the loss and the merged state are there: no variable changes before.",
         NOTHING,
@@ -479,6 +500,19 @@ _TABLE = (
         (Attribute("updating", "bool"),),
     ),
     Op(
+        OpName.COUNT_UPDATE,
+        "Set the step counter that a stage's next update reads to the owner's, plus `offset`; without a stage, add "
+        "`offset` to the owner's.",
+        NOTHING,
+        NOTHING,
+        (
+            Attribute("stage", "int", required=False),
+            Attribute("replica", "int", required=False),
+            Attribute("variable", "str"),
+            Attribute("offset", "int"),
+        ),
+    ),
+    Op(
         OpName.UPDATE,
         "Call the optimizer's update: of a stage's variables, or (without a place) of what the stages share.",
         Operands("the gradients that the function takes, and the combined terms"),
@@ -491,6 +525,13 @@ _TABLE = (
         Operands("values of the first variables, where their owner is another rank; the others are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _SUMMED),
+    ),
+    Op(
+        OpName.STORE_VERSION,
+        "Store the weights that a stage has now on a replica, in the slot `version`, for later calls.",
+        NOTHING,
+        NOTHING,
+        (*_PLACED, _VARIABLES, Attribute("version", "int")),
     ),
     Op(
         OpName.COMMIT,

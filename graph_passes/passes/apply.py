@@ -146,13 +146,13 @@ def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
     for stage, function in updates.terms:
         attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
         kinds = tuple(port.type for port in function.outputs)
-        calls.append(Node(function.name, OpName.UPDATE_TERMS, _inputs(function, gradients), kinds, attrs))
+        calls.append(Node(function.name, OpName.UPDATE_TERMS, update_inputs(function, gradients), kinds, attrs))
         gradients |= _results(function, calls[-1])
     if updates.combine is not None:
         function = updates.combine
         kinds = tuple(port.type for port in function.outputs)
         attrs = attributes({"function": function.name})
-        calls.append(Node("update/combine", OpName.COMBINE_TERMS, _inputs(function, gradients), kinds, attrs))
+        calls.append(Node("update/combine", OpName.COMBINE_TERMS, update_inputs(function, gradients), kinds, attrs))
         gradients |= _results(function, calls[-1])
     return calls
 
@@ -161,7 +161,7 @@ def _results(function: Function, call: Node) -> Gradients:
     return {(port.role, port.name): value for port, value in zip(function.outputs, call.values(), strict=True)}
 
 
-def _inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
+def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
     """Return what a function of the optimizer takes, variables left out."""
     taken = [port for port in function.inputs if port.role != "variable"]
     for port in taken:
@@ -172,7 +172,7 @@ def _inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
 
 
 def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:
-    inputs = _inputs(function, gradients)
+    inputs = update_inputs(function, gradients)
     attrs: dict[str, Attr] = {"function": function.name}
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}

@@ -10,6 +10,7 @@ before its barrier thus changes no variable.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +26,12 @@ _WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 @dataclass(frozen=True)
 class CopyVariables:
-    """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes."""
+    """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes.
 
+    ``versioned``: variables of which replicas store versions instead (see ``UseVersions``).
+    """
+
+    versioned: frozenset[str] = frozenset()
     name: str = "copy_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -35,10 +40,10 @@ class CopyVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return copy_variables(graph)
+        return copy_variables(graph, self.versioned)
 
 
-def copy_variables(graph: Graph) -> Graph:
+def copy_variables(graph: Graph, versioned: Set[str] = frozenset()) -> Graph:
     """Return the graph with ``refresh`` and ``commit`` nodes, and control edges from a refresh to its replica's calls.
 
     Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of a
@@ -49,7 +54,7 @@ def copy_variables(graph: Graph) -> Graph:
     commits: list[Node] = []
     for stage, replicas in enumerate(replica_counts(graph)):
         for replica in range(replicas):
-            names = variables.copied(stage, replica)
+            names = tuple(name for name in variables.copied(stage, replica) if name not in versioned)
             if names:
                 attrs = attributes({"replica": replica, "stage": stage, "variables": names})
                 summed = tuple(name for name in names if name in variables.summed) if replica else ()

@@ -9,7 +9,7 @@ lookups (*uses*) of a variable are in the order of one device's tape; the slices
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -73,7 +73,11 @@ def gather_slices(graph: Graph, parts: Iterable[SparsePart]) -> Graph:
         of_variable.setdefault(part.variable, []).append(part)
     _check_parts(graph, [part for own in of_variable.values() for part in own])
     variables = find_variables(graph)
-    added = [_gather(graph, variables.owner(name), own) for name, own in of_variable.items()]
+    added = []
+    for name, own in of_variable.items():
+        owner = variables.owner(name)
+        node = at(owner, what=f"{OpName.GATHER_SLICES}/{name}")
+        added.append(gather_node(graph, node, owner, own, lambda part: _pieces(graph, part)))
     return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
@@ -102,8 +106,15 @@ def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
         raise GraphError(f"the stages give slices {found} (stage, pair, variable), but the pass gathers {given}")
 
 
-def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
-    """Return the node that gathers the slices of one variable."""
+Pieces = Callable[[SparsePart], Sequence[tuple[Value, Value]]]
+"""Returns the slices and indices of a use, from each of the calls that give them, in sample order."""
+
+
+def gather_node(graph: Graph, name: str, owner: int, parts: Sequence[SparsePart], pieces_of: Pieces) -> Node:
+    """Return the node called ``name`` that gathers the slices of one variable; ``parts``: its uses.
+
+    Raises GraphError where several stages look up the same rows and do not add them.
+    """
     uses: dict[int, list[SparsePart]] = {}
     for part in sorted(parts, key=lambda part: part.position):
         uses.setdefault(part.position, []).append(part)
@@ -111,7 +122,7 @@ def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
         if len(same) > 1 and any(part.combine != "sum" for part in same):
             stages = [part.stage for part in same]
             raise GraphError(f"stages {stages} look up the same rows of {same[0].variable!r}, but do not add them")
-    pieces = [[piece for part in same for piece in _pieces(graph, part)] for same in uses.values()]
+    pieces = [[piece for part in same for piece in pieces_of(part)] for same in uses.values()]
     slices, indices = (graph.type_of(value) for value in pieces[0][0])
     index_types = {graph.type_of(piece[0][1]).dtype for piece in pieces}
     index_type = indices.dtype if len(index_types) == 1 else DType("int64")  # as TensorFlow concatenates them
@@ -127,9 +138,8 @@ def _gather(graph: Graph, owner: int, parts: Sequence[SparsePart]) -> Node:
             "variable": parts[0].variable,
         }
     )
-    op = OpName.GATHER_SLICES
     inputs = tuple(value for use in pieces for piece in use for value in piece)
-    return Node(at(owner, what=f"{op}/{parts[0].variable}"), op, inputs, outputs, attrs)
+    return Node(name, OpName.GATHER_SLICES, inputs, outputs, attrs)
 
 
 def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:

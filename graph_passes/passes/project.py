@@ -41,6 +41,7 @@ _ON_EVERY_REPLICA = frozenset(
         OpName.CLIP,
         OpName.UPDATE_TERMS,
         OpName.UPDATE,
+        OpName.COUNT_UPDATE,
         OpName.WRITE_STATISTICS,
         OpName.COMMIT,
         OpName.MERGE_STATE,

@@ -12,12 +12,12 @@ from tests.docs.pages import written
 
 
 def test_the_flow_lists_the_passes_in_the_order_in_which_they_run() -> None:
-    listed = re.findall(
-        r"^\| `(graph_passes\.passes\.\w+)` \|", written()["docs/architecture/flow.md"].text, re.MULTILINE
-    )
-    called = re.findall(r"\b([A-Z]\w+)\(", inspect.getsource(compiler.passes))
-    homes = [getattr(vars(compiler).get(name), "__module__", "") for name in called]
-    assert listed == [home for home in homes if home.startswith("graph_passes.passes.")]
+    synchronous, asynchronous = written()["docs/architecture/flow.md"].text.split("An asynchronous window", 1)
+    for builder, text in ((compiler.passes, synchronous), (compiler.window_passes, asynchronous)):
+        listed = re.findall(r"^\| `(graph_passes\.passes\.\w+)` \|", text, re.MULTILINE)
+        called = re.findall(r"\b([A-Z]\w+)\(", inspect.getsource(builder))
+        homes = [getattr(vars(compiler).get(name), "__module__", "") for name in called]
+        assert listed == [home for home in homes if home.startswith("graph_passes.passes.")]
 
 
 def test_the_ports_page_lists_every_role() -> None:

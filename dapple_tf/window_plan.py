@@ -1,0 +1,84 @@
+"""Asynchronous windows as part of a plan: how many minibatches, and which weights they use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dapple_tf.errors import PlanError
+from graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
+from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The asynchronous part of a plan: ``minibatches`` in a window, each of which updates the weights.
+
+    ``weights``: see ``graph_passes.schedules.weight_versions``. ``depth``: minibatches in flight on the first stage,
+    or None for as many as keep the pipeline busy. ``micro_batches``: of each minibatch with "2bw"; None for as many as
+    the warm-up of the first stage. Raises PlanError for values out of range.
+    """
+
+    minibatches: int
+    weights: WeightPolicy = "stash"
+    depth: int | None = None
+    micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("minibatches", self.minibatches)
+        if self.weights not in POLICIES:
+            raise PlanError(f"weights={self.weights!r}: give one of {', '.join(map(repr, POLICIES))}")
+        if self.depth is not None:
+            _check_number("depth", self.depth)
+        if self.micro_batches is not None:
+            if self.in_turn:
+                raise PlanError(
+                    f"micro_batches={self.micro_batches!r} with weights={self.weights!r}: in a window each minibatch "
+                    "runs whole, so give minibatches only, or weights='2bw', which cuts them"
+                )
+            _check_number("micro_batches", self.micro_batches)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether replicas of a stage take whole minibatches in turn; else they share each micro-batch."""
+        return self.weights != "2bw"
+
+    def warm_up(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        """Return K_s of each stage, for stages of ``replicas`` devices.
+
+        Raises PlanError for a depth with replicated stages, for which it is not defined.
+        """
+        if self.depth is not None:
+            if max(replicas) > 1:
+                raise PlanError(
+                    f"depth={self.depth} with replicas {list(replicas)}: a depth is for pipelines without replicas; "
+                    "leave one of them out"
+                )
+            return depth_warm_up(len(replicas), self.depth)
+        return round_robin_warm_up(replicas) if self.in_turn else tuple(range(len(replicas), 0, -1))
+
+    def versions(self, replicas: Sequence[int]) -> Versions:
+        """Return the order of a window on stages of ``replicas`` devices, and the weights that each action uses.
+
+        Raises PlanError for a depth with replicas, and for too few micro-batches;
+        ScheduleError where the minibatches cannot be dealt to the replicas, and where the order deadlocks.
+        """
+        warm_up = self.warm_up(replicas)
+        count = 1 if self.in_turn else self.micro_batches or warm_up[0]
+        if not self.in_turn and count < warm_up[0]:
+            raise PlanError(
+                f"weights='2bw' with micro_batches={count}: each minibatch needs at least {warm_up[0]} "
+                "micro-batches, the warm-up of the first stage, or two versions of the weights are not enough"
+            )
+        window = Window(self.minibatches, tuple(replicas), warm_up, count, self.in_turn)
+        return weight_versions(window, self.weights)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the window as a plan's file holds it."""
+        return asdict(self)
+
+
+def _check_number(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise PlanError(f"{name}={value!r}: give a whole number from 1 on")

@@ -1,0 +1,140 @@
+"""Weight updates of an asynchronous window: a stage updates its weights as soon as a group's gradients are there.
+
+No barrier holds an update back, and no stage waits for another's (PipeDream, section 3.2). So the optimizer's step
+counter cannot be shared: each stage has its own, which it sets before each update to the index of the last minibatch of
+the group. What the users see of the counter is W further at the end of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.errors import GraphError
+from graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
+from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.apply import Gradients, update_inputs
+from graph_passes.passes.base import Contract
+from graph_passes.passes.repeat_minibatches import of_minibatch
+from graph_passes.passes.split_update import Updates
+from graph_passes.schedules.window import Window
+
+_BEGIN, _DONE, _COUNT = "update/begin", "update/done", "update/count"
+
+
+@dataclass(frozen=True)
+class UpdateGroups:
+    """Add each stage's updates, in the order of the minibatches; ``counter``: the variable of the step counter."""
+
+    window: Window
+    updates: Updates
+    counter: str
+    name: str = "update_groups"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
+        forbids=frozenset({OpName.UPDATE, OpName.BARRIER, OpName.TIMESTAMP}),
+        produces=frozenset({OpName.SET_UPDATING, OpName.COUNT_UPDATE}),
+        may_produce=frozenset({OpName.UPDATE}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return update_groups(graph, self.window, self.updates, self.counter)
+
+
+def update_name(window: Window, stage: int, update: int) -> str:
+    """Return the name of the node of a stage's update: that of the last minibatch whose gradients it has."""
+    return of_minibatch(window.updates[stage][update][-1] // window.micro_batches, at(stage, what=OpName.UPDATE))
+
+
+def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) -> Graph:
+    """Return the graph with the updates, and ``update/done`` after all of them and all commits.
+
+    Raises GraphError for updates that need more than a stage's own gradients, and where a gradient is missing.
+    """
+    check_updates(updates, counter)
+    begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    gradients = _gradients(graph)
+    functions = dict(updates.stages)
+    added: list[Node] = [begin]
+    ends: list[Control] = []
+    for stage, groups in enumerate(window.updates):
+        if stage not in functions:  # nothing of it is trained
+            continue
+        previous = Control(_BEGIN, "update: from here on a failure leaves the window half-applied")
+        for update, group in enumerate(groups):
+            last = group[-1] // window.micro_batches
+            pair = _update(functions[stage], window, stage, update, gradients[stage, last], counter, previous)
+            added += pair
+            previous = Control(pair[-1].name, f"update: of stage {stage}, one after the other")
+        ends.append(Control(previous.source, "the window ends after all updates"))
+    nodes = []
+    for node in graph.nodes:
+        if node.op == OpName.COMMIT:
+            node = node.after(_BEGIN, "update: a failure may leave it half-written")
+            ends.append(Control(node.name, "the window ends when all state is written"))
+        nodes.append(node)
+    attrs = attributes({"offset": window.minibatches, "variable": counter})
+    count = Node(_COUNT, OpName.COUNT_UPDATE, attrs=attrs, controls=tuple(ends))
+    done = Node(_DONE, OpName.SET_UPDATING, attrs=attributes({"updating": False}))
+    added += [count, done.after(_COUNT, "the window ends after its steps are counted")]
+    used = tuple(function for _, function in updates.stages)
+    return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *used)).sorted()
+
+
+def check_updates(updates: Updates, counter: str) -> None:
+    """Raise GraphError unless each stage's update needs its own gradients only, and the stages share the counter only.
+
+    The message says what the optimizer does, as the end of "the optimizer ...".
+    """
+    if updates.terms or updates.combine is not None:
+        raise GraphError(
+            "decides by the gradients of all stages at once (a global norm, or whether all are finite), which are of "
+            "different minibatches at any time"
+        )
+    for function in (updates.before, updates.after):
+        names = {port.name for _, port in function.input_ports("variable")} if function else set()
+        if others := sorted(names - {counter}):
+            raise GraphError(f"keeps {', '.join(others)} for all variables together, and stages update apart")
+
+
+def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
+    """Return what the update of each stage and minibatch may take."""
+    found: dict[tuple[int, int], Gradients] = {}
+    for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES):
+        minibatch = int(node.name.partition("/")[0].removeprefix("minibatch"))
+        own = found.setdefault((node.integer("stage"), minibatch), {})
+        if node.op == OpName.GATHER_SLICES:
+            own["slices", node.string("variable")], own["indices", node.string("variable")] = node.values()
+        else:
+            own |= {
+                ("gradient", name): value for name, value in zip(node.strings("variables"), node.values(), strict=True)
+            }
+    return found
+
+
+def _update(
+    function: Function,
+    window: Window,
+    stage: int,
+    update: int,
+    gradients: Gradients,
+    counter: str,
+    previous: Control,
+) -> Sequence[Node]:
+    """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
+    last = window.updates[stage][update][-1] // window.micro_batches
+    place: dict[str, Attr] = {"replica": 0, "stage": stage}
+    name = of_minibatch(last, at(stage, what=OpName.COUNT_UPDATE))
+    attrs = attributes({**place, "offset": last, "variable": counter})
+    count = Node(name, OpName.COUNT_UPDATE, attrs=attrs, controls=(previous,))
+    step = Node(
+        update_name(window, stage, update),
+        OpName.UPDATE,
+        update_inputs(function, gradients),
+        attrs=attributes({**place, "function": function.name}),
+    )
+    return count, step.after(count.name, "update: the step counter is that of its minibatch")

@@ -1,0 +1,106 @@
+"""Weight stashing: store versions of a stage's weights, and let each forward and backward use the one it is to use.
+
+A version is stored in one of a ring of *slots* on each replica as soon as the update that makes it is done (PipeDream,
+section 3.3). It stays until the last backward that uses it has run; then the slot is free for a later version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.ir.graph import Graph, Node, attributes
+from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.base import Contract
+from graph_passes.passes.repeat_minibatches import of_minibatch
+from graph_passes.passes.update_groups import update_name
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action
+from graph_passes.schedules.weight_versions import Versions
+
+
+@dataclass(frozen=True)
+class UseVersions:
+    """Store the ``versions`` of the weights ``trained``, and give each call the attribute ``version``, its slot."""
+
+    versions: Versions
+    trained: frozenset[str]
+    name: str = "use_versions"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MINIBATCH, OpName.SET_UPDATING}),
+        forbids=frozenset({OpName.STORE_VERSION, OpName.TIMESTAMP}),
+        may_produce=frozenset({OpName.STORE_VERSION}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        return use_versions(graph, self.versions, self.trained)
+
+
+def version_name(stage: int, replica: int, version: int) -> str:
+    """Return the name of the node that stores a version of a stage's weights on a replica."""
+    return at(stage, replica, what=f"version{version}")
+
+
+def action_name(action: Action, replica: int) -> str:
+    """Return the name of the node that runs ``action`` on a replica of its stage."""
+    return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
+
+
+def use_versions(graph: Graph, versions: Versions, trained: Set[str]) -> Graph:
+    """Return the graph in which each replica that needs old weights stores versions, and its calls use them.
+
+    A version is stored after the update that makes it and after the last call that uses what the slot held before; the
+    stage's next update comes after it. A stage whose calls all use the newest weights stores none.
+    """
+    window = versions.window
+    variables = find_variables(graph)
+    stores: list[Node] = []
+    calls = dict(graph.by_name)
+    for (stage, replica), actions in window.rows.items():
+        names = tuple(name for name in variables.used(stage) if name in trained)
+        slots = versions.slots[stage]
+        if not slots or not names:
+            continue
+        last: dict[int, Action] = {}  # by version, the last action that uses it
+        for action in actions:
+            last[versions.used[action]] = action
+        for version in sorted(last):
+            slot = version % slots
+            attrs = attributes({"replica": replica, "stage": stage, "variables": names, "version": slot})
+            store = Node(version_name(stage, replica, version), OpName.STORE_VERSION, attrs=attrs)
+            if version:
+                store = store.after(update_name(window, stage, version - 1), f"version: made by update {version - 1}")
+            for earlier in (v for v in last if v < version and v % slots == slot):
+                store = store.after(action_name(last[earlier], replica), f"version: {earlier} is used no more")
+            stores.append(store)
+            if version < len(window.updates[stage]):
+                update = update_name(window, stage, version)
+                calls[update] = calls[update].after(store.name, f"version: {version} is stored before it changes")
+        for action in actions:
+            version = versions.used[action]
+            for name in _calls_of(graph, versions, action, replica):
+                reason = f"version: it uses version {version} of the weights"
+                call = calls[name].with_attrs(version=version % slots)
+                calls[name] = call.after(version_name(stage, replica, version), reason)
+    return graph.replace(nodes=(*calls.values(), *stores)).sorted()
+
+
+def _calls_of(graph: Graph, versions: Versions, action: Action, replica: int) -> Iterator[str]:
+    """Yield the names of the calls of an action: with a forward goes what runs once a minibatch before it."""
+    yield action_name(action, replica)
+    window = versions.window
+    if action.kind == "F" and action.micro_batch % window.micro_batches == 0:
+        minibatch = action.micro_batch // window.micro_batches
+        once = of_minibatch(minibatch, at(action.stage, replica, what=OpName.RUN_ONCE))
+        if once in graph.by_name:
+            yield once
+
+
+def stored_versions(graph: Graph) -> dict[tuple[int, int], tuple[Node, ...]]:
+    """Return the nodes that store versions, by stage and replica."""
+    found: dict[tuple[int, int], list[Node]] = {}
+    for node in nodes_of(graph, OpName.STORE_VERSION):
+        found.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
+    return {place: tuple(nodes) for place, nodes in found.items()}
