@@ -394,17 +394,11 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
     assert plan.window is not None
     for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
         written = [name for name in variables.used(stage) if name in variables.state - variables.once]
-        sparse = [part.variable for part in model.sparse if part.stage == stage]
         if replicas > 1 and written:
             raise PlanError(
                 f"mode='async': forward of stage {stage} writes {written[0]!r}, and its {replicas} replicas take "
                 "minibatches in turn, so it cannot be written in the order of the minibatches: give this stage one "
                 "device"
-            )
-        if replicas > 1 and sparse:
-            raise PlanError(
-                f"mode='async': the gradient of {sparse[0]!r} is sparse, and stage {stage} averages the gradients of "
-                f"{replicas} replicas: give sparse_gradients='dense', or this stage one device"
             )
 
 

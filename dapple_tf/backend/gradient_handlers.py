@@ -93,6 +93,8 @@ def _gather_slices(context: Context, node: Node, inputs: list[Any]) -> Outcome:
         slices.append(combined[0])
         indices.append(combined[1])
     complete = _concatenate(slices, indices)
+    if node.has("averaged"):
+        complete = complete[0] / node.integer("averaged"), complete[1]
     if node.has("check"):
         where = f"on stage {node.integer('stage')} the gradient of variable {node.string('variable')!r}"
         return [check_finite(complete[0], where), complete[1]], []

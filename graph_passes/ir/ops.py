@@ -400,8 +400,8 @@ _TABLE = (
     Op(
         OpName.GATHER_SLICES,
         "The complete sparse gradient of a variable: the slices of all its uses, micro-batches and replicas, use by "
-        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `check`, the step "
-        "fails if one is not finite.",
+        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `averaged`, the slices "
+        "are divided by it: they are of as many minibatches. With `check`, the step fails if one is not finite.",
         Operands("for each use, each of its `pieces`: slices and indices"),
         Operands("the slices, and their indices", 2),
         (
@@ -410,6 +410,7 @@ _TABLE = (
             Attribute("rows", "int"),
             Attribute("uses", "tuple[str, ...]"),
             Attribute("pieces", "tuple[int, ...]"),
+            Attribute("averaged", "int", required=False),
             _CHECK,
         ),
     ),

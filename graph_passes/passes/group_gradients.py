@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
@@ -41,8 +41,7 @@ class GroupGradients:
 def group_gradients(graph: Graph, window: Window, parts: Sequence[SparsePart] = ()) -> Graph:
     """Return the graph with the complete gradients of each update, named after the last of its minibatches.
 
-    Raises GraphError for sparse gradients of replicas that take minibatches in turn, and of variables that several
-    stages use.
+    No trained variable may be used by several stages.
     """
     added: list[Node] = []
     for stage, updates in enumerate(window.updates):
@@ -83,11 +82,14 @@ def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequ
 def _gather(
     graph: Graph, window: Window, stage: int, last: int, group: Sequence[int], parts: Sequence[SparsePart]
 ) -> Node:
-    if window.in_turn and window.replicas[stage] > 1:
-        raise GraphError(
-            f"the gradient of {parts[0].variable!r} is sparse, and replicas of stage {stage} take minibatches in turn"
-        )
-    calls = [at(stage, replica, m, OpName.BACKWARD) for m in group for replica in range(window.replicas[stage])]
+    """Return the node of one variable's slices of one update.
+
+    Each minibatch of replicas that take them in turn has slices of its own, which are a mean as a dense gradient is.
+    """
+    averaged = len(group) if window.in_turn else 1
+    if averaged > 1:
+        parts = [dataclasses.replace(part, combine="concat") for part in parts]
+    calls = [at(stage, replica, m, OpName.BACKWARD) for m in group for replica in window.replicas_of(stage, m)]
     pairs = slice_ports(graph.function(at(stage, what=OpName.BACKWARD)))
 
     def pieces_of(part: SparsePart) -> Sequence[tuple[Value, Value]]:
@@ -95,4 +97,5 @@ def _gather(
         return [(Value(call, slices), Value(call, indices)) for call in calls]
 
     name = of_minibatch(last, at(stage, what=f"{OpName.GATHER_SLICES}/{parts[0].variable}"))
-    return gather_node(graph, name, stage, parts, pieces_of)
+    node = gather_node(graph, name, stage, parts, pieces_of)
+    return node.with_attrs(averaged=averaged) if averaged > 1 else node

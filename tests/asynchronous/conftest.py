@@ -1,0 +1,5 @@
+"""These tests need TensorFlow."""
+
+from __future__ import annotations
+
+import tests.tensorflow_start  # noqa: F401 - imported to start TensorFlow
