@@ -12,6 +12,9 @@ SHARED_STATISTICS = "batch_statistics"
 """The last part of the names of calls, and functions, with which one replica computes statistics for its stage."""
 
 
+_MINIBATCH = "minibatch"
+
+
 def at(stage: int, replica: int | None = None, micro_batch: int | None = None, what: str = "") -> str:
     """Return the name of a node from its place: ``stage1/replica0/mb3/forward``, without parts that are None."""
     parts = [f"stage{stage}"]
@@ -20,6 +23,18 @@ def at(stage: int, replica: int | None = None, micro_batch: int | None = None, w
     if micro_batch is not None:
         parts.append(f"mb{micro_batch}")
     return "/".join([*parts, what] if what else parts)
+
+
+def of_minibatch(minibatch: int, name: str) -> str:
+    """Return the name that a node of a minibatch has in a window of several, if it belongs to no micro-batch."""
+    return f"{_MINIBATCH}{minibatch}/{name}"
+
+
+def find_minibatch(name: str) -> int | None:
+    """Return the minibatch of a name that ``of_minibatch`` returned; None for other names."""
+    first, _, rest = name.partition("/")
+    number = first.removeprefix(_MINIBATCH)
+    return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
 
 
 def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:

@@ -400,8 +400,8 @@ _TABLE = (
     Op(
         OpName.GATHER_SLICES,
         "The complete sparse gradient of a variable: the slices of all its uses, micro-batches and replicas, use by "
-        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `averaged`, the slices "
-        "are divided by it: they are of as many minibatches. With `check`, the step fails if one is not finite.",
+        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `averaged` they "
+        "are of as many minibatches, and divided by it. With `check`, the step fails if one is not finite.",
         Operands("for each use, each of its `pieces`: slices and indices"),
         Operands("the slices, and their indices", 2),
         (

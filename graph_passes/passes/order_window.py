@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import at, replica_counts
+from graph_passes.ir.names import at, of_minibatch, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.repeat_minibatches import of_minibatch
 from graph_passes.passes.update_groups import update_name
 from graph_passes.passes.use_versions import action_name
 from graph_passes.schedules.schedule import Action

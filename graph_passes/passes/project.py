@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import replica_counts
+from graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.join_replicas import of_replica
@@ -248,7 +248,9 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
         return "exchange/outputs"
     if producer.op == OpName.RUN_ONCE:
         return f"exchange/{producer.op}/stage{producer.integer('stage')}"
-    return f"exchange/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
+    minibatch = find_minibatch(node.name)
+    name = "exchange" if minibatch is None else of_minibatch(minibatch, "exchange")
+    return f"{name}/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
 
 
 def parse_exchange_name(name: str) -> tuple[int, int, int] | None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import OTHER, Control, Graph, Node, Shape, TensorType, Value, attributes
-from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, nodes_of, replica_counts
+from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, nodes_of, of_minibatch, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.microbatch import MergeKind
@@ -41,11 +41,6 @@ class RepeatMinibatches:
 
     def __call__(self, graph: Graph) -> Graph:
         return repeat_minibatches(graph, self.window, self.aux)
-
-
-def of_minibatch(minibatch: int, name: str) -> str:
-    """Return the name that a node of a minibatch has in a window, if it belongs to no micro-batch."""
-    return f"minibatch{minibatch}/{name}"
 
 
 def repeat_minibatches(graph: Graph, window: Window, aux: Sequence[MergeKind] = ()) -> Graph:

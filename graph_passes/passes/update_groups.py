@@ -13,11 +13,10 @@ from typing import ClassVar
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
-from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.apply import Gradients, update_inputs
 from graph_passes.passes.base import Contract
-from graph_passes.passes.repeat_minibatches import of_minibatch
 from graph_passes.passes.split_update import Updates
 from graph_passes.schedules.window import Window
 
@@ -105,7 +104,8 @@ def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
     """Return what the update of each stage and minibatch may take."""
     found: dict[tuple[int, int], Gradients] = {}
     for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES):
-        minibatch = int(node.name.partition("/")[0].removeprefix("minibatch"))
+        minibatch = find_minibatch(node.name)
+        assert minibatch is not None  # GroupGradients names them so
         own = found.setdefault((node.integer("stage"), minibatch), {})
         if node.op == OpName.GATHER_SLICES:
             own["slices", node.string("variable")], own["indices", node.string("variable")] = node.values()

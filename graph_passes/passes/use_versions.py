@@ -12,10 +12,9 @@ from typing import ClassVar
 
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Graph, Node, attributes
-from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.names import at, nodes_of, of_minibatch
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.repeat_minibatches import of_minibatch
 from graph_passes.passes.update_groups import update_name
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action
 from graph_passes.schedules.weight_versions import Versions

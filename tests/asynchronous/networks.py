@@ -125,7 +125,9 @@ def skips() -> Network:
 
 def embedding() -> Network:
     """Return a Keras model of ids: an embedding and a mean, then two Dense layers, in two stages."""
-    table = keras.layers.Embedding(ROWS, WIDTH, dtype="float64", name="embedding")
+    table = keras.layers.Embedding(
+        ROWS, WIDTH, keras.initializers.RandomUniform(seed=1), dtype="float64", name="embedding"
+    )
     average = keras.layers.GlobalAveragePooling1D(dtype="float64", name="mean")
     stages = [[table, average], [_dense_layer("dense_0"), _dense_layer("dense_1")]]
     network = _keras_network(stages, keras.Input((POSITIONS,), dtype="int64"))

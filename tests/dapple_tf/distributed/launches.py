@@ -113,6 +113,10 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         )
         for ranks, names in HOROVOD_CASES.items()
     },
+    "two ranks in windows": JobLaunch(2, [("asynchronous", ["1:1", "1:1, 2bw", "dropout", "vertical sync"])]),
+    "three ranks in windows": JobLaunch(
+        3, [("asynchronous", ["2:1", "2:1, embedding", "2:1, dropout", "1:1:1, latest", "2:1, 2bw"])]
+    ),
     "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "1:2, sizes", "other calls"])]),
     "three ranks with local rows of replicas": JobLaunch(
         3, [("local_rows", ["1:2", "1:2, largest", "whole batches", "lengths"])]
