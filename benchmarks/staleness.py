@@ -1,0 +1,151 @@
+"""Statistical efficiency of asynchronous windows: the loss at equal samples (the shape of PipeDream's Fig. 11).
+
+A small GPT and a small VGG train on the same minibatches in the same order: synchronously (every minibatch a step of
+its own, without staleness), and in windows with each kind of weights. No sample comes twice. After each window the loss
+of held-out samples is computed with the weights of that moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, available_cores, run_on_cores
+
+STAGES, MINIBATCHES, SAMPLES, HELD_OUT = 4, 64, 16, 512  # samples of a minibatch, and of the held-out ones
+PICTURE = Path("docs/figures/staleness.png")
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "synchronous": {"mode": "sync", "micro_batches": 4},
+    "stash": {"mode": "async", "weights": "stash"},
+    "vertical-sync": {"mode": "async", "weights": "vertical-sync"},
+    "2bw": {"mode": "async", "weights": "2bw", "micro_batches": 4},
+    "latest": {"mode": "async", "weights": "latest"},
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to train: ``make`` returns its workload, of batches of so many samples.
+
+    ``label``: of the model and its optimizer. ``windows``: how many are trained on.
+    """
+
+    label: str
+    make: Callable[[int], Any]
+    windows: int
+
+
+def models() -> Mapping[str, Trained]:
+    """Return the models by name."""
+    import keras
+
+    import dapple_tf as dapple
+    from models.gpt import gpt
+    from models.images import labelled_images
+    from models.vgg import vgg
+
+    def small_gpt(batch_size: int) -> Any:
+        return gpt(layers=4, width=64, context=32, batch_size=batch_size, learning_rate=1e-3)
+
+    def small_vgg(batch_size: int) -> Any:
+        workload = vgg(width=8, hidden=64, batch_size=batch_size)
+        # Noisier images than the model's own, which it tells apart after a few updates.
+        images = labelled_images(classes=10, image_size=32, batch_size=batch_size, noise=8.0)
+        return dapple.Workload(workload.loss_fn, keras.optimizers.SGD(5e-4, momentum=0.9), images)
+
+    return {
+        "gpt": Trained("GPT, 4 layers of width 64, Adam(1e-3)", small_gpt, 24),
+        "vgg": Trained("VGG-11, width 8, SGD(5e-4, momentum 0.9)", small_vgg, 12),
+    }
+
+
+def train(trained: Trained, kind: str) -> list[float]:
+    """Return the loss of the held-out samples before training and after each window."""
+    import dapple_tf as dapple
+
+    workload = trained.make(MINIBATCHES * SAMPLES)
+    batches = iter(workload.dataset)
+    held_out = tuple(part[:HELD_OUT] for part in next(batches))
+    options = dict(KINDS[kind])
+    if options["mode"] == "async":
+        options["minibatches"] = MINIBATCHES
+    step = dapple.pipeline(workload.loss_fn, optimizer=workload.optimizer, stages=STAGES, **options)
+    losses = [float(workload.loss_fn(*held_out))]
+    for _ in range(trained.windows):
+        window = next(batches)
+        if options["mode"] == "async":
+            step(*window)
+        else:
+            for m in range(MINIBATCHES):
+                step(*(part[m * SAMPLES : (m + 1) * SAMPLES] for part in window))
+        losses.append(float(step.forward(*held_out)))
+    return losses
+
+
+def run() -> Iterator[Row]:
+    """Yield the loss of each kind of weights at equal samples, over that of synchronous training."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in models():
+        found[name] = {}
+        for kind in KINDS:
+            found[name][kind] = run_on_cores(
+                "benchmarks.staleness", available_cores(), "--model", name, "--kind", kind, timeout=900
+            )
+            print(f"{name} {kind}: {found[name][kind][-1]:.4f}", file=sys.stderr)
+    draw(found)
+    for name, trained in models().items():
+        wanted = found[name]["synchronous"]
+        for kind, losses in found[name].items():
+            over = losses[-1] / wanted[-1]
+            target, ok = _judge(kind, over)
+            text = f"{over:.3f} ({losses[-1]:.4f} of {wanted[-1]:.4f}; {losses[0]:.4f} before)"
+            yield Row(f"{trained.label}, {trained.windows} windows, {kind}: loss over synchronous", target, text, ok)
+
+
+def _judge(kind: str, over: float) -> tuple[str, bool]:
+    """Return what is wanted of a loss relative to the synchronous one, and whether it is so."""
+    if kind == "stash":
+        return "within 2%", abs(over - 1) <= 0.02
+    if kind == "latest":
+        return "visibly worse", not math.isfinite(over) or over > 1.02
+    return "-", True
+
+
+def draw(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Save the curves as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = models()
+    figure, axes = pyplot.subplots(1, len(found), figsize=(11, 4.2), constrained_layout=True)
+    for axis, (name, curves) in zip(axes, found.items(), strict=True):
+        for kind, losses in curves.items():
+            axis.plot(range(len(losses)), losses, label=kind, linewidth=2 if kind == "synchronous" else 1.2)
+        axis.set_title(labels[name].label, fontsize=10)
+        axis.set_xlabel(f"windows of {MINIBATCHES} minibatches of {SAMPLES} samples")
+        axis.set_ylabel("loss of held-out samples")
+        worst = max(max(losses[:1]) for losses in curves.values())
+        axis.set_ylim(0, 1.15 * worst)
+        axis.legend(fontsize=9)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"Weights of asynchronous windows, {STAGES} stages")
+    figure.savefig(PICTURE, dpi=110)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--kind", required=True)
+    options = parser.parse_args()
+    import dapple_tf as dapple
+
+    dapple.init(STAGES)
+    print(json.dumps(train(models()[options.model], options.kind)))
