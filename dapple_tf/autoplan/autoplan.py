@@ -204,7 +204,7 @@ class Autoplan:
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
-        unknown = self._request.schedule_is_auto or is_searched(self._request.schedule)
+        unknown = self._request.schedule_is_auto or is_searched(self._request.schedule_name)
         if self._plan_given is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
 
@@ -270,7 +270,7 @@ def _settle_batch_loss(request: Request, captured: Captured) -> Request:
     """Return the request with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
     if captured.dependence is None or captured.dependence.tail is None:
         return dataclasses.replace(request, batch_loss=False)
-    schedule = "gpipe" if request.schedule_is_auto else request.schedule
+    schedule = "gpipe" if request.schedule_is_auto else request.schedule_name
     return dataclasses.replace(request, batch_loss=True, schedule=schedule)
 
 
@@ -280,7 +280,7 @@ def _may_wait(request: Request, plan: Plan | None) -> bool:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         return schedule.warm_up[-1] == schedule.micro_batches
     return (
-        request.schedule.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
+        request.schedule_name.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
         or request.micro_batches == 1
         or len(request.given_sizes) == 1
     )

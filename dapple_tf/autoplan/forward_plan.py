@@ -36,13 +36,14 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
+    request = dataclasses.replace(request, slice=None)  # only the micro-batches of training are sliced
     count = request.count_micro_batches(8)
     enough = max(request.replicas or (1,)) * count  # the plan is fitted to each batch later
     if request.stages_are_auto:  # the planner of training may share devices; this plan is only for until then
         request = dataclasses.replace(request, schedule="gpipe")
     if request.given_sizes:  # those of the first batch of training
         request = dataclasses.replace(request, micro_batches=count)
-    if not request.schedule_is_auto and runs_several_stages(request.schedule):
+    if not request.schedule_is_auto and runs_several_stages(request.schedule_name):
         with contextlib.suppress(PartitionError):  # it has fewer places to cut, or other layers: see below
             return plan_requested_stages(dataclasses.replace(request, recompute=False), layers, costs, enough, devices)
         request = _one_stage_per_worker(request)
@@ -66,7 +67,7 @@ def _one_stage_per_worker(request: Request) -> Request:
         workers = len(request.replicas)
     else:
         stages = request.stages if isinstance(request.stages, int) else len(request.stages) + 1
-        workers = worker_map_of(request.schedule, stages).workers
+        workers = worker_map_of(request.schedule_name, stages).workers
     return dataclasses.replace(request, stages=workers, schedule="gpipe")
 
 

@@ -88,7 +88,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     any_size = request.micro_batches_are_auto
     if not request.schedule_is_auto:
         sizes = list_micro_batch_sizes(samples, None) if any_size else (size,)
-        check_schedule(request.schedule, cluster.devices, [samples // each for each in sizes])
+        check_schedule(request.schedule_name, cluster.devices, [samples // each for each in sizes])
     measured = {max(1, samples // m) for m in _MEASURED_MICRO_BATCHES} if any_size else {size}
     shares = {max(1, each // r) for each in measured for r in replicas}
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
@@ -97,7 +97,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
         cluster,
         global_batch_size=samples if any_size else micro_batches * size,
         micro_batch_size=None if any_size else size,
-        schedule=request.schedule,
+        schedule=request.schedule_name,
         recompute=request.recompute is True,
         optimizer_slots=inputs.optimizer_slots,
     )

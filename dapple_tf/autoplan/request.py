@@ -13,6 +13,7 @@ from dapple_tf.autoplan.slice_option import Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
+from dapple_tf.simulator.named_orders import check_priced
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
@@ -59,7 +60,9 @@ class Request:
         if not isinstance(self.schedule, str):
             raise PlanError(f"schedule={self.schedule!r}: give a name, such as 'dapple-a'")
         if not self.schedule_is_auto:
-            check_schedule_name(self.schedule)
+            check_schedule_name(self.schedule_name)
+            if self.stages_are_auto or self.micro_batches_are_auto:
+                check_priced(self.schedule_name)
         if self.replicas is not None and not _is_list_of(int, self.replicas):
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _is_list_of(str, self.stages):
@@ -73,8 +76,6 @@ class Request:
         check_batch_loss(self.batch_loss)
         check_batch_norm(self.batch_norm)
         check_slice(self.slice, self.schedule, self.micro_batches, self.batch_loss)
-        if self.slice is not None and self.schedule == "auto":
-            object.__setattr__(self, "schedule", "dapple-a")  # what is sliced is no longer to be chosen
         if self.jit_compile not in (None, True, False):
             raise PlanError(f"jit_compile={self.jit_compile!r}: give True, False, or None to follow the loss function")
         if self.sparse_gradients not in _SPARSE_GRADIENTS:
@@ -111,8 +112,8 @@ class Request:
     def _check_stages_fit(self, stages: int) -> None:
         """Raise ScheduleError, or PlanError, where the schedule is not for these stages, M or workers."""
         if not self.micro_batches_are_auto:
-            check_schedule(self.schedule, stages, self.count_micro_batches(0))
-        workers = worker_map_of(self.schedule, stages).workers
+            check_schedule(self.schedule_name, stages, self.count_micro_batches(0))
+        workers = worker_map_of(self.schedule_name, stages).workers
         if self.replicas is not None:
             check_worker_count(self.replicas, stages, workers)
 
@@ -129,7 +130,12 @@ class Request:
     @property
     def schedule_is_auto(self) -> bool:
         """Whether the simulator chooses the schedule."""
-        return self.schedule == "auto"
+        return self.schedule_name == "auto"
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule as given, or "auto"; with ``slice``, "auto" is 1F1B, which the Slicer slices."""
+        return "dapple-a" if self.schedule == "auto" and self.slice is not None else self.schedule
 
     @property
     def runs_whole_minibatches(self) -> bool:

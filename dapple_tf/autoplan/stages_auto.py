@@ -59,12 +59,12 @@ def check_enough_layers(request: Request, layers: Layers) -> None:
 
     Planning says it too, but only when the model has been profiled.
     """
-    if request.schedule_is_auto or not runs_several_stages(request.schedule):
+    if request.schedule_is_auto or not runs_several_stages(request.schedule_name):
         return
-    least, most = least_stages(request.schedule), len(layers.positions()) + 1
+    least, most = least_stages(request.schedule_name), len(layers.positions()) + 1
     if most < least:
         raise PlanError(
-            f"schedule {abbreviate_schedule(request.schedule)!r} needs at least {least} stages, but "
+            f"schedule {abbreviate_schedule(request.schedule_name)!r} needs at least {least} stages, but "
             f"{layers.graph.name} can be cut into {most}: choose a schedule with fewer stages per device"
         )
 

@@ -36,7 +36,7 @@ def plan_requested_stages(
     """
     starts = _find_starts(request, layers, costs)
     count = len(starts) + 1
-    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map_of(request.schedule, count)
+    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map_of(request.schedule_name, count)
     replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
     check_worker_count(replicas, count, workers.workers)
     if min(replicas) < 1:
@@ -64,7 +64,7 @@ def plan_requested_stages(
         global_batch_size=global_batch_size,
         micro_batch_size=max(sizes, default=-(-global_batch_size // micro_batches)),
         micro_batches=micro_batches,
-        schedule="dapple-a" if request.schedule_is_auto else request.schedule,
+        schedule="dapple-a" if request.schedule_is_auto else request.schedule_name,
         recompute=choose_recompute(request.recompute, layers, stages),
         stages=tuple(stages),
         micro_batch_sizes=sizes or None,
@@ -77,7 +77,7 @@ def _check_schedule(request: Request, stages: int, micro_batches: int, largest: 
 
     Where M is "auto", try the M that the schedule is written for, or else the ``largest`` possible.
     """
-    name = request.schedule
+    name = request.schedule_name
     if request.schedule_is_auto:
         return
     if not request.micro_batches_are_auto:
@@ -105,10 +105,10 @@ def _count_stages(request: Request) -> int:
     workers = len(request.replicas or (1,))
     if request.schedule_is_auto:
         return workers
-    chunked = chunked_policy(request.schedule)
+    chunked = chunked_policy(request.schedule_name)
     if chunked:
         return workers * chunked[1]
-    given = count_stages(request.schedule) if runs_several_stages(request.schedule) else None
+    given = count_stages(request.schedule_name) if runs_several_stages(request.schedule_name) else None
     return given or workers
 
 

@@ -136,4 +136,4 @@ def _draw(schedule: Schedule, units: Units, path: str) -> None:
     execution = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
     places = [(stage, 0, f"worker {worker}") for stage, worker in enumerate(schedule.worker_map.worker_of)]
     step = execution_events(execution, places)
-    Timeline(step.events, step.transfers, step.stage_events, title="one unit of time is one second").save(path)
+    Timeline.of_step(step, "one unit of time is one second").save(path)

@@ -21,6 +21,7 @@ from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.searched_order import search_plan_order, with_order
+from dapple_tf.simulator.named_orders import check_priced
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import (
@@ -137,6 +138,7 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
+    check_priced(name)
     stages = count_stages(name)
     if stages is None:
         if chunked := chunked_policy(name):

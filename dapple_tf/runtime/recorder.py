@@ -16,7 +16,7 @@ from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording, plan
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.policies import actions_together, build_schedule
 
 # Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6
@@ -80,7 +80,8 @@ class Recorder:
             last = self._recorded_step()
             processes = zip(last.stamps, last.times, strict=True)
             stamps = [stamp for named, times in processes for stamp in fill_stamps(named, times)]
-            self._timeline = make_timeline(stamps, title=plan_title(last.plan), note=last.note)
+            together = actions_together(last.plan.schedule)
+            self._timeline = make_timeline(stamps, title=plan_title(last.plan), note=last.note, together=together)
         return self._timeline
 
     @property
@@ -103,7 +104,7 @@ def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | N
     """
     if simulated is not None and simulated.simulation is not None:
         step = simulated.simulation.events_at(measured.places)
-        timeline = Timeline(step.events, step.transfers, step.stage_events, title=simulated.title)
+        timeline = Timeline.of_step(step, simulated.title)
         predicted = Prediction(timeline, BY_PROFILE)
     else:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)

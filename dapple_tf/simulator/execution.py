@@ -24,6 +24,7 @@ class Execution:
     module ``order``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own, and their
     arrays have size 0 where none are. The AllReduce of a stage runs for ``exposed_seconds`` after its last gradients.
     ``of_micro_batches``: for each micro-batch the costs of each stage, where micro-batches differ in size.
+    ``together``: see ``Schedule.together``; what travels together has the start and the end of its one transfer.
     """
 
     order: Order
@@ -39,6 +40,7 @@ class Execution:
     start_send_backward: Floats
     end_send_backward: Floats
     of_micro_batches: tuple[tuple[StageCosts, ...], ...] = field(default=(), kw_only=True)
+    together: frozenset[Action] = field(default=frozenset(), kw_only=True)
 
     @property
     def stages(self) -> int:

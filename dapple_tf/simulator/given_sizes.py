@@ -1,7 +1,7 @@
-"""Execute a schedule whose micro-batches have different sizes, each with its own seconds and bytes.
+"""Execute a schedule whose micro-batches have different sizes, or in which some results travel together.
 
-Planners make micro-batches of equal sizes only, so this need not be as fast as ``engine``: it takes the times of the
-plain executor, ``time_actions``.
+Planners make micro-batches of equal sizes only, whose results travel alone, so this need not be as fast as ``engine``:
+it takes the times of the plain executor, ``time_actions``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ def execute_sizes(
     if any(len(done) < len(actions) for done, actions in zip(times, schedule.workers, strict=True)):
         raise ScheduleError("the schedule deadlocks: call graph_passes.schedules.schedule.check(schedule) to see where")
     arrays = _fill_arrays(schedule, times)
-    return Execution(encode(schedule), tuple(costs), *arrays, of_micro_batches=tuple(map(tuple, of_micro_batches)))
+    return Execution(
+        encode(schedule),
+        tuple(costs),
+        *arrays,
+        of_micro_batches=tuple(map(tuple, of_micro_batches)),
+        together=schedule.together,
+    )
 
 
 def _fill_arrays(schedule: Schedule, times: Sequence[Sequence[ActionTimes]]) -> list[Floats]:

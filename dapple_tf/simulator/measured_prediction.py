@@ -32,7 +32,7 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
         execution = execute(encode(schedule), measured.costs)
     updates = [event for event in measured.stage_events if event.kind == "update"]
     step = execution_events(execution, measured.places, updates)
-    return Prediction(Timeline(step.events, step.transfers, step.stage_events, title=measured.title), BY_TIMES)
+    return Prediction(Timeline.of_step(step, measured.title), BY_TIMES)
 
 
 def _measure(measured: Timeline, micro_batches: Collection[int]) -> list[StageCosts]:

@@ -13,6 +13,7 @@ from dapple_tf.simulator.held_stash import count_in_flight
 from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
 from graph_passes.schedules.policies import (
     CHUNKED,
+    actions_together,
     build_schedule,
     check_schedule,
     chunked_policy,
@@ -38,7 +39,7 @@ def is_interleaved(name: str) -> bool:
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     """Return the order of a schedule, which must not be written to.
 
-    Raises ScheduleError for an unknown name, and for a schedule in which results travel together.
+    Raises ScheduleError for an unknown name, and where ``check_priced`` does.
     """
     if is_interleaved(name):
         check_schedule(name, stages, micro_batches)
@@ -47,12 +48,18 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
         return Ordered(order, count_in_flight(order))
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
+        check_priced(name)
         schedule = build_schedule(name, stages, micro_batches)
-        if schedule.together:
-            raise ScheduleError(
-                f"planners do not price schedules in which results travel together ({min(schedule.together)}+): leave "
-                "out the '+'"
-            )
         return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
-    held = np.array(warm, np.int64)
-    return Ordered(early_backward_order(held, micro_batches), held)
+    in_flight = np.array(warm, np.int64)
+    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+
+
+def check_priced(name: str) -> None:
+    """Raise ScheduleError where planners cannot price the valid schedule ``name``: results travel together in it."""
+    together = actions_together(name)
+    if together:
+        raise ScheduleError(
+            f"planners do not price schedules in which results travel together ({min(together)}+): leave out the '+', "
+            "or give dapple.pipeline the stages and the number of micro-batches, so that nothing is planned"
+        )

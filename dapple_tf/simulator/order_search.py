@@ -118,7 +118,10 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Costs as arrays of stages, and ``most``: the bytes that each worker has for stashes."""
+    """Costs as arrays of stages, and ``most``: the bytes of each worker's memory that are left for stashes.
+
+    Weights, gradients, optimizer slots and the largest working set take the others.
+    """
 
     worker_map: WorkerMap
     times: tuple[Floats, Floats, Floats, Floats, Floats, Floats]
@@ -142,10 +145,10 @@ class _Problem:
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
-        best, nothing = None, np.zeros(len(self.stash))  # ``most`` is what the stages' other bytes leave
+        best, zeros = None, np.zeros(len(self.stash))  # all but the stashes has been taken from ``most``
         for name, schedule in schedules:
             order = encode(schedule)
-            if (worker_peaks(order, nothing, self.stash, nothing) <= self.most).all():
+            if (worker_peaks(order, zeros, self.stash, zeros) <= self.most).all():
                 seconds = step_seconds(order, *self.times)
                 if best is None or seconds < best[1]:
                     best = name, seconds, schedule

@@ -17,7 +17,7 @@ from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import build_schedule, has_together
+from graph_passes.schedules.policies import actions_together, build_schedule
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -33,7 +33,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
-    if plan.sizes or has_together(plan.schedule):
+    if plan.sizes or actions_together(plan.schedule):
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)})
         one_device_seconds = sum(_one_device_seconds(profile, size) for size in sizes)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
+from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.execution import Execution
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes, usable_bytes
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
@@ -85,6 +86,7 @@ def execution_events(execution: Execution, places: Sequence[Place], updates: Seq
     ``updates``: recorded weight updates, which are moved to the end of the step. Transfers and AllReduces that take no
     time are left out.
     """
+    position = {action: i for actions in execution.actions for i, action in enumerate(actions)}
     events = [event for place in places for event in _events_of_place(execution, place)]
     transfers = [transfer for stage in range(execution.stages - 1) for transfer in _transfers(execution, stage)]
     stage_events = []
@@ -95,10 +97,11 @@ def execution_events(execution: Execution, places: Sequence[Place], updates: Seq
     later = execution.step_seconds - min((update.start for update in updates), default=0.0)
     stage_events += [replace(update, start=update.start + later, end=update.end + later) for update in updates]
     return StepEvents(
-        # Sorting keeps the order of events that take no time: it is the order in which the stage runs them.
-        tuple(sorted(events, key=lambda event: (event.start, event.end))),
+        # Events that take no time stay in the order in which the worker runs them.
+        tuple(sorted(events, key=lambda event: (event.start, event.end, position[event.action]))),
         tuple(sorted(transfers, key=lambda transfer: transfer.start)),
         tuple(sorted(stage_events, key=lambda event: event.start)),
+        execution.together,
     )
 
 
@@ -124,11 +127,21 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
     """Return the transfers between ``stage`` and the next one, in both directions; none on one worker."""
     if execution.order.worker_of[stage] == execution.order.worker_of[stage + 1]:
         return []
-    cost, ex, transfers = execution.costs[stage], execution, []
+    cost, ex = execution.costs[stage], execution
+    transfers: list[Transfer] = []
     if cost.send_forward_seconds:
-        times = zip(ex.start_send_forward[stage].tolist(), ex.end_send_forward[stage].tolist(), strict=True)
-        transfers += [Transfer(stage, stage + 1, m, start, end) for m, (start, end) in enumerate(times)]
+        transfers += _of_channel(ex, stage, stage + 1, ex.start_send_forward[stage], ex.end_send_forward[stage])
     if cost.send_backward_seconds:
-        times = zip(ex.start_send_backward[stage].tolist(), ex.end_send_backward[stage].tolist(), strict=True)
-        transfers += [Transfer(stage + 1, stage, m, start, end) for m, (start, end) in enumerate(times)]
+        transfers += _of_channel(ex, stage + 1, stage, ex.start_send_backward[stage], ex.end_send_backward[stage])
     return transfers
+
+
+def _of_channel(execution: Execution, source: int, target: int, starts: Floats, ends: Floats) -> Iterator[Transfer]:
+    """Yield the transfers of one channel, of which some carry the results of several micro-batches."""
+    count = 0
+    for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        count += 1
+        last = Transfer(source, target, m, start, end)
+        if execution.together.isdisjoint(last.producers):  # nothing later goes with it
+            yield replace(last, count=count)
+            count = 0

@@ -55,7 +55,7 @@ class Part:
 
     @property
     def micro_batch(self) -> int | None:
-        """The micro-batch that is computed or sent; None for AllReduce, update and waiting."""
+        """The micro-batch that is computed or sent, the last of several; None for AllReduce, update and waiting."""
         if self.kind == "waiting" or isinstance(self.item, StageEvent):
             return None
         return self.item.action.micro_batch if isinstance(self.item, Event) else self.item.micro_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
 from graph_passes.schedules.schedule import Action, dependencies
@@ -15,7 +16,7 @@ class EventDependencies:
     def __init__(self, step: StepEvents) -> None:
         self._step = step
         self._runs: dict[Action, list[Event]] = defaultdict(list)  # one run on each replica
-        self._transfers = {(t.source, t.target, t.micro_batch): t for t in step.transfers}
+        self._transfers = {(t.source, t.target, m): t for t in step.transfers for m in t.micro_batches}
         self._previous: dict[int, Item] = {}  # by the id of an event, the one before on its device or channel
         last: dict[object, Item] = {}
         in_place: list[Event | Transfer] = [*step.events, *step.transfers]
@@ -45,11 +46,17 @@ class EventDependencies:
                 if transfer is not None:
                     yield transfer
                 else:
-                    yield from self._runs[needed]
+                    yield from self._runs[needed if needed.stage == item.action.stage else self._sent_with(needed)]
 
     def _before(self, item: Item) -> Iterator[Item]:
         if id(item) in self._previous:
             yield self._previous[id(item)]
+
+    def _sent_with(self, action: Action) -> Action:
+        """Return the action with whose result that of ``action`` goes to another stage: itself, or a later one."""
+        while action in self._step.together:
+            action = replace(action, micro_batch=action.micro_batch + 1)
+        return action
 
     def _needed_actions(self, action: Action) -> Iterator[Action]:
         """Yield the actions whose results ``action`` takes.

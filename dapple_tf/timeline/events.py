@@ -30,10 +30,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One exchange between two neighbouring stages: activations forward or gradients backward; seconds.
+    """One message between two neighbouring stages: activations forward or gradients backward; seconds.
 
-    In a job it starts when the last of its ranks has reached it. Within one process TensorFlow moves tensors between
-    devices by itself, and no transfer is recorded.
+    It carries the results of ``count`` consecutive micro-batches that travel together, the last of which is
+    ``micro_batch``; usually of one. In a job it starts when the last of its ranks has reached it. Within one process
+    TensorFlow moves tensors between devices by itself, and no transfer is recorded.
     """
 
     source: int
@@ -41,15 +42,22 @@ class Transfer:
     micro_batch: int
     start: float
     end: float
+    count: int = 1
+
+    @property
+    def micro_batches(self) -> range:
+        """The micro-batches whose results it carries."""
+        return range(self.micro_batch - self.count + 1, self.micro_batch + 1)
 
     @property
     def producers(self) -> tuple[Action, ...]:
-        """The actions that may give what is sent: F, or B or I, of which a step has one."""
+        """The actions that may give what is sent: F, or B or I, of which a step has one for each micro-batch."""
         kinds: tuple[Kind, ...] = ("F",) if self.source < self.target else ("B", "I")
-        return tuple(Action(self.source, kind, self.micro_batch) for kind in kinds)
+        return tuple(Action(self.source, kind, m) for m in self.micro_batches for kind in kinds)
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target} {self.producers[0].kind}{self.micro_batch}"
+        kind = "F" if self.source < self.target else "B"
+        return f"{self.source}>{self.target} " + "+".join(f"{kind}{m}" for m in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,15 @@ Item: TypeAlias = Event | Transfer | StageEvent
 
 @dataclass(frozen=True)
 class StepEvents:
-    """All events of one step, each kind in order of start."""
+    """All events of one step, each kind in order of start.
+
+    ``together``: see ``Schedule.together``. Results may travel together where no transfer is recorded, too.
+    """
 
     events: tuple[Event, ...]
     transfers: tuple[Transfer, ...] = ()
     stage_events: tuple[StageEvent, ...] = ()
+    together: frozenset[Action] = frozenset()
 
     @cached_property
     def items(self) -> tuple[Item, ...]:

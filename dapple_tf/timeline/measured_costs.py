@@ -46,13 +46,17 @@ def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[i
 def _channel_seconds(
     step: StepEvents, source: int, target: int, micro_batches: Container[int] | None
 ) -> Iterator[float]:
-    """Yield the seconds for which each transfer had its channel for itself; an early one waits behind others."""
+    """Yield the seconds for which each transfer had its channel for itself; an early one waits behind others.
+
+    Those of a transfer that carries the results of several micro-batches are divided among them.
+    """
     transfers = sorted(
         (t for t in step.transfers if (t.source, t.target) == (source, target)), key=lambda transfer: transfer.end
     )
     for transfer, seconds in zip(transfers, _seconds_in_order((t.start, t.end) for t in transfers), strict=True):
-        if micro_batches is None or transfer.micro_batch in micro_batches:
-            yield seconds
+        for m in transfer.micro_batches:
+            if micro_batches is None or m in micro_batches:
+                yield seconds / transfer.count
 
 
 def _seconds_in_order(spans: Iterable[tuple[float, float]]) -> Iterator[float]:

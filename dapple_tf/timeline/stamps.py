@@ -11,7 +11,7 @@ from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfe
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
 from graph_passes.passes.instrument import timed_nodes
-from graph_passes.passes.project import parse_exchange_name
+from graph_passes.passes.project import StageExchange, parse_exchange_name
 from graph_passes.schedules.schedule import KIND_OF_CALL, Action
 
 
@@ -47,16 +47,19 @@ def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
     return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
-def make_timeline(stamps: Sequence[Stamp], *, title: str = "", note: str = "") -> Timeline:
+def make_timeline(
+    stamps: Sequence[Stamp], *, title: str = "", note: str = "", together: Iterable[Action] = ()
+) -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
-    Its times count from the start of the first action.
+    Its times count from the start of the first action. ``title``, ``note``, ``together``: see ``Timeline``.
     """
     first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
     events = tuple(_event(stamp) for stamp in shifted if stamp.op in KIND_OF_CALL)
-    return Timeline(events, tuple(_transfers(shifted)), tuple(_stage_events(shifted)), title=title, note=note)
+    transfers, stage_events = _transfers(shifted), _stage_events(shifted)
+    return Timeline(events, transfers, stage_events, title=title, note=note, together=together)
 
 
 def read_timeline(graph: Graph, times: Any) -> Timeline:
@@ -79,17 +82,17 @@ def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     sender leaves it as soon as its tensors are queued, which says nothing of the others.
     """
     runs = {(stamp.device, stamp.stage) for stamp in stamps if stamp.op in KIND_OF_CALL}
-    by_name: dict[str, list[Stamp]] = {}
+    by_exchange: dict[StageExchange, list[Stamp]] = {}
     for stamp in stamps:
-        if stamp.op == "exchange" and parse_exchange_name(stamp.name) is not None:
-            by_name.setdefault(stamp.name, []).append(stamp)
+        exchange = parse_exchange_name(stamp.name) if stamp.op == "exchange" else None
+        if exchange is not None:
+            by_exchange.setdefault(exchange, []).append(stamp)
     transfers = []
-    for name, ranks in by_name.items():
-        stages = parse_exchange_name(name)
-        assert stages is not None, "other exchanges were left out above"
-        received = [stamp.end for stamp in ranks if (stamp.device, stages[1]) in runs]
+    for (source, target, first, last), ranks in by_exchange.items():
+        received = [stamp.end for stamp in ranks if (stamp.device, target) in runs]
         start = min([max(stamp.start for stamp in ranks), *received])
-        transfers.append(Transfer(*stages, start, max(stamp.end for stamp in ranks)))
+        end = max(stamp.end for stamp in ranks)
+        transfers.append(Transfer(source, target, last, start, end, count=last - first + 1))
     return sorted(transfers, key=lambda transfer: transfer.start)
 
 

@@ -51,7 +51,7 @@ class Timeline:
 
     ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step it creates the
     events when they are first needed. ``note``: what distorts the times of a recorded step, how the order of a
-    simulated one was found, or "". Two timelines are equal if their events are.
+    simulated one was found, or "". ``together``: see ``StepEvents``. Two timelines are equal if their events are.
     """
 
     def __init__(
@@ -63,11 +63,17 @@ class Timeline:
         title: str = "",
         simulation: Simulation | None = None,
         note: str = "",
+        together: Iterable[Action] = (),
     ) -> None:
         self.title = title
         self.simulation = simulation
         self.note = note
-        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events))
+        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together))
+
+    @staticmethod
+    def of_step(step: StepEvents, title: str = "") -> Timeline:
+        """Return the timeline of these events."""
+        return Timeline(step.events, step.transfers, step.stage_events, title=title, together=step.together)
 
     @cached_property
     def step(self) -> StepEvents:

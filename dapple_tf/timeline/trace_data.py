@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from dapple_tf.timeline.events import Transfer
+
 if TYPE_CHECKING:
     from dapple_tf.timeline.recording import Recording
     from dapple_tf.timeline.timeline import Timeline
@@ -32,11 +34,20 @@ def recording_data(recording: Recording) -> dict[str, Any]:
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+    together = timeline.step.together
     return {
         "actions": [
             {**asdict(e.action), "replica": e.replica, "device": e.device, "start": e.start, "end": e.end}
             for e in timeline.events
         ],
-        "transfers": [asdict(transfer) for transfer in timeline.transfers],
+        "transfers": [_transfer_data(transfer) for transfer in timeline.transfers],
         "stage_events": [asdict(event) for event in timeline.stage_events],
+        **({"together": [asdict(action) for action in sorted(together)]} if together else {}),
     }
+
+
+def _transfer_data(transfer: Transfer) -> dict[str, Any]:
+    data = asdict(transfer)
+    if transfer.count == 1:  # earlier versions know no other number
+        del data["count"]
+    return data

@@ -26,9 +26,10 @@ _LONGEST = 1e9  # seconds: no step takes 30 years
 _LARGEST_FILE = 64 * 2**20  # bytes: about 100,000 events
 _SPAN = ("start", "end")
 _ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN)
-_TRANSFER = ("source", "target", "micro_batch", *_SPAN)
+_TRANSFER = ("source", "target", "micro_batch", *_SPAN, "count")
+_TOGETHER = ("stage", "kind", "micro_batch")
 _STAGE_EVENT = ("kind", "stage", "replica", "device", *_SPAN)
-_TIMELINE = ("actions", "transfers", "stage_events")
+_TIMELINE = ("actions", "transfers", "stage_events", "together")
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
@@ -83,11 +84,18 @@ def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
             f"{where}.actions has stages {quote(sorted(stages))}; they must be numbered from 0 without gaps"
         )
     transfers = tuple(map(_read_transfer, fields.each("transfers", _TRANSFER)))
+    micro_batches = len({action.micro_batch for action in actions})
     for index, transfer in enumerate(transfers):
         if transfer.source == transfer.target or not {transfer.source, transfer.target} <= stages:
             raise TraceError(
                 f"{where}.transfers[{index}] goes {transfer.source}>{transfer.target}; it must connect two different "
                 f"stages of {quote(sorted(stages))}"
+            )
+        most = min(transfer.micro_batch + 1, micro_batches)
+        if not 1 <= transfer.count <= most:
+            raise TraceError(
+                f"{where}.transfers[{index}].count is {transfer.count}; a transfer carries the results of 1 to {most} "
+                f"micro-batches, the last of which is {transfer.micro_batch}"
             )
     stage_events = tuple(map(_read_stage_event, fields.each("stage_events", _STAGE_EVENT)))
     for index, found in enumerate(stage_events):
@@ -95,21 +103,33 @@ def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
             raise TraceError(
                 f"{where}.stage_events[{index}] is of stage {found.stage}; the step has stages {quote(sorted(stages))}"
             )
-    timeline = Timeline(events, transfers, stage_events, title=title)
+    together = tuple(map(_read_bare_action, fields.each("together", _TOGETHER))) if fields.has("together") else ()
+    for index, action in enumerate(together):
+        for each in (action, replace(action, micro_batch=action.micro_batch + 1)):
+            if each not in actions:
+                raise TraceError(
+                    f"{where}.together[{index}] is {action}, whose result travels with that of the next micro-batch: "
+                    f"there is no action {each}"
+                )
+    timeline = Timeline(events, transfers, stage_events, title=title, together=together)
     if not timeline.step_seconds:
         raise TraceError(f"{where} has no duration: all its events end at 0")
     return timeline
 
 
 def _read_action(fields: Fields) -> Event:
-    kind: Kind = _choice(fields, "kind", tuple(CALL_OF_KIND))
-    action = Action(fields.integer("stage"), kind, fields.integer("micro_batch"))
-    return Event(action, fields.integer("replica"), fields.text("device"), *_read_span(fields))
+    return Event(_read_bare_action(fields), fields.integer("replica"), fields.text("device"), *_read_span(fields))
 
 
 def _read_transfer(fields: Fields) -> Transfer:
-    source, target = fields.integer("source"), fields.integer("target")
-    return Transfer(source, target, fields.integer("micro_batch"), *_read_span(fields))
+    source, target, last = (fields.integer(key) for key in ("source", "target", "micro_batch"))
+    count = fields.integer("count") if fields.has("count") else 1
+    return Transfer(source, target, last, *_read_span(fields), count)
+
+
+def _read_bare_action(fields: Fields) -> Action:
+    kind: Kind = _choice(fields, "kind", tuple(CALL_OF_KIND))
+    return Action(fields.integer("stage"), kind, fields.integer("micro_batch"))
 
 
 def _read_stage_event(fields: Fields) -> StageEvent:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
@@ -20,6 +20,7 @@ from graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.join_replicas import of_replica
+from graph_passes.passes.send_together import boundary_direction, sent_together
 
 TOKEN = tensor("int64")
 TOKENS_NAME = "tokens"
@@ -234,16 +235,19 @@ def _transfers(node: Node, placement: _Placement) -> Iterator[_Transfer]:
 def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     """Return the name of the exchange that carries ``value`` to ``node``.
 
-    One exchange carries all tensors that cross a boundary in one direction for one micro-batch, or all that replicas
-    join after one part of a call. Its name says the stages, since several boundaries may be between the same ranks.
+    One exchange carries all tensors that cross a boundary in one direction for one micro-batch, or for those that
+    travel together (AutoPipe, section III.C), or all that replicas join after one part of a call. Its name says the
+    stages, since several boundaries may be between the same ranks.
     """
     producer = graph.node(value.node)
     if node.op == OpName.JOIN:  # of all replicas with all
         return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
-    if node.has("micro_batch") and producer.has("micro_batch"):
+    direction = boundary_direction(graph, node, value)
+    if direction is not None:
         here, there = node.integer("stage"), producer.integer("stage")
-        direction = "forward" if there < here else "backward"
-        return f"exchange/stage{there}_to_stage{here}/mb{node.integer('micro_batch')}/{direction}"
+        micro_batches = sent_together(graph, producer)
+        which = "-".join(map(str, dict.fromkeys((micro_batches[0], micro_batches[-1]))))
+        return f"exchange/stage{there}_to_stage{here}/mb{which}/{direction}"
     if node.op == OpName.MERGE:
         return "exchange/outputs"
     if producer.op == OpName.RUN_ONCE:
@@ -253,13 +257,21 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     return f"{name}/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
 
 
-def parse_exchange_name(name: str) -> tuple[int, int, int] | None:
-    """Return the sending stage, the receiving stage and the micro-batch of an exchange between two stages.
+class StageExchange(NamedTuple):
+    """What an exchange between two stages carries: the tensors of micro-batches ``first`` to ``last``."""
 
-    None for an exchange that is not of one micro-batch.
-    """
-    match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)/(?:forward|backward)", name)
-    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
+    source: int
+    target: int
+    first: int
+    last: int
+
+
+def parse_exchange_name(name: str) -> StageExchange | None:
+    """Return which stages and micro-batches the exchange of this name is for; None if it is not between two stages."""
+    match = re.fullmatch(r"exchange/stage(\d+)_to_stage(\d+)/mb(\d+)(?:-(\d+))?/(?:forward|backward)", name)
+    if match is None:
+        return None
+    return StageExchange(int(match[1]), int(match[2]), int(match[3]), int(match[4] or match[3]))
 
 
 def _on_rank(node: Node, rank: int, placement: _Placement, names: set[str], received: dict[Value, Value]) -> Node:

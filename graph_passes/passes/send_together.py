@@ -7,16 +7,19 @@ of them before the last one is there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Graph, Node, Value, attributes
 from graph_passes.ir.names import at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule
+from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
+
+Direction = Literal["forward", "backward"]
+"""Of tensors between stages: activations go forward, to later stages, and gradients backward."""
 
 
 @dataclass(frozen=True)
@@ -45,66 +48,68 @@ def send_together(graph: Graph, schedule: Schedule) -> Graph:
     if shapes[0] != shapes[1]:
         raise ScheduleError(f"the schedule is for {shapes[0]} stages and micro-batches, the graph has {shapes[1]}")
     nodes: list[Node] = []
-    passed_on: dict[tuple[Value, bool], Value] = {}  # by the value, and whether its consumer is on a later stage
+    joined: dict[tuple[Value, Direction], Value] = {}  # the output of a together node that stands for a value
     leaving = _leaving(graph)
     for group in groups_together(schedule):
         stage, kind, last = group[-1].stage, group[-1].kind, group[-1].micro_batch
+        direction = direction_of(group[0])
         for replica in range(replicas[stage]):
-            places = {(stage, replica, action.micro_batch, kind == "F") for action in group}
-            values = tuple(value for place in sorted(places) for value in leaving.get(place, ()))
+            places = [(stage, replica, action.micro_batch, direction) for action in group]
+            values = tuple(value for place in places for value in leaving.get(place, ()))
             if not values:  # nothing leaves the stage in this direction
                 continue
             name = at(stage, replica, last, f"{OpName.TOGETHER}_{CALL_OF_KIND[kind]}")
             kinds = tuple(graph.type_of(value) for value in values)
             attrs = attributes({"micro_batch": last, "replica": replica, "stage": stage})
             nodes.append(Node(name, OpName.TOGETHER, values, kinds, attrs))
-            passed_on |= {(value, kind == "F"): Value(name, i) for i, value in enumerate(values)}
-    found = [_take(graph, node, passed_on) for node in graph.nodes]
+            joined |= {(value, direction): Value(name, i) for i, value in enumerate(values)}
+    found = [_take_joined(graph, node, joined) for node in graph.nodes]
     return graph.replace(nodes=(*found, *nodes)).sorted()
 
 
-def groups_together(schedule: Schedule) -> Iterator[tuple[Action, ...]]:
-    """Yield the actions of each stage whose results travel together, in their order."""
-    for actions in schedule.workers:
-        group: list[Action] = []
-        for action in actions:
-            group.append(action)
-            if action not in schedule.together:
-                if len(group) > 1:
-                    yield tuple(group)
-                group = []
+def direction_of(action: Action) -> Direction:
+    """Return the direction in which the result of F, B or I goes to another stage."""
+    return "forward" if action.kind == "F" else "backward"
 
 
-def crossing(graph: Graph, node: Node, value: Value) -> bool | None:
-    """Return whether ``value`` goes to a later stage's ``node`` (True) or an earlier one's (False); None for neither.
+def boundary_direction(graph: Graph, node: Node, value: Value) -> Direction | None:
+    """Return the direction in which ``node`` takes ``value`` from another stage: forward from an earlier one.
 
-    Only what calls of micro-batches give each other counts.
+    None where it takes it from its own stage, or one of the two belongs to no micro-batch.
     """
     producer = graph.node(value.node)
-    if not (node.has("micro_batch") and producer.has("micro_batch")) or node.integer("stage") == producer.integer(
-        "stage"
-    ):
+    if not (node.has("micro_batch") and producer.has("micro_batch")):
         return None
-    return node.integer("stage") > producer.integer("stage")
+    source, target = producer.integer("stage"), node.integer("stage")
+    if source == target:
+        return None
+    return "forward" if source < target else "backward"
 
 
-def _leaving(graph: Graph) -> Mapping[tuple[int, int, int, bool], list[Value]]:
-    """Return what leaves each stage, replica and micro-batch, to later stages (True) and to earlier ones (False)."""
-    found: dict[tuple[int, int, int, bool], dict[Value, None]] = {}
+def sent_together(graph: Graph, node: Node) -> tuple[int, ...]:
+    """Return the micro-batches, ascending, whose tensors ``node`` gives to other stages: several for ``together``."""
+    if node.op != OpName.TOGETHER:
+        return (node.integer("micro_batch"),)
+    return tuple(sorted({graph.node(value.node).integer("micro_batch") for value in node.inputs}))
+
+
+def _leaving(graph: Graph) -> Mapping[tuple[int, int, int, Direction], list[Value]]:
+    """Return what leaves each stage, replica and micro-batch in each direction."""
+    found: dict[tuple[int, int, int, Direction], dict[Value, None]] = {}
     for node in graph.nodes:
         for value in node.inputs:
-            later = crossing(graph, node, value)
-            if later is not None:
+            direction = boundary_direction(graph, node, value)
+            if direction is not None:
                 producer = graph.node(value.node)
                 stage, replica, m = (producer.integer(key) for key in ("stage", "replica", "micro_batch"))
-                found.setdefault((stage, replica, m, later), {})[value] = None
+                found.setdefault((stage, replica, m, direction), {})[value] = None
     return {place: list(values) for place, values in found.items()}
 
 
-def _take(graph: Graph, node: Node, passed_on: Mapping[tuple[Value, bool], Value]) -> Node:
-    """Return ``node`` with what is passed on in place of what it took from other stages."""
+def _take_joined(graph: Graph, node: Node, joined: Mapping[tuple[Value, Direction], Value]) -> Node:
+    """Return ``node`` with the outputs of ``together`` nodes in place of what it took from other stages."""
     inputs = []
     for value in node.inputs:
-        later = crossing(graph, node, value)
-        inputs.append(value if later is None else passed_on.get((value, later), value))
+        direction = boundary_direction(graph, node, value)
+        inputs.append(value if direction is None else joined.get((value, direction), value))
     return dataclasses.replace(node, inputs=tuple(inputs)) if tuple(inputs) != node.inputs else node

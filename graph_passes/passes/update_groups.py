@@ -137,4 +137,14 @@ def _update(
         update_inputs(function, gradients),
         attrs=attributes({**place, "function": function.name}),
     )
+    # An optimizer may write before it takes a gradient (weight decay), and TensorFlow may inline the update.
+    for call in last_backwards(window, stage, update):
+        step = step.after(call, "update: all its backwards have used the weights")
     return count, step.after(count.name, "update: the step counter is that of its minibatch")
+
+
+def last_backwards(window: Window, stage: int, update: int) -> Sequence[str]:
+    """Return the names of the last backward of each replica before an update of ``stage``."""
+    group = window.updates[stage][update]
+    last = group if window.in_turn else group[-1:]
+    return [at(stage, replica, m, OpName.BACKWARD) for m in last for replica in window.replicas_of(stage, m)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +16,8 @@ from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.order import call_name
-from graph_passes.passes.send_together import crossing, groups_together
-from graph_passes.schedules.schedule import Schedule
+from graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
+from graph_passes.schedules.schedule import Action, Schedule, groups_together
 
 
 @dataclass(frozen=True)
@@ -80,28 +81,29 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
 
 
 def verify_together(graph: Graph, schedule: Schedule) -> None:
-    """Raise GraphError unless what travels together in the schedule reaches other stages through one node."""
-    groups = list(groups_together(schedule))
-    held = {(action.stage, action.kind == "F", action.micro_batch): str(action) for group in groups for action in group}
+    """Raise GraphError unless the results that travel together in the schedule, and no others, go through one node."""
+    scheduled: dict[tuple[int, Direction, int], tuple[Action, ...]] = {}
+    for group in groups_together(schedule):
+        scheduled |= {(group[0].stage, direction_of(group[0]), action.micro_batch): group for action in group}
     for node in graph.nodes:
         for value in node.inputs:
-            producer = graph.node(value.node)
-            later = crossing(graph, node, value)
-            if later is None or producer.op == OpName.TOGETHER:
+            direction, producer = boundary_direction(graph, node, value), graph.node(value.node)
+            if direction is None:
                 continue
-            action = held.get((producer.integer("stage"), later, producer.integer("micro_batch")))
-            if action is not None:
+            stage, micro_batches = producer.integer("stage"), sent_together(graph, producer)
+            group = scheduled.get((stage, direction, micro_batches[-1]), ())
+            wanted = tuple(action.micro_batch for action in group) or micro_batches[-1:]
+            if micro_batches != wanted:
                 raise GraphError(
-                    f"{node.name!r} takes {producer.name!r}, which is to travel with another micro-batch's result: "
-                    f"{action} travels together in the schedule"
+                    f"{producer.name!r} gives {node.name!r} what leaves stage {stage} {direction} for "
+                    f"{_print_together(micro_batches)}, but the schedule has {_print_together(wanted)}"
                 )
-    sent = {
-        (node.integer("stage"), tuple(sorted({graph.node(v.node).integer("micro_batch") for v in node.inputs})))
-        for node in nodes_of(graph, OpName.TOGETHER)
-    }
-    scheduled = {(group[0].stage, tuple(action.micro_batch for action in group)) for group in groups}
-    for stage, micro_batches in sorted(sent - scheduled):
-        raise GraphError(f"micro-batches {list(micro_batches)} of stage {stage} travel together, not in the schedule")
+
+
+def _print_together(micro_batches: Sequence[int]) -> str:
+    if len(micro_batches) == 1:
+        return f"micro-batch {micro_batches[0]} alone"
+    return f"micro-batches {', '.join(map(str, micro_batches))} together"
 
 
 def verify_copies(graph: Graph) -> None:

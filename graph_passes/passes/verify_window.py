@@ -15,7 +15,7 @@ from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.update_groups import update_name
+from graph_passes.passes.update_groups import last_backwards, update_name
 from graph_passes.passes.use_versions import action_name, stored_versions, version_name
 from graph_passes.passes.verify_pipeline import verify_inlined
 from graph_passes.schedules.schedule import Action
@@ -159,6 +159,10 @@ def _verify_updates(graph: Graph, versions: Versions, edges: nx.DiGraph[str]) ->
             if name not in graph.by_name:
                 continue
             before = nx.ancestors(edges, name)
+            controls = {control.source for control in graph.node(name).controls}
+            for call in last_backwards(window, stage, index):
+                if call not in controls:
+                    raise GraphError(f"no control edge makes {name!r} wait for {call!r}, which uses what it changes")
             if previous is not None and previous not in before:
                 raise GraphError(f"no path orders {name!r} after {previous!r}, and both change the same weights")
             for m in group:

@@ -51,9 +51,12 @@ def time_workers(schedule: Schedule, units: Units) -> tuple[WorkerTime, ...]:
 
 
 def format_grid(schedule: Schedule, units: Units) -> str:
-    """Return a line for each worker: its actions at their time, each as wide as it is long, and dots where it idles."""
+    """Return a line for each worker: its actions at their time, each as wide as it is long, and dots where it idles.
+
+    Actions are printed as in the schedule's text: ``2F0+`` where its result travels with the next one's.
+    """
     rows = zip(schedule.workers, run_schedule(schedule, units.of), strict=True)
-    width = 1 + max(len(str(action)) for actions in schedule.workers for action in actions)
+    width = 1 + max(len(schedule.print_action(action)) for actions in schedule.workers for action in actions)
     names = [_name(stages) for stages in schedule.worker_map.chunks]
     margin = max(map(len, names))
     lines = []
@@ -62,7 +65,7 @@ def format_grid(schedule: Schedule, units: Units) -> str:
         for action, end in zip(actions, ends, strict=True):
             start = int(end) - units.of(action)
             cells += [".".ljust(width)] * (start - now)
-            cells.append(str(action).ljust(units.of(action) * width - 1, "-") + " ")
+            cells.append(schedule.print_action(action).ljust(units.of(action) * width - 1, "-") + " ")
             now = int(end)
         lines.append(f"{name:{margin}}  {''.join(cells)}".rstrip())
     return "\n".join(lines)

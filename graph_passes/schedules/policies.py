@@ -328,9 +328,9 @@ def splits_backward(name: str) -> bool:
     return policy in STRAIGHT_ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
 
 
-def has_together(name: str) -> bool:
-    """Return whether some results travel together (``Schedule.together``) in the valid schedule ``name``."""
-    return is_text(name) and "+" in name
+def actions_together(name: str) -> frozenset[Action]:
+    """Return ``Schedule.together`` of the valid schedule ``name``; only a text has such actions."""
+    return parse_schedule(name).together if is_text(name) else frozenset()
 
 
 def stages_ending_split(name: str, stages: int, micro_batches: int) -> frozenset[int]:

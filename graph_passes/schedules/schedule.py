@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -68,15 +68,19 @@ class Action:
 class Schedule:
     """The actions of each worker, in the order in which its devices run them.
 
-    ``together``: actions whose result travels to other stages with that of the worker's next action, which is the same
-    for the next micro-batch.
+    ``together``: actions whose result travels to another worker with that of the next action, which is the same for the
+    next micro-batch.
     """
 
     workers: tuple[tuple[Action, ...], ...]
     together: frozenset[Action] = frozenset()
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(f"{a}{'+' * (a in self.together)}" for a in actions) for actions in self.workers)
+        return "\n".join(" ".join(map(self.print_action, actions)) for actions in self.workers)
+
+    def print_action(self, action: Action) -> str:
+        """Return the action as the schedule's text has it: ``2F0``, or ``2F0+`` if it is in ``together``."""
+        return f"{action}{'+' * (action in self.together)}"
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -217,7 +221,7 @@ def time_actions(
     }
     times: list[list[ActionTimes]] = [[] for _ in schedule.workers]
     free = [0.0 for _ in schedule.workers]
-    held: list[list[Action]] = [[] for _ in schedule.workers]  # the last actions, whose results travel with the next
+    unsent: list[list[Action]] = [[] for _ in schedule.workers]  # actions that have run, whose results have not left
     moved = True
     while moved:
         moved = False
@@ -231,26 +235,27 @@ def time_actions(
                 free[worker] = end = start + seconds(action)
                 ended[result][stage][m] = end
                 times[worker].append(ActionTimes(start, end, end, end))
-                held[worker].append(action)
+                unsent[worker].append(action)
                 moved = True
                 if action in schedule.together:
                     continue
                 begin = arrival = end
                 if sent[result][stage]:
                     begin = max(end, channel_free[result][stage])
-                    arrival = channel_free[result][stage] = begin + sum(map(send_seconds, held[worker]))
-                for i, travelling in enumerate(reversed(held[worker]), start=1):
-                    arrived[result][stage][travelling.micro_batch] = arrival
+                    arrival = channel_free[result][stage] = begin + sum(map(send_seconds, unsent[worker]))
+                for i, sender in enumerate(reversed(unsent[worker]), start=1):
+                    arrived[result][stage][sender.micro_batch] = arrival
                     times[worker][-i] = times[worker][-i]._replace(sent=begin, arrived=arrival)
-                held[worker].clear()
+                unsent[worker].clear()
     return tuple(map(tuple, times))
 
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule is complete, and runs to its end.
 
-    Each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. For a deadlock the message
-    has the worker x step grid, in which the blocked actions are marked ``!``.
+    Each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. Results that travel together
+    go to another worker, and are of consecutive actions. For a deadlock the message has the worker x step grid, in
+    which the blocked actions are marked ``!``.
     """
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")
@@ -272,22 +277,51 @@ def check(schedule: Schedule) -> None:
                 f"missing or unexpected: {' '.join(map(str, different)) or 'repeated actions'}"
             )
         for action, following in zip(actions, (*actions[1:], None), strict=True):
-            partner = dataclasses.replace(action, micro_batch=action.micro_batch + 1)
-            if action in schedule.together and following != partner:
-                then = "nothing" if following is None else following
-                raise ScheduleError(
-                    f"the result of {action}+ travels with that of {partner}, so {who} must run that next, not {then}"
-                )
+            if action in schedule.together:
+                _check_together(action, following, who, schedule.worker_map)
     heads = [len(ends) for ends in run_schedule(schedule, lambda action: 0.0)]
     if any(head < len(actions) for head, actions in zip(heads, schedule.workers, strict=True)):
         raise ScheduleError("the schedule deadlocks; blocked actions are marked:\n" + _grid(schedule, heads))
+
+
+def groups_together(schedule: Schedule) -> Iterator[tuple[Action, ...]]:
+    """Yield the actions of each stage whose results travel together, in their order."""
+    for actions in schedule.workers:
+        group: list[Action] = []
+        for action in actions:
+            group.append(action)
+            if action not in schedule.together:
+                if len(group) > 1:
+                    yield tuple(group)
+                group = []
+
+
+def _check_together(action: Action, following: Action | None, who: str, worker_map: WorkerMap) -> None:
+    """Raise ScheduleError unless the result of ``action`` leaves its worker, with that of the ``following`` action."""
+    stage, result = action.stage, _RESULT[action.kind]
+    taker = stage + {"activations": 1, "gradients": -1, "weights": 0}[result]
+    if result == "weights":
+        reason = f"gradients of weights stay on stage {stage}"
+    elif not 0 <= taker < worker_map.stages:
+        reason = f"no stage takes the {result} of stage {stage}"
+    elif worker_map.worker_of[taker] == worker_map.worker_of[stage]:
+        reason = f"stage {taker}, which takes its result, is on the same worker"
+    else:
+        partner = dataclasses.replace(action, micro_batch=action.micro_batch + 1)
+        if following != partner:
+            raise ScheduleError(
+                f"the result of {action}+ travels with that of {partner}, so {who} must run that next, not "
+                f"{following or 'end there'}"
+            )
+        return
+    raise ScheduleError(f"{action}+ has no meaning: {reason}, so no result travels: write {action}")
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
     """Return a row for each worker, with its blocked action marked; of a long row only the actions around that."""
     rows, what = [], "stage" if schedule.worker_map.is_straight else "worker"
     for worker, actions in enumerate(schedule.workers):
-        cells = [f"{a}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]
+        cells = [f"{schedule.print_action(a)}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]
         if len(cells) > _GRID_ACTIONS:
             first = max(0, min(heads[worker] - _GRID_ACTIONS // 2, len(cells) - _GRID_ACTIONS))
             before, after = first, len(cells) - first - _GRID_ACTIONS

@@ -1,8 +1,8 @@
 """AutoPipe's Slicer: 1F1B whose first micro-batches are run as two halves (AutoPipe, section III.C).
 
 The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. A half is a
-micro-batch of its own here, with half the samples. The backward of a sliced micro-batch is one action: those of both
-halves follow each other, and their gradients travel together. The activations of both halves of a stage's last warm-up
+micro-batch of its own here, with half the samples. The backward of a sliced micro-batch is scheduled as one action: two
+calls in a row, ``2B0+ 2B1``, whose gradients travel together. The activations of both halves of a stage's last warm-up
 forward travel together too, for the next stage, whose warm-up is shorter, is busy when the first half is ready.
 """
 
@@ -33,7 +33,7 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
         return [Action(stage, kind, part) for part in parts[m]]
 
     rows = []
-    together = {Action(stage, "B", 2 * m) for stage in range(stages) for m in range(sliced)}
+    together = {Action(stage, "B", 2 * m) for stage in range(1, stages) for m in range(sliced)}
     for stage in range(stages):
         ahead = min(stages - stage, micro_batches)
         next_ahead = min(stages - stage - 1, micro_batches)

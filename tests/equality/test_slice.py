@@ -101,6 +101,14 @@ def test_samples_that_cannot_be_halved_are_not_sliced_by_auto() -> None:
         assert built(micro_batches=9, slice="auto").plan.schedule == "dapple-a"
 
 
+def test_forward_may_run_before_the_first_step_of_training() -> None:
+    step = built(slice=2, example_batch=None)
+    loss = float(step.forward(*data(9)))
+    assert loss == pytest.approx(float(chain(weights(4))(*data(9))), rel=1e-12)
+    step(*data(9))
+    assert step.plan.micro_batches == 6
+
+
 def test_a_plan_is_not_sliced_again() -> None:
     plan = built(slice=1).plan
     with pytest.raises(PlanError, match="give a plan, or slice, not both"):

@@ -31,6 +31,7 @@ from graph_passes.schedules.schedule import Action, Schedule, dependencies
 from graph_passes.schedules.text import parse_schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import calls, function, joining
+from tests.graph_passes.schedules.marked import marked
 from tests.graph_passes.schedules.mixed import mixed
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
@@ -118,6 +119,8 @@ def kinds(draw: st.DrawFn, *, shared: bool = False) -> Kind:
         schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
         if draw(st.booleans()):
             schedule = str(draw(mixed(build_schedule(schedule, len(counts), micro_batches))))
+        if draw(st.booleans()):
+            schedule = str(draw(marked(build_schedule(schedule, len(counts), micro_batches))))
         return Kind(tuple(counts), micro_batches, schedule, **flags)
     more = draw(st.lists(st.integers(0, len(counts) - 1), min_size=1, max_size=2))
     workers = WorkerMap.of(draw(st.permutations([*range(len(counts)), *more])))
@@ -125,6 +128,8 @@ def kinds(draw: st.DrawFn, *, shared: bool = False) -> Kind:
     schedule = draw(orders(workers, micro_batches))
     if draw(st.booleans()):
         schedule = str(draw(mixed(parse_schedule(schedule))))
+    if draw(st.booleans()):
+        schedule = str(draw(marked(parse_schedule(schedule))))
     return Kind(replicas, micro_batches, schedule, **flags)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -118,3 +119,25 @@ def test_a_cluster_needs_something_to_plan() -> None:
         check_conflicts(Request(stages=2, schedule="gpipe"), None, config("a", 2))
     for options in ({}, {"stages": 2}, {"stages": 2, "schedule": "gpipe", "micro_batches": "auto"}):
         check_conflicts(Request(**options), None, config("a", 2))
+
+
+TOGETHER = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
+
+
+@pytest.mark.parametrize("options", [{"stages": 2, "micro_batches": "auto"}, {"micro_batches": 2}])
+def test_results_that_travel_together_are_refused_where_something_is_planned(options: dict[str, Any]) -> None:
+    message = r"planners do not price schedules in which results travel together \(0F0\+\): leave out the '\+', or give"
+    with pytest.raises(ScheduleError, match=message):
+        Request(schedule=TOGETHER, **options)
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": "auto", "replicas": [1, 1]}])
+def test_results_may_travel_together_where_nothing_is_planned(options: dict[str, Any]) -> None:
+    assert Request(schedule=TOGETHER, micro_batches=2, **options).schedule_name == TOGETHER
+
+
+def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
+    sliced = Request(stages=3, slice=1)
+    assert (sliced.schedule, sliced.schedule_name, sliced.schedule_is_auto) == ("auto", "dapple-a", False)
+    assert dataclasses.replace(sliced, slice=None).schedule_is_auto
+    assert Request(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"

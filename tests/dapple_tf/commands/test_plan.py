@@ -106,6 +106,18 @@ def test_a_schedule_may_be_a_file(run_here: Run, tmp_path: Path) -> None:
     assert "schedule given (0F0 0F1 0B0 0B1 ...)" in run_here(*PLAN, *options).stdout
 
 
+def test_a_plan_whose_results_travel_together_is_refused_but_one_made_by_hand_is_simulated(run_here: Run) -> None:
+    schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
+    run = run_here(*PLAN, "--schedule", schedule, "--micro-batch-size", 4)
+    assert (run.code, run.stdout) == (1, "")
+    assert "planners do not price schedules in which results travel together (0F0+): leave out the '+'" in run.stderr
+    run_here(*PLAN, "--schedule", schedule.replace("+", ""), "--micro-batch-size", 4, "-o", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**plan, "schedule": schedule}))
+    run = run_here(*SIMULATE, "--json")
+    assert run.json["critical_path_seconds"]["waiting"] == 0
+
+
 def test_a_file_without_a_schedule_is_refused(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")

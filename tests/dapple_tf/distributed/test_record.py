@@ -61,6 +61,19 @@ def test_what_is_sent_comes_between_what_makes_it_and_what_takes_it(ranks: list[
         assert sent[1, 0, m][0] <= times[f"0B{m}", "rank:0"][0]
 
 
+def test_results_that_travel_together_are_in_one_transfer(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["together"]
+    assert found == ranks[1]["together"] == ranks[2]["together"]
+    times = {(action, device): (start, end) for action, device, start, end in found["events"]}
+    sent = {name: (start, end) for name, start, end in found["transfers"]}
+    assert sorted(sent) == ["0>1 F0+F1", "1>0 B0+B1"]
+    assert times["0F1", "rank:0"][1] <= sent["0>1 F0+F1"][0]
+    for device in ("rank:1", "rank:2"):
+        assert sent["0>1 F0+F1"][0] <= times["1F0", device][0]
+        assert times["1B1", device][1] <= sent["1>0 B0+B1"][0]
+    assert sent["1>0 B0+B1"][0] <= times["0B0", "rank:0"][0]
+
+
 def test_allreduce_and_updates_come_last(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["stages"]
     reduced = [(stage, device) for kind, stage, device, _, _ in found if kind == "allreduce"]

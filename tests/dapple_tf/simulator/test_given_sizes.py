@@ -18,6 +18,9 @@ from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.critical_path import sum_by_kind
+from dapple_tf.timeline.events import Transfer
+from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
@@ -64,7 +67,7 @@ def test_a_step_of_one_and_three_samples_by_hand() -> None:
 
 
 def test_results_that_travel_together_by_hand() -> None:
-    # As above, but both forwards leave at 1 and arrive at 4; both backwards leave at 11.5 - 3 and arrive 3 s later.
+    # As above, but both forwards leave at 1 and arrive at 4; both backwards leave at 10 and arrive 3 s later.
     schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
     timeline = simulate(dataclasses.replace(PLAN, schedule=schedule), PROFILE, make_cluster())
     assert {str(e.action): (e.start, e.end) for e in timeline.events if e.action.stage == 1} == {
@@ -73,12 +76,15 @@ def test_results_that_travel_together_by_hand() -> None:
         "1B0": (6, 7),
         "1B1": (7, 10),
     }
-    assert [(t.source, t.micro_batch, t.start, t.end) for t in timeline.transfers] == [
-        (0, 0, 1, 4),
-        (0, 1, 1, 4),
-        (1, 0, 10, 13),
-        (1, 1, 10, 13),
+    assert timeline.transfers == (Transfer(0, 1, 1, 1, 4, count=2), Transfer(1, 0, 1, 10, 13, count=2))
+    assert [(str(part), part.start) for part in timeline.critical_path] == [
+        *[("0F0", 0), ("0F1", 0.25), ("0>1 F0+F1", 1), ("1F0", 4), ("1F1", 4.5), ("1B0", 6), ("1B1", 7)],
+        *[("1>0 B0+B1", 10), ("0B0", 13), ("0B1", 13.5)],
     ]
+    assert sum_by_kind(timeline.critical_path)["waiting"] == 0
+    assert timeline.to_json()["critical_path"][2] == "0>1 F0+F1"
+    spans = [(span.name, span.start, span.end) for span in make_chart(timeline).spans if ">" in span.name]
+    assert spans == [("0>1 F0+F1", 1, 4), ("1>0 B0+B1", 10, 13)]
 
 
 def test_equal_sizes_may_travel_together() -> None:
@@ -91,7 +97,7 @@ def test_equal_sizes_may_travel_together() -> None:
 
 def test_planners_do_not_price_what_travels_together() -> None:
     with pytest.raises(ScheduleError, match=r"planners do not price .* travel together \(0F0\+\): leave out the '\+'"):
-        named_order("0F0+ 0F1 0B0 0B1", 1, 2)
+        named_order("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", 2, 2)
 
 
 def test_allreduce_hides_behind_the_backward_of_the_last_micro_batch() -> None:

@@ -75,6 +75,37 @@ def test_a_transfer_that_waits_for_its_channel_follows_the_transfer_before_it() 
     assert sum_by_kind(timeline.critical_path)["transfer"] == 6
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_without_transfers_a_stage_waits_for_the_last_result_that_travels_with_what_it_takes(is_known: bool) -> None:
+    """As in one process, where no transfer is recorded: what travels together is known from the schedule."""
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("1F0", 1, 2.25, 3.0),
+            event("1F1", 1, 3.0, 4.0),
+        ),
+        together=[Action(0, "F", 0)] if is_known else [],
+    )
+    first = [("0F0", 0, 1), ("0F1", 1, 2), ("wait before 1F0", 2, 2.25)]
+    unknown = [("0F0", 0, 1), ("wait before 1F0", 1, 2.25)]
+    assert path_of(timeline) == [*(first if is_known else unknown), ("1F0", 2.25, 3), ("1F1", 3, 4)]
+
+
+def test_a_transfer_of_several_results_waits_for_the_last_one() -> None:
+    timeline = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("1F0", 1, 4.0, 5.0),
+            event("1F1", 1, 5.0, 6.0),
+        ),
+        (Transfer(0, 1, 1, 2.0, 4.0, count=2),),
+        together=[Action(0, "F", 0)],
+    )
+    assert path_of(timeline) == [("0F0", 0, 1), ("0F1", 1, 2), ("0>1 F0+F1", 2, 4), ("1F0", 4, 5), ("1F1", 5, 6)]
+
+
 def test_an_allreduce_starts_when_the_last_replica_reaches_it() -> None:
     # Replica 0 has waited in it since 2; replica 1 comes at 5, and both go on at 6.
     timeline = Timeline(

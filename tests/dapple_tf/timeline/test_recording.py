@@ -12,6 +12,7 @@ import pytest
 
 from dapple_tf.errors import TraceError, UsageError
 from dapple_tf.runtime.recorder import pair_with_prediction
+from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.measured_prediction import predict_from_times
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.describe import find_slowest
@@ -21,6 +22,8 @@ from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recor
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.text import parse_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.simulator.builders import cost, make_step
 from tests.dapple_tf.simulator.builders import make_timeline as simulated
@@ -49,7 +52,7 @@ MEASURED = Timeline(
 
 
 def timeline_of(step: StepEvents) -> Timeline:
-    return Timeline(step.events, step.transfers, step.stage_events)
+    return Timeline.of_step(step)
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
@@ -96,6 +99,18 @@ def test_micro_batches_of_given_sizes_have_medians_of_their_own() -> None:
     assert set(found.timeline.events) == set(MEASURED.events)
     found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2), (2, 2))
     assert found.timeline == predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)).timeline
+
+
+def test_the_seconds_of_a_transfer_are_divided_among_the_micro_batches_that_it_carries() -> None:
+    """Two forwards travel for 1 s each in one transfer of 2 s, and backwards alone: as measured, so simulated."""
+    schedule = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1")
+    costs = [cost(1, 2, 1, 3)] * 2
+    step = execution_events(execute_sizes(schedule, costs, [costs] * 2), ((0, 0, "a:0"), (1, 0, "a:1")))
+    assert [t.end - t.start for t in step.transfers] == [2, 3, 3]
+    measured = timeline_of(step)
+    assert (measured.costs[0].send_forward_seconds, measured.costs[0].send_backward_seconds) == (1, 3)
+    assert predict_from_times(measured, schedule).timeline == measured
+    assert predict_from_times(measured, schedule, (2, 2)).timeline == measured
 
 
 def test_time_that_a_transfer_waits_for_its_channel_does_not_count_as_its_duration() -> None:
@@ -207,6 +222,7 @@ def predicted(timeline: Timeline) -> Recording:
     return Recording(timeline.title, predicted=Prediction(timeline, BY_PROFILE))
 
 
+TOGETHER = Timeline(MEASURED.events, (Transfer(0, 1, 1, 3.0, 3.5, count=2),), together=[Action(0, "F", 0)])
 RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)), 9.2)
 
 
@@ -218,6 +234,7 @@ RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedu
         predicted(simulated("dapple-b", 3, [cost(1 / 3, 0.7, 0.1), cost(1, 2)], (2, 1))),
         predicted(simulated("zb-h1", 3, [cost(1, 2, weights_seconds=1)] * 2)),
         predicted(simulated("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, [cost(1, 2, weights_seconds=1)] * 2)),
+        Recording("", TOGETHER),
     ],
 )
 def test_reading_a_saved_recording_gives_an_equal_one(tmp_path: Path, recording: Recording) -> None:
@@ -256,6 +273,14 @@ def test_the_trace_of_a_simulated_step_can_be_read(tmp_path: Path) -> None:
     assert found.measured is None
     assert found.shown.seconds == run.step_seconds
     assert found.shown.critical_stage == run.critical_stage
+
+
+def test_a_trace_without_results_that_travel_together_has_no_fields_for_them(tmp_path: Path) -> None:
+    """Earlier versions can read it: they refuse fields that they do not know."""
+    save_recording(RECORDING, tmp_path / "t.json")
+    measured = json.loads((tmp_path / "t.json").read_text())["dapple"]["measured"]
+    assert set(measured) == {"actions", "transfers", "stage_events"}
+    assert set(measured["transfers"][0]) == {"source", "target", "micro_batch", "start", "end"}
 
 
 def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -302,6 +327,20 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("measured.actions.3.end", 1e300), r"measured\.actions\[3\]\.end is 1e\+300, more than 1e\+09 seconds"),
         (change("measured.stage_events.0.stage", 9), r"stage_events\[0\] is of stage 9; the step has stages \[0, 1\]"),
         (change("measured.transfers.1.target", 0), r"measured\.transfers\[1\] goes 0>0; it must connect two different"),
+        (
+            change("measured.transfers.1.count", 3),
+            r"transfers\[1\]\.count is 3; a transfer carries the results of 1 to 2 micro-batches, the last of which",
+        ),
+        (change("measured.transfers.0.count", 2), r"transfers\[0\]\.count is 2; a transfer carries .* 1 to 1 micro"),
+        (change("measured.transfers.1.count", 0), r"transfers\[1\]\.count is 0"),
+        (
+            change("measured.together", [{"stage": 0, "kind": "F", "micro_batch": 1}]),
+            r"measured\.together\[0\] is 0F1, whose result travels with that of the next micro-batch: .* no action 0F2",
+        ),
+        (
+            change("measured.together", [{"stage": 7, "kind": "F", "micro_batch": 0}]),
+            r"measured\.together\[0\] is 7F0, .* there is no action 7F0",
+        ),
         (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; known are allreduce"),
         (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
         (change("predicted.source", None), r"predicted\.source is missing"),

@@ -7,13 +7,20 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
+from dapple_tf.timeline.events import Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.slicer import sliced_1f1b
+from graph_passes.schedules.text import parse_schedule
 from tests.dapple_tf.simulator.builders import cost, order_of, path_of, runs
+from tests.graph_passes.schedules.marked import marked
 
 
 def names_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> list[str]:
@@ -74,6 +81,46 @@ def test_the_path_of_a_mixed_schedule_by_hand() -> None:
 def test_the_first_of_equally_busy_stages_is_critical() -> None:
     path = path_of(execute(order_of("gpipe", 3, 1), [cost(1, 1)] * 3))
     assert critical_stage(path) == 0
+
+
+def test_results_that_travel_together_are_waited_for_by_hand() -> None:
+    # Stage 1 takes 0F0 when 0F1 ends, and stage 0 takes 1B0 when 1B1 ends; transfers take no time.
+    schedule = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
+    costs = [cost(1, 2)] * 2
+    path = path_of(execute_sizes(schedule, costs, [costs] * 2))
+    wanted = [("0F0", 0), ("0F1", 1), ("1F0", 2), ("1F1", 3), ("1B0", 4), ("1B1", 6), ("0B0", 8), ("0B1", 10)]
+    assert [(str(part), part.start) for part in path] == wanted
+
+
+def test_the_path_through_sliced_micro_batches_has_no_waiting() -> None:
+    schedule = sliced_1f1b(4, 4, 2)
+    costs = [cost(1, 2, 1, 0)] * 4
+    path = path_of(execute_sizes(schedule, costs, [costs] * 6))
+    assert sum_by_kind(path)["waiting"] == 0
+    assert path[-1].end == 34
+
+
+def test_actions_that_take_no_time_stay_in_the_order_in_which_their_worker_runs_them() -> None:
+    schedule = parse_schedule("0F0 1F0 2F0 2B0 1B0 0I0 0W0; 3F0 3B0")
+    path = path_of(execute(encode(schedule), [cost(0, 0)] * 3 + [cost(0, 1)]))
+    assert [(str(part), part.start, part.end) for part in path] == [("3B0", 0, 1)]
+
+
+@given(st.data())
+def test_a_path_where_results_travel_together_has_no_gaps(data: st.DataObject) -> None:
+    schedule, costs = data.draw(runs())
+    schedule = data.draw(marked(schedule))
+    done = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
+    path = path_of(done)
+    assert sum_by_kind(path)["waiting"] == 0
+    assert sum(part.seconds for part in path) == pytest.approx(done.step_seconds, rel=1e-9)
+    sent: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in execution_events(done, [(s, 0, f"d:{s}") for s in range(len(costs))]).transfers:
+        sent.setdefault((transfer.source, transfer.target), []).append(transfer)
+    for transfers in sent.values():  # one after the other on each channel, each micro-batch in one of them
+        assert all(before.end <= after.start for before, after in pairwise(transfers))
+        carried = [m for transfer in transfers for m in transfer.micro_batches]
+        assert sorted(carried) == list(range(schedule.micro_batches))
 
 
 @given(runs())

@@ -190,6 +190,36 @@ def test_times_of_several_ranks_become_one_timeline() -> None:
     assert found.bubble == pytest.approx(1 - 1.5 / 13)
 
 
+def test_an_exchange_of_several_micro_batches_is_one_transfer() -> None:
+    there = "exchange/stage0_to_stage1/mb0-1/forward"
+    found = make_timeline(
+        [
+            stamp("forward", "stage0/replica0/mb0/forward", (0, 0, 0), 0, 10.0, 11.0),
+            stamp("forward", "stage0/replica0/mb1/forward", (0, 0, 1), 0, 11.0, 12.0),
+            stamp("exchange", there, (None, None, None), 0, 12.0, 12.25),
+            stamp("exchange", there, (None, None, None), 1, 10.0, 13.0),
+            stamp("forward", "stage1/replica0/mb0/forward", (1, 0, 0), 1, 13.0, 14.0),
+            stamp("forward", "stage1/replica0/mb1/forward", (1, 0, 1), 1, 14.0, 15.0),
+        ],
+        together=[Action(0, "F", 0)],
+    )
+    assert found.transfers == (Transfer(0, 1, 1, 2.0, 3.0, count=2),)
+    assert [str(part) for part in found.critical_path] == ["0F0", "0F1", "0>1 F0+F1", "1F0", "1F1"]
+
+
+def test_a_recorded_step_of_one_process_knows_what_travels_together() -> None:
+    _, loss = chain(2)
+    step = step_of(loss, micro_batches=2, schedule="0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
+    step.record(X)
+    assert step.timeline.step.together == {Action(0, "F", 0), Action(1, "B", 0)}
+    ends = {str(event.action): (event.start, event.end) for event in step.timeline.events}
+    assert ends["1F0"][0] >= ends["0F1"][1]
+    assert ends["0B0"][0] >= ends["1B1"][1]
+    predicted = step.recording.predicted
+    assert predicted is not None
+    assert predicted.timeline.step.together == step.timeline.step.together
+
+
 def test_a_timeline_can_be_copied() -> None:
     assert TWO.utilisation("/device:CPU:0") == 0.5  # computed before it is copied
     copied = pickle.loads(pickle.dumps(TWO))

@@ -32,7 +32,7 @@ KINDS = [
     Kind((2, 2), 2, schedule="zb-h1", state=True),
     Kind((2, 2), 2, schedule="0F0 0F1 0B0 0I1 0W1; 1F0 1I0 1F1 1W0 1B1", overlap=True, sparse=True),
     Kind((2, 1), 2, clip=True, overlap=True, sparse=True),
-    Kind((2, 1), 2, schedule="0F0+ 0F1 0B0+ 0B1; 1F0 1F1 1B0+ 1B1", skip=True),
+    Kind((2, 1), 2, schedule="0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1", skip=True),
     Kind((1, 2), 2, statistics=True),
 ]
 

@@ -189,8 +189,67 @@ def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
 
 def test_the_name_of_an_exchange_has_its_stages_and_micro_batch() -> None:
     names = {name for graph in ranks_of(Kind((2, 1), 2, tied=True)) for name in graph.by_name if "exchange" in name}
-    assert {parse_exchange_name(name) for name in names} == {(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), None}
-    assert parse_exchange_name("exchange/stage10_to_stage9/mb11/backward") == (10, 9, 11)
+    pairs = {(source, target, m, m) for source, target in ((0, 1), (1, 0)) for m in (0, 1)}
+    assert {parse_exchange_name(name) for name in names} == {*pairs, None}
+    assert parse_exchange_name("exchange/stage10_to_stage9/mb11/backward") == (10, 9, 11, 11)
+    assert parse_exchange_name("exchange/stage10_to_stage9/mb11-13/backward") == (10, 9, 11, 13)
+
+
+def test_the_exchanges_of_a_schedule_with_results_that_travel_together() -> None:
+    """Stage 0 is on ranks 0 and 1; each message has the tensors of both replicas and of both micro-batches."""
+    graphs = ranks_of(Kind((2, 1), 3, "0F0+ 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1+ 1B2"))
+    for part in graphs:
+        verify(part)
+        assert {name for name in part.by_name if "_to_stage" in name} == {
+            "exchange/stage0_to_stage1/mb0-1/forward",
+            "exchange/stage0_to_stage1/mb2/forward",
+            "exchange/stage1_to_stage0/mb0/backward",
+            "exchange/stage1_to_stage0/mb1-2/backward",
+        }
+    verify_ranks(graphs)
+    received = graphs[2].node("exchange/stage0_to_stage1/mb0-1/forward")
+    assert received.integers("source") == (0, 0, 1, 1)
+    assert received.attr("header")  # of two tensors with unknown rows
+    assert not graphs[2].node("exchange/stage0_to_stage1/mb2/forward").attr("header")
+
+
+def test_one_exchange_carries_what_travels_together() -> None:
+    """The rank of stage 1 has no ``together`` node: its forwards take the outputs of the exchange."""
+    together = """
+        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[2,4])
+        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[3,4])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
+        | {micro_batch=1, replica=0, stage=0} -> (float32[2,4], float32[3,4])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)
+        | {micro_batch=0, replica=0, stage=1} -> (float32[])
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1)
+        | {micro_batch=1, replica=0, stage=1} -> (float32[])
+    """
+    name = "exchange/stage0_to_stage1/mb0-1/forward"
+    ends = "{dtypes=['float32'], header=False, ranks=[0, 1], source=[%s], to=[%s]}"
+    assert_graph(
+        Project(((0,), (1,)), 0)(graph(together)),
+        f"""
+        %stage0/replica0/mb0/forward = forward() {{micro_batch=0, replica=0, stage=0}} -> (float32[2,4])
+        %stage0/replica0/mb1/forward = forward() {{micro_batch=1, replica=0, stage=0}} -> (float32[3,4])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
+        | {{micro_batch=1, replica=0, stage=0}} -> (float32[2,4], float32[3,4])
+        %{name} = exchange(%stage0/replica0/mb1/together_forward:0, %stage0/replica0/mb1/together_forward:1)
+        | {ends % ("", "1, 1")} -> (int64[])
+        %tokens = collect_tokens(%{name}:0) -> (int64[])
+        outputs %tokens:0
+        """,
+    )
+    assert_graph(
+        Project(((0,), (1,)), 1)(graph(together)),
+        f"""
+        %{name} = exchange() {ends % ("0, 0", "")} -> (float32[2,4], float32[3,4], int64[])
+        %stage1/replica0/mb0/forward = forward(%{name}:0) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica0/mb1/forward = forward(%{name}:1) {{micro_batch=1, replica=0, stage=1}} -> (float32[])
+        %tokens = collect_tokens(%{name}:2) -> (int64[])
+        outputs %tokens:0
+        """,
+    )
 
 
 # --- shapes that do not follow from the number of elements

@@ -6,11 +6,11 @@ import pytest
 
 from graph_passes.errors import GraphError, ScheduleError
 from graph_passes.ir.text import parse_graph, print_graph
-from graph_passes.passes.send_together import SendTogether, groups_together
+from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.verify_pipeline import verify_together
-from graph_passes.schedules.schedule import Action
 from graph_passes.schedules.text import parse_schedule
 from tests.graph_passes.builders import assert_graph, graph, refused
+from tests.graph_passes.whole import Kind, whole_graph
 
 SCHEDULE = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
 
@@ -58,14 +58,11 @@ def test_activations_and_gradients_travel_together() -> None:
     )
 
 
-def test_gradients_of_the_first_stage_travel_nowhere() -> None:
-    schedule = parse_schedule("0F0 0F1 0B0+ 0B1; 1F0 1F1 1B0 1B1")
-    assert SendTogether(schedule)(graph(BOTH)) == graph(BOTH)
-
-
-def test_three_results_can_travel_together() -> None:
-    schedule = parse_schedule("0F0+ 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2")
-    assert list(groups_together(schedule)) == [(Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 2))]
+def test_where_no_gradient_leaves_a_stage_none_travel_together() -> None:
+    """Stage 0 has no weights that are trained before the boundary, so its backward takes nothing of stage 1."""
+    without = BOTH.replace(", %stage1/replica0/mb0/backward:0", "").replace(", %stage1/replica0/mb1/backward:0", "")
+    sent = [node.name for node in SendTogether(SCHEDULE)(graph(without)).nodes if node.op == "together"]
+    assert sent == ["stage0/replica0/mb1/together_forward"]
 
 
 def test_a_schedule_of_another_shape_is_refused() -> None:
@@ -79,12 +76,14 @@ def test_a_schedule_of_another_shape_is_refused() -> None:
         (
             "%stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)",
             "%stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)",
-            "'stage1/replica0/mb0/forward' takes 'stage0/replica0/mb0/forward', which is to travel with another",
+            "'stage0/replica0/mb0/forward' gives 'stage1/replica0/mb0/forward' what leaves stage 0 forward for "
+            "micro-batch 0 alone, but the schedule has micro-batches 0, 1 together",
         ),
         (
             "together(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb1/backward:0)",
             "together(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:0)",
-            "micro-batches [0] of stage 1 travel together, not in the schedule",
+            "'stage1/replica0/mb1/together_backward' gives 'stage0/replica0/mb0/backward' what leaves stage 1 backward "
+            "for micro-batch 0 alone, but the schedule has micro-batches 0, 1 together",
         ),
     ],
 )
@@ -95,3 +94,30 @@ def test_what_does_not_travel_together_is_refused(old: str, new: str, said: str)
     assert damaged != print_graph(whole)
     with refused(GraphError, said):
         verify_together(parse_graph(damaged), SCHEDULE)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "verified", "said"),
+    [
+        (
+            "0F0 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0+ 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "0F0 0F1 0F2 0B0 0B1 0B2; 1F0+ 1F1 1F2 1B0 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "what leaves stage 1 forward for micro-batch 0 alone, but the schedule has micro-batches 0, 1 together",
+        ),
+        (
+            "0F0 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0+ 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "0F0 0F1 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "what leaves stage 1 backward for micro-batches 0, 1 together, but the schedule has micro-batch 1 alone",
+        ),
+        (
+            "0F0+ 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "0F0 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2; 2F0 2F1 2F2 2B0 2B1 2B2",
+            "for micro-batches 0, 1, 2 together, but the schedule has micro-batches 1, 2 together",
+        ),
+    ],
+)
+def test_a_graph_for_a_schedule_with_other_groups_is_refused(made_for: str, verified: str, said: str) -> None:
+    whole = whole_graph(Kind((1, 1, 1), 3, made_for))
+    verify_together(whole, parse_schedule(made_for))
+    with refused(GraphError, said):
+        verify_together(whole, parse_schedule(verified))

@@ -49,3 +49,13 @@ def test_a_backward_is_as_long_as_its_two_halves() -> None:
         """
     )
     assert time_workers(schedule, Units(1, 3, 2)) == (WorkerTime((0,), 8, 2, 2), WorkerTime((1,), 8, 0, 2))
+
+
+def test_results_that_travel_together_are_marked_as_in_the_text() -> None:
+    schedule = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
+    assert format_grid(schedule, Units()).splitlines() == lines(
+        """
+        stage 0  0F0+ 0F1- .    .    .    .    .    .    0B0------ 0B1------
+        stage 1  .    .    1F0- 1F1- 1B0+----- 1B1------
+        """
+    )

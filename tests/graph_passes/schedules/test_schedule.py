@@ -22,7 +22,7 @@ from graph_passes.schedules.policies import (
     warm_up,
     warm_up_by_name,
 )
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check, dependencies, run_schedule
+from graph_passes.schedules.schedule import Action, Kind, Schedule, check, dependencies, groups_together, run_schedule
 from graph_passes.schedules.text import parse_schedule
 from graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
@@ -348,10 +348,34 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
         ("0F0 0B0\n1F0 1B1", "stage 1 must run F and B of each micro-batch once; missing or unexpected: 1B0"),
         ("0F0 0B0 0F1", "missing or unexpected: 0B1"),
         (
-            "0F0+ 0B0 0F1 0B1",
+            "0F0+ 0B0 0F1 0B1\n1F0 1B0 1F1 1B1",
             "the result of 0F0+ travels with that of 0F1, so stage 0 must run that next, not 0B0",
         ),
-        ("0F0 0F1 0B0 0B1+", "the result of 0B1+ travels with that of 0B2, so stage 0 must run that next, not nothing"),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1+",
+            "the result of 1B1+ travels with that of 1B2, so stage 1 must run that next, not end there",
+        ),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1I0 1I1 1W0+ 1W1",
+            "1W0+ has no meaning: gradients of weights stay on stage 1, so no result travels: write 1W0",
+        ),
+        (
+            "0F0 0F1 0B0+ 0B1\n1F0 1F1 1B0 1B1",
+            "0B0+ has no meaning: no stage takes the gradients of stage 0, so no result travels: write 0B0",
+        ),
+        ("0F0 0F1 0I0+ 0I1 0W0 0W1\n1F0 1F1 1B0 1B1", "0I0+ has no meaning: no stage takes the gradients of stage 0"),
+        (
+            "0F0 0F1 0B0 0B1\n1F0+ 1F1 1B0 1B1",
+            "1F0+ has no meaning: no stage takes the activations of stage 1, so no result travels: write 1F0",
+        ),
+        (
+            "0F0+ 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+            "0F0+ has no meaning: stage 1, which takes its result, is on the same worker",
+        ),
+        (
+            "0F0 0F1 1F0 1F1 1B0+ 1B1 0B0 0B1",
+            "1B0+ has no meaning: stage 0, which takes its result, is on the same worker",
+        ),
     ],
 )
 def test_a_text_that_is_no_schedule_is_refused(text: str, said: str) -> None:
@@ -377,6 +401,10 @@ def test_an_action_of_another_stage_is_refused() -> None:
             "0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0\n2F1 2B1 2B0 2F0",
             "stage 0: 0F0   0F1   0B0!  0B1\nstage 1: 1F0   1F1   1B1   1B0!\nstage 2: 2F1   2B1   2B0!  2F0",
         ),
+        (  # the backward waits for a forward that waits for the forward behind it
+            "0F0+ 0F1 0B0 0B1\n1F0 1B0+ 1B1 1F1",
+            "stage 0: 0F0+  0F1   0B0!  0B1\nstage 1: 1F0   1B0+  1B1!  1F1",
+        ),
     ],
 )
 def test_the_error_of_a_deadlock_shows_the_blocked_action_of_each_stage(text: str, grid: str) -> None:
@@ -401,13 +429,20 @@ def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
 
 
 def test_a_text_may_say_what_travels_together() -> None:
-    text = "0F0+ 0F1 0I0+ 0B1 0W0\n1F0 1F1 1B0 1B1"
+    text = "0F0+ 0F1 0B0 0B1\n1F0 1F1 1I0+ 1B1 1W0"
     assert str(parse_schedule("0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1")) == "0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1"
-    with refused(ScheduleError, "the result of 0I0+ travels with that of 0I1, so stage 0 must run that next, not 0B1"):
+    with refused(ScheduleError, "the result of 1I0+ travels with that of 1I1, so stage 1 must run that next, not 1B1"):
         parse_schedule(text)
-    halves = parse_schedule("0F0 0F1 0B0+ 0B1 0W0 0W1")  # as earlier versions wrote I
-    assert halves.together == {Action(0, "I", 0)}
-    assert parse_schedule("0F0+ 0F1 0F2 0B0 0B1 0B2").first_micro_batches(1).together == frozenset()
+    halves = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1 1W0 1W1")  # as earlier versions wrote I
+    assert halves.together == {Action(1, "I", 0)}
+    three = parse_schedule("0F0+ 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2")
+    assert three.first_micro_batches(1).together == frozenset()
+    assert three.first_micro_batches(2).together == {Action(0, "F", 0)}
+
+
+def test_three_results_can_travel_together() -> None:
+    schedule = parse_schedule("0F0+ 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2")
+    assert list(groups_together(schedule)) == [(Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 2))]
 
 
 def test_a_text_may_delay_the_gradients_of_weights() -> None:

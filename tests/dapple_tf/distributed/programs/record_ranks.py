@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
@@ -20,6 +19,16 @@ from dapple_tf.distributed.membership import current  # noqa: E402
 from tests.dapple_tf.distributed.programs.tied_model import X, make_model  # noqa: E402
 
 
+def record_together() -> dapple.Timeline:
+    """Record a step in which the results of two micro-batches travel together, in both directions."""
+    loss, optimizer, _ = make_model()
+    schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
+    options = {"stages": ["layer2"], "replicas": [1, 2], "micro_batches": 2, "schedule": schedule}
+    step = dapple.pipeline(loss, optimizer=optimizer, **options)
+    step.record(X)
+    return step.timeline
+
+
 def main() -> None:
     """Print, as one JSON object, what this rank saw."""
     job = current()
@@ -31,6 +40,7 @@ def main() -> None:
         losses.append([float(step.record(X) if record else step(X)) for _ in range(2)])
         timeline = step.timeline if record else None
     assert timeline is not None
+    together = record_together()
     if job.rank == 0:
         timeline.save(sys.argv[1])
     clocks = Clocks(job)
@@ -39,7 +49,11 @@ def main() -> None:
             {
                 "losses": losses,
                 "events": [[str(e.action), e.replica, e.device, e.start, e.end] for e in timeline.events],
-                "transfers": [dataclasses.astuple(t) for t in timeline.transfers],
+                "transfers": [[t.source, t.target, t.micro_batch, t.start, t.end] for t in timeline.transfers],
+                "together": {
+                    "events": [[str(e.action), e.device, e.start, e.end] for e in together.events],
+                    "transfers": [[str(t), t.start, t.end] for t in together.transfers],
+                },
                 "stages": [[s.kind, s.stage, s.device, s.start, s.end] for s in timeline.stage_events],
                 "offsets": clocks.offsets(),
                 "gathered": [times.tolist() for times in clocks.gather(np.full(2, float(job.rank)))],

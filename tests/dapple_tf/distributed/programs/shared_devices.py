@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import dapple_tf as dapple
@@ -46,7 +45,7 @@ def run() -> dict[str, Any]:
         "errors": errors,
         "needs": {name: bool(rows) for name, rows in needs.items()},
         "events": [[str(event.action), event.device, event.start, event.end] for event in timeline.events],
-        "transfers": [dataclasses.astuple(transfer) for transfer in timeline.transfers],
+        "transfers": [[t.source, t.target, t.micro_batch, t.start, t.end] for t in timeline.transfers],
         "rows": [row.name for row in make_chart(timeline).rows if not row.network],
         "predicted": step.recording.predicted is not None,
         "report": {"text": str(step.report), **step.report.to_json()},
