@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import dapple_tf as dapple
 from benchmarks import (
+    asynchronous,
     equality,
     exactness,
     exchange,
@@ -37,6 +38,7 @@ from benchmarks import (
     slicer,
     sparse_gradients,
     speedups,
+    staleness,
     startup,
     table4,
     table5,
@@ -71,6 +73,8 @@ BENCHMARKS = {
     "zero_bubble": zero_bubble,
     "schedules": schedules,
     "slicer": slicer,
+    "asynchronous": asynchronous,
+    "staleness": staleness,
     "hosts": hosts,
     "more_hosts": more_hosts,
     "memory": memory,

@@ -8,7 +8,7 @@ from typing import Any
 from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import MicroBatches, Request
 from dapple_tf.autoplan.slice_option import Slice
-from dapple_tf.autoplan.window_option import check_optimizer, check_window_options, make_window
+from dapple_tf.autoplan.window_option import make_window
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
@@ -108,16 +108,7 @@ def pipeline(
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
-    window = make_window(mode, minibatches, weights, depth, micro_batches)
-    if window is not None:
-        others = {
-            "schedule": (schedule, "auto"),
-            "slice": (slice, None),
-            "batch_loss": (batch_loss, False),
-            "batch_norm": (batch_norm, "micro-batch"),
-        }
-        check_window_options(window, replicas, others)
-        check_optimizer(optimizer)
+    window = make_window(mode, minibatches, weights, depth, micro_batches, plan)
     request = Request(
         stages,
         replicas,

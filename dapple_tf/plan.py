@@ -149,12 +149,17 @@ class Plan:
     def describe_micro_batches(self) -> str:
         """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8.
 
-        Given sizes are named in order, ``3 micro-batches of 2, 2 and 4 samples``; of many only the range.
+        Given sizes are named in order, ``3 micro-batches of 2, 2 and 4 samples``; of many only the range. Of a window:
+        ``64 minibatches of 8 samples``, or ``8 minibatches of 4 micro-batches of 2 samples``.
         """
         least, more = divmod(self.global_batch_size, self.micro_batches)
         sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
         if len(set(self.sizes)) > 1:
             sizes = f"{_list_sizes(self.sizes)} samples"
+        if self.window is not None:
+            count = self.window.minibatches
+            each = "" if self.window.in_turn else f"{self.micro_batches // count} micro-batches of "
+            return f"{count} minibatch{'es' * (count != 1)} of {each}{sizes}"
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} of {sizes}"
 
     def runs(self, stage: int) -> tuple[range, ...]:
@@ -299,6 +304,8 @@ def _from_json(data: Any) -> Plan:
         window=_read_window(top),
     )
     _check_size(plan)
+    if plan.window is not None:  # its order follows from the window, which Plan has checked
+        return plan
     try:
         check_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     except ScheduleError as error:

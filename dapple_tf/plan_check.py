@@ -19,12 +19,16 @@ def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
 
 def _check_batch(plan: Plan) -> None:
     equal = plan.micro_batch_size * plan.micro_batches == plan.global_batch_size
+    if plan.window is not None:  # its minibatches may differ by a sample
+        equal = plan.micro_batch_size == -(-plan.global_batch_size // plan.micro_batches)
     if not (equal or plan.sizes) or plan.global_batch_size < 1:
         raise PlanError(
             f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} is not global_batch_size "
             f"{plan.global_batch_size}: choose micro-batches that divide the batch"
         )
 
+    if plan.window is not None and plan.window.in_turn:
+        return  # a replica takes whole minibatches
     least = min(plan.sizes, default=plan.micro_batch_size)
     for index, stage in enumerate(plan.stages):
         if stage.replicas > least:

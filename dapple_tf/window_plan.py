@@ -10,6 +10,9 @@ from dapple_tf.errors import PlanError
 from graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
 from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 
+USUAL_MINIBATCHES = 64
+"""Minibatches of a window where none are given."""
+
 
 @dataclass(frozen=True)
 class WindowPlan:

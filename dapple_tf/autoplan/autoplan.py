@@ -21,7 +21,6 @@ from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
-from dapple_tf.autoplan.window_option import window_plan
 from dapple_tf.compiler import PlannedModel, StagedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
@@ -30,7 +29,9 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
+from dapple_tf.planner.window_stages import check_window_size, window_plan
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
 from graph_passes.schedules.policies import build_schedule, is_searched
@@ -101,6 +102,16 @@ class Autoplan:
         return None if self._decision is None else self._decision.simulated
 
     @property
+    def window(self) -> WindowPlan | None:
+        """The asynchronous windows that are asked for, or None for synchronous training."""
+        return self._request.window
+
+    @property
+    def user_inexact(self) -> Inexact:
+        """The treatment of a loss that does not add up that the user asks for."""
+        return self._request.inexact
+
+    @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
         return "allow" if self._request.runs_whole_minibatches else self._request.inexact
@@ -133,6 +144,9 @@ class Autoplan:
 
     def check_first_batch(self, samples: int) -> None:
         """Raise PlanError where there is no plan yet, and the requested sizes do not fit a batch of ``samples``."""
+        window = self._request.window
+        if window is not None:
+            check_window_size(samples, window.minibatches * (window.micro_batches or 1), (1,))
         if self._decision is None and (sizes := self._request.sizes(samples)):
             check_batch_size(samples, len(sizes), self._request.replicas or (1,), sizes)
 
@@ -198,8 +212,9 @@ class Autoplan:
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)
             decision = make() if self._job is None else self._job.run_on_rank_0(make)
-        if self._request.window is not None:
-            decision = PlanDecision(window_plan(decision.plan, self._request.window, samples))
+        window = self._request.window
+        if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
+            decision = PlanDecision(window_plan(decision.plan, window, samples))
         _check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)

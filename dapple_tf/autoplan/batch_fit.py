@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.planner.window_stages import check_window_size
 from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from graph_passes.schedules.policies import truncate_schedule
 from profiler.units import format_samples
@@ -42,9 +43,11 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     """Return ``plan`` for a batch of ``samples``: with fewer micro-batches, then fewer replicas, where it is too small.
 
     Micro-batches of given sizes keep their proportion, or become equal where one would be too small. Every replica of
-    every stage then gets at least one sample of every micro-batch. An asynchronous window keeps its plan.
+    every stage then gets at least one sample of every micro-batch. An asynchronous window keeps its plan; raises
+    PlanError where the batch is too small for it.
     """
     if plan.window is not None:
+        check_window_size(samples, plan.micro_batches, (1,) if plan.window.in_turn else plan.replicas)
         return plan
     if fit_sizes(samples, plan.sizes, max(plan.replicas)):
         return plan

@@ -22,12 +22,17 @@ def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: Estimat
     ``names``: of the layers that ``plan`` counts; without any the stages are balanced by ``costs``. A stage starts at
     its first layer that the other function has too, so that its variables stay on its devices. A stage without such a
     layer, of dropout alone, say, is left out. With ``all_devices`` the devices of a worker that keeps no stage become
-    replicas of the worker of the stage before.
+    replicas of the worker of the stage before. The rows of an asynchronous window are a batch here.
     """
     found = list(zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True))
     devices = _keep_devices(found, all_devices=all_devices)
     kept = [StagePlan(start, start, devices[stage.devices]) for stage, start in found if start is not None]
-    return dataclasses.replace(plan, stages=_until_next(kept, layers), recompute=False, predicted=None)
+    return dataclasses.replace(plan, stages=_until_next(kept, layers), recompute=False, predicted=None, window=None)
+
+
+def without_cuts(plan: Plan) -> Plan:
+    """Return ``plan`` for the batch as one micro-batch, for a function that combines the samples of its batch."""
+    return dataclasses.replace(plan, micro_batches=1, micro_batch_size=plan.global_batch_size, schedule="gpipe")
 
 
 def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
@@ -36,7 +41,7 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
-    request = dataclasses.replace(request, slice=None)  # only the micro-batches of training are sliced
+    request = dataclasses.replace(request, slice=None, window=None)  # these are of training only
     count = request.count_micro_batches(8)
     enough = max(request.replicas or (1,)) * count  # the plan is fitted to each batch later
     if request.stages_are_auto:  # the planner of training may share devices; this plan is only for until then

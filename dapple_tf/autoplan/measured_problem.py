@@ -82,7 +82,8 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     PlanError for a batch that is too small for the micro-batches, or a schedule that cannot run; both before profiling.
     """
     request, samples = inputs.request, inputs.samples
-    micro_batches = request.count_micro_batches(samples)
+    window = request.window
+    micro_batches = request.count_micro_batches(samples) if window is None else window.minibatches
     check_batch_size(samples, micro_batches, (1,))
     size = max(request.sizes(samples), default=samples // micro_batches)
     any_size = request.micro_batches_are_auto

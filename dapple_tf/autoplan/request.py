@@ -10,6 +10,7 @@ from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.given_sizes import GivenSizes, are_counts, check_given_sizes, count_samples
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.autoplan.slice_option import Slice, check_slice
+from dapple_tf.autoplan.window_option import check_window_options
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
@@ -39,7 +40,8 @@ class Request:
     ``inexact``, ``batch_loss`` and ``batch_norm``: see ``exactness``. ``jit_compile``: whether XLA compiles stage
     functions; None follows the loss function. ``slice``: see ``slice_option``. ``window``: for asynchronous training;
     then ``micro_batches`` is 1. Raises PlanError for a value of the
-    wrong type, ScheduleError for an unknown schedule, and UsageError for what does not exist yet.
+    wrong type and for options that contradict a window, ScheduleError for an unknown schedule, and UsageError for what
+    does not exist yet.
     """
 
     stages: int | Sequence[str] | str = "auto"
@@ -75,6 +77,14 @@ class Request:
         check_inexact(self.inexact)
         check_batch_loss(self.batch_loss)
         check_batch_norm(self.batch_norm)
+        if self.window is not None:
+            others = {
+                "schedule": (self.schedule, "auto"),
+                "slice": (self.slice, None),
+                "batch_loss": (self.batch_loss, False),
+                "batch_norm": (self.batch_norm, "micro-batch"),
+            }
+            check_window_options(self.window, self.replicas, others)
         check_slice(self.slice, self.schedule, self.micro_batches, self.batch_loss)
         if self.jit_compile not in (None, True, False):
             raise PlanError(f"jit_compile={self.jit_compile!r}: give True, False, or None to follow the loss function")
@@ -202,6 +212,17 @@ def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None
         raise PlanError("give a plan, or slice, not both: a plan's schedule and micro_batch_sizes say what is sliced")
     if plan is None and request.slice is not None and request.stages_are_auto:
         raise PlanError(f"slice={request.slice!r} with stages='auto': give a number, or the layers that start a stage")
+    if plan is not None and plan.window is not None and request.window is None:
+        raise PlanError(
+            f"the plan is for asynchronous windows of {plan.window.minibatches} minibatches: give mode='async' (on the "
+            "command line --async) to train in them, or another plan"
+        )
+    recompute = request.recompute or (plan is not None and plan.recompute)
+    if request.window is not None and request.window.weights == "latest" and recompute:
+        raise PlanError(
+            "weights='latest' with recompute: backward would compute the activations again with newer weights than "
+            "forward used; leave recompute out, or use weights='stash'"
+        )
     given = request.given_sizes
     if given and plan is not None:
         raise PlanError(
@@ -213,8 +234,8 @@ def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None
             f"micro_batches={list(given)} with stages='auto': planners know micro-batches of equal sizes only, so give "
             "stages (and replicas), or M as a number"
         )
-    nothing_is_auto = not (request.stages_are_auto or request.micro_batches_are_auto or request.schedule_is_auto)
-    if cluster is not None and (plan is not None or nothing_is_auto):
+    has_order = request.window is not None or not (request.micro_batches_are_auto or request.schedule_is_auto)
+    if cluster is not None and (plan is not None or (has_order and not request.stages_are_auto)):
         raise PlanError(
             "a cluster is used for planning, but everything is given: leave the cluster out, or set stages, "
             'micro_batches or schedule to "auto"'

@@ -17,12 +17,14 @@ from dapple_tf.autoplan.measured_problem import (
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.errors import DappleWarning, PlanError
-from dapple_tf.planner.api import run_planner
+from dapple_tf.planner.api import plan_windows, run_planner
+from dapple_tf.planner.asynchronous import rank_windows
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
 from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.schedules.policies import abbreviate_schedule, runs_several_stages
 from profiler.cluster import Cluster
@@ -39,6 +41,8 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else _detect_usable(inputs.devices))
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
+    if inputs.request.window is not None:
+        return _choose_window(inputs, problem, inputs.request.window)
     if problem.shares_devices:
         candidates = _plan_shared_devices(problem, replicable=inputs.replicable, all_devices=inputs.ranks)
     elif inputs.replicable:
@@ -52,6 +56,26 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
     choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,))
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
+
+
+def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: WindowPlan) -> PlanDecision:
+    """Return the plan of windows with the least simulated seconds of a minibatch; in a job, one that uses all ranks."""
+    if inputs.replicable:
+        choices = plan_windows(problem, "best", window)
+    else:
+        choices = rank_windows(problem, window, _plan_without_replicas(problem), "best")
+    if inputs.ranks:
+        devices = problem.cluster.devices
+        choices = tuple(choice for choice in choices if choice.plan.device_count == devices)
+        if not choices:
+            raise PlanError(
+                f"no plan of asynchronous windows that fits uses all {devices} ranks of the job: start fewer "
+                "processes, or give stages and replicas"
+            )
+    chosen, samples = choices[0], inputs.samples
+    size = -(-samples // chosen.plan.micro_batches)
+    plan = dataclasses.replace(chosen.plan, global_batch_size=samples, micro_batch_size=size)
+    return PlanDecision(plan, None, chosen.timeline)
 
 
 def check_enough_layers(request: Request, layers: Layers) -> None:

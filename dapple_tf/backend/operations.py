@@ -19,7 +19,7 @@ from dapple_tf.backend.stage_function import build_compiled_function, build_func
 from dapple_tf.frontend.joined_moments import join
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS
+from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 
 _REDUCE: Mapping[str, Callable[[Any, int], Any]] = MappingProxyType(
@@ -40,8 +40,9 @@ class Operations:
     ``inline``: whether TensorFlow may inline the stage functions of a graph that calls each of them once (see
     ``build_function``); it may always inline those whose calls have the attribute ``inline``. It may inline no function
     of a stage whose backward writes variables: a call that is one op waits for all its inputs, so backward cannot write
-    before forward has read. ``ranks``: communication with the other processes, for the graph of one rank. ``compiled``:
-    the functions that XLA compiles.
+    before forward has read. Nor any of an asynchronous window, even of one minibatch: an update waits for the gradients
+    only, and an inlined backward may read the weights after it has computed these. ``ranks``: communication with the
+    other processes, for the graph of one rank. ``compiled``: the functions that XLA compiles.
 
     The attribute ``inlines_nothing``: TensorFlow may inline no stage function, so the graph itself has nothing to
     optimise.
@@ -61,7 +62,7 @@ class Operations:
         calls = Counter(node.string("function") for node in graph.nodes if node.has("function"))
         inlined = {node.string("function") for node in graph.nodes if node.has("inline")}
         self._branches = [build_branches(f, constants, library) for f in graph.functions if calls[f.name]]
-        inline = inline and set(calls.values()) <= {1}
+        inline = inline and set(calls.values()) <= {1} and not nodes_of(graph, OpName.MINIBATCH)
         never_inlined = _never_inlined(graph)
         functions, inlinable = {}, set()
         for built in self._branches:

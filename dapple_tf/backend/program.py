@@ -22,7 +22,8 @@ from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import StepError
 from graph_passes.analysis.input_needs import RankInputs, whole_batch
 from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import BATCH_SIZE_NAME
+from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of
+from graph_passes.ir.ops import OpName
 from graph_passes.passes.project import TOKENS_NAME
 
 
@@ -55,7 +56,7 @@ class Program:
             state, cause = self._describe_variables(), find_cause(error.message)
             if self.replayable:
                 with internals.without_specialisation():
-                    cause = find_failure(self.graph, self.operations, batch)
+                    cause = find_failure(self.graph, self.operations, batch) or cause
             raise StepError(f"{state} The step failed: {cause or error.message}") from error
         return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != TOKENS_NAME]
 
@@ -69,6 +70,11 @@ class Program:
         updating = self.operations.bindings.updating
         if bool(updating.numpy()):
             updating.assign(False)
+            if nodes_of(self.graph, OpName.MINIBATCH):
+                return (
+                    "SOME VARIABLES HAVE CHANGED, by the minibatches of the window before the one that failed: go back "
+                    "to the last checkpoint."
+                )
             return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
         return "All variables are as they were before the step."
 

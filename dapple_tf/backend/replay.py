@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value
+from graph_passes.ir.names import nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that write the user's variables, and ops without a result that others use.
@@ -22,6 +23,7 @@ _SKIPPED = frozenset(
         OpName.COMMIT,
         OpName.WRITE_STATISTICS,
         OpName.SET_UPDATING,
+        OpName.COUNT_UPDATE,
         OpName.BARRIER,
         OpName.TIMESTAMP,
         OpName.STACK_TIMESTAMPS,
@@ -45,12 +47,24 @@ def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> 
             with tf.device(node.device):
                 outputs, _ = operations.run(node, [values[value] for value in node.inputs])
         except tf.errors.OpError as error:
-            return f"{_describe_place(node)}: {error.message}"
+            return f"{_describe_place(node, _count_micro_batches(graph))}: {error.message}"
         values.update(zip(node.values(), outputs, strict=True))
     return ""
 
 
-def _describe_place(node: Node) -> str:
+def _count_micro_batches(graph: Graph) -> int:
+    """Return into how many micro-batches each minibatch of an asynchronous window is cut; 0 for a synchronous step."""
+    minibatches = len(nodes_of(graph, OpName.MINIBATCH))
+    numbers = {node.integer("micro_batch") for node in nodes_of(graph, OpName.FORWARD)}
+    return len(numbers) // minibatches if minibatches else 0
+
+
+def _describe_place(node: Node, of_minibatch: int) -> str:
+    """Return the place of a call; ``of_minibatch``: the micro-batches of a minibatch, 0 for a synchronous step."""
     words = {"stage": "stage", "replica": "replica", "micro_batch": "micro-batch"}
     op = node.string("of") if node.op == OpName.PART else node.op
-    return ", ".join([*(f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)), op])
+    places = [f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)]
+    if of_minibatch and node.has("micro_batch"):
+        minibatch, micro_batch = divmod(node.integer("micro_batch"), of_minibatch)
+        places[-1] = f"minibatch {minibatch}" + (f", micro-batch {micro_batch}" if of_minibatch > 1 else "")
+    return ", ".join([*places, op])

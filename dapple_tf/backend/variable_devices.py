@@ -26,13 +26,15 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
 def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
     """Move each variable to the device that writes it: weights to their owner's, slots to their update's.
 
-    Variables that several updates share (the step counter, the learning rate) stay where they are.
+    Variables that the updates of several stages share (the step counter, the learning rate) stay where they are.
     """
     first_replica = {n.integer("stage"): n.device for n in nodes_of(graph, OpName.FORWARD) if n.integer("replica") == 0}
     devices = {name: first_replica[stages[0]] for name, stages in find_variables(graph).users}
     updates = nodes_of(graph, OpName.UPDATE)
     used = [_variables_of(graph, node) for node in updates]
-    uses = Counter(name for names in used for name in names)
+    stages = [node.attr("stage") if node.has("stage") else None for node in updates]
+    places = {(stage, name) for stage, names in zip(stages, used, strict=True) for name in names}
+    uses = Counter(name for _, name in places)
     for node, names in zip(updates, used, strict=True):
         if node.has("stage"):
             devices |= {name: node.device for name in names if uses[name] == 1 and name not in devices}

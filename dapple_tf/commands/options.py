@@ -11,9 +11,12 @@ import click
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.request import MicroBatches, Request
 from dapple_tf.autoplan.slice_option import Slice
+from dapple_tf.autoplan.window_option import make_window
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.plan import Plan
+
+_USUAL_MICRO_BATCHES = 8
 
 MODEL_OPTIONS = [
     click.argument("model"),
@@ -31,9 +34,9 @@ PLAN_OPTIONS = [
     click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
     click.option(
         "--micro-batches",
-        default="8",
-        show_default=True,
-        help="M, the micro-batches of a step, or auto; or the samples (2,2,4) or shares (0.25,0.25,0.5) of each.",
+        default=None,
+        help="M, the micro-batches of a step, or auto; or the samples (2,2,4) or shares (0.25,0.25,0.5) of each.  "
+        f"[default: {_USUAL_MICRO_BATCHES}]",
     ),
     SCHEDULE_OPTION,
     click.option(
@@ -81,15 +84,23 @@ def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 def parse_request(
     stages: str,
     replicas: str | None,
-    micro_batches: str,
+    micro_batches: str | None,
     schedule: str,
     recompute: str,
     batch_norm: BatchNorm,
     jit_compile: bool | None,
     slice_count: str | None,
+    asynchronous: bool,
+    minibatches: int | None,
+    weights: str | None,
+    depth: int | None,
+    plan: Plan | None = None,
     **_: Any,
 ) -> Request:
-    """Return the Request that PLAN_OPTIONS state; UsageError where a number is not one."""
+    """Return the Request that PLAN_OPTIONS and ``window_options`` state; UsageError where a number is not one.
+
+    ``plan``: that of ``--plan``; where it is for asynchronous windows, it says of them what no option does.
+    """
     wanted_stages: int | list[str] | str = stages
     if stages.isdecimal():
         wanted_stages = int(stages)
@@ -99,17 +110,20 @@ def parse_request(
     if replicas is not None:
         problem = f"--replicas {replicas}: give one whole number for each stage, such as 2,1"
         wanted_replicas = parse_numbers(replicas, problem)
-    count = parse_micro_batches(micro_batches)
+    count = None if micro_batches is None else parse_micro_batches(micro_batches)
+    mode = "async" if asynchronous else "sync"
+    window = make_window(mode, minibatches, weights, depth, count, plan)
     recomputed = parse_recompute(recompute)
     return Request(
         wanted_stages,
         wanted_replicas,
-        count,
+        1 if window is not None else _USUAL_MICRO_BATCHES if count is None else count,
         schedule,
         recomputed,
         batch_norm=batch_norm,
         jit_compile=jit_compile,
         slice=parse_slice(slice_count),
+        window=window,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.output import check_output, print_result
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from profiler.importers import read_profile
+
+if TYPE_CHECKING:
+    from dapple_tf.plan import Plan
 
 
 @click.command()
@@ -29,25 +32,52 @@ from profiler.importers import read_profile
 @click.option(
     "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Optimizer slots per weight."
 )
+@click.option("--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window.")
+@click.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64).")
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Write the plan to this file (dapple-plan/1).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
-def plan(profile: str, cluster: str, planner: str, output: str | None, as_json: bool, **options: Any) -> None:
+def plan(
+    profile: str,
+    cluster: str,
+    planner: str,
+    output: str | None,
+    as_json: bool,
+    asynchronous: bool,
+    minibatches: int | None,
+    **options: Any,
+) -> None:
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
-    from dapple_tf.planner.api import make_problem, predict_plan, run_planner
-    from dapple_tf.planner.explain import describe_plan, describe_result
+    from dapple_tf.planner.api import make_problem, make_window, plan_windows, predict_plan, run_planner
+    from dapple_tf.planner.asynchronous import check_window_batch, describe_runners_up
+    from dapple_tf.planner.explain import describe_plan, describe_result, notation
 
     check_output(output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
+    if asynchronous or minibatches is not None:
+        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
+        window = make_window("async" if asynchronous else "sync", minibatches, given)
+        options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
+        choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
+        print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
+        for line in describe_runners_up(choices, [notation(choice.plan) for choice in choices]):
+            print_result(line)
+        _hand_over(choices[0].plan, output, as_json)
+        return
     problem = make_problem(costs, load_cluster(cluster), **options)
     result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
     print_result(describe_plan(chosen[0], costs, chosen[1]))
     print_result(describe_result(problem, result, chosen, others))
+    _hand_over(chosen[0], output, as_json)
+
+
+def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
+    """Write the plan to a file, and print it, as far as wanted."""
     if output:
-        chosen[0].save(output)
+        plan.save(output)
         print_result(f"plan: {output}")
     if as_json:
-        print_result(json.dumps(chosen[0].to_json()))
+        print_result(json.dumps(plan.to_json()))

@@ -11,18 +11,24 @@ from dapple_tf.commands.model_loading import check_model_exists
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
+from dapple_tf.commands.window_options import check_window_usage, window_options
 from profiler.detect import job_size
 
 
 @click.command()
-@add_options(MODEL_OPTIONS, PLAN_OPTIONS)
-@click.option("--steps", default=100, show_default=True, help="Training steps.")
+@add_options(MODEL_OPTIONS, PLAN_OPTIONS, window_options())
+@click.option("--steps", default=100, show_default=True, help="Training steps, or with --async windows.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png, .html or .json.")
 @click.option("--tensorboard", default=None, metavar="DIR", help="Write curves for TensorBoard: loss, bubble, stages.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
 @click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
 @click.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite.")
-@click.option("--compare", default=0, help="First time this many steps of the un-pipelined model, for comparison.")
+@click.option(
+    "--compare",
+    default=0,
+    help="First time this many steps of the un-pipelined model, for comparison; with --async, windows of as many "
+    "minibatches one after the other.",
+)
 def train(
     steps: int,
     trace: str | None,
@@ -39,6 +45,7 @@ def train(
     """
     settings = TrainSettings(steps, trace, tensorboard, checkpoint_dir, checkpoint_every, check_numerics, compare)
     check_usage(settings)
+    check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,22 @@ class TrainReport:
         return "\n".join(self.lines)
 
 
-def report_run(run: RunResult, plan: Plan, plain_speed: float | None) -> TrainReport:
-    """Return losses, speed and the planner's error. ``plain_speed``: samples per second un-pipelined, if measured."""
+def report_run(
+    run: RunResult, plan: Plan, plain_speed: float | None, minibatch_losses: Sequence[Sequence[float]] = ()
+) -> TrainReport:
+    """Return losses, speed and the planner's error. ``plain_speed``: samples per second un-pipelined, if measured.
+
+    ``minibatch_losses``: of each asynchronous window.
+    """
     speed = f"{run.samples_per_second:.1f} samples/s"
     if plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
+    name, steps = "loss", "steps"
+    if plan.window is not None:
+        name, steps = "mean loss", f"windows of {plan.window.minibatches} minibatches"
     report = TrainReport(
-        (f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps", speed),
+        (f"{name} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {steps}", speed),
         {
             "first_loss": run.losses[0],
             "last_loss": run.losses[-1],
@@ -43,6 +52,8 @@ def report_run(run: RunResult, plan: Plan, plain_speed: float | None) -> TrainRe
             "plan": dataclasses.asdict(plan),
         },
     )
+    if minibatch_losses:
+        report = report.extended(minibatch_losses=minibatch_losses)
     if plain_speed is not None:
         report = report.extended(plain_samples_per_second=plain_speed)
     return _with_planner_error(report, run, plan)

@@ -75,11 +75,12 @@ def run_steps(
     after: Callable[[StepResult], None] | None = None,
     observe: Callable[[StepResult], None] | None = None,
     shown: bool = True,
+    loss_name: str = "loss",
 ) -> RunResult:
     """Train ``steps`` steps, one batch each; the first has the number ``done + 1``.
 
-    After each step ``after`` is called with its result, then ``observe``. Progress (``label``, loss,
-    samples/s, time left) goes to stderr if ``shown``.
+    After each step ``after`` is called with its result, then ``observe``. Progress (``label``, loss under
+    ``loss_name``, samples/s, time left) goes to stderr if ``shown``.
     """
     losses, seconds, samples = [], [], 0
     console = Console(file=sys.stderr, quiet=not shown)
@@ -106,7 +107,7 @@ def run_steps(
                 after(result_of_step)
             if observe is not None:
                 observe(result_of_step)
-            status = f"loss {loss:.4f}  {samples / took:6.1f} samples/s"
+            status = f"{loss_name} {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):
                 console.print(f"{label} {done + number}: {status}", highlight=False)
@@ -127,3 +128,18 @@ def plain_step(workload: Workload) -> Callable[..., Any]:
         return loss
 
     return tf.function(step)  # type: ignore[no-any-return]  # TensorFlow is untyped
+
+
+def step_of_minibatches(step: Callable[..., Any], minibatches: int) -> Callable[..., Any]:
+    """Return a step that takes a window, and runs ``step`` on each of its minibatches; it returns their mean loss."""
+
+    def run(*window: Any) -> Any:
+        size = int(tf.nest.flatten(window)[0].shape[0])
+        ends = [size * m // minibatches for m in range(minibatches + 1)]
+        rows = [
+            tf.nest.map_structure(lambda tensor, a=a, b=b: tensor[a:b], window) for a, b in itertools.pairwise(ends)
+        ]
+        losses = [step(*minibatch) for minibatch in rows]
+        return sum(losses) / minibatches
+
+    return run

@@ -43,15 +43,17 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    plan, request = ranks.run_on_all(lambda: (load_plan(**options), parse_request(**options)))
-    plain_speed = time_plain_model(settings.compare, **options) if settings.compare else None
+    plan = ranks.run_on_all(lambda: load_plan(**options))
+    request = ranks.run_on_all(lambda: parse_request(plan=plan, **options))
+    plain_speed = time_plain_model(settings.compare, request.window, **options) if settings.compare else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(plan, request, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
     losses = LossWatch(step, ranks, ranks.print_progress)
     run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses))
     ranks.wait_for_all()
-    report = _report(report_run(run, step.plan, plain_speed), step, settings, options["model"], ranks)
+    found = report_run(run, step.plan, plain_speed, losses.minibatch_losses)
+    report = _report(found, step, settings, options["model"], ranks)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
@@ -105,7 +107,8 @@ def _resume(
     ranks.run_on_all(lambda: _check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, 0, batches
-    ranks.print_result(f"resumed after step {position.steps} from {folder}")
+    what = "step" if step.plan.window is None else "window"
+    ranks.print_result(f"resumed after {what} {position.steps} from {folder}")
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 
@@ -154,11 +157,12 @@ def _train(
             observer.run,
             batches,
             settings.steps - done,
-            "training",
+            "training" if step.plan.window is None else "training window",
             done=done,
             after=save_after,
             observe=observer.observe,
             shown=ranks.is_first,
+            loss_name="loss" if step.plan.window is None else "mean loss",
         )
     finally:
         if scalars is not None:
@@ -173,7 +177,10 @@ def _report(report: TrainReport, step: PipelinedStep, settings: TrainSettings, m
         report = report.extended(f"what differs from one device:\n{step.exactness}")
     if settings.trace and ranks.is_first:
         plan = step.plan
-        title = f"{model.rpartition(':')[2]}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+        how = f"{abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+        if plan.window is not None:
+            how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
+        title = f"{model.rpartition(':')[2]}: {how}"
         recording = dataclasses.replace(step.recording, title=title)
         save_recording(recording, settings.trace)
         report = report.extended(

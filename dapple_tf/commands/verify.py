@@ -14,24 +14,27 @@ from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, load_plan, parse_request
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
+from dapple_tf.commands.window_options import check_window_usage, window_options
 from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
 from profiler.cluster import Cluster
 
 
 @click.command()
-@add_options(MODEL_OPTIONS, PLAN_OPTIONS)
+@add_options(MODEL_OPTIONS, PLAN_OPTIONS, window_options(hidden=True))
 def verify(**options: Any) -> None:
     """Compare one training step of MODEL over a pipeline with one on one device; exit 1 where they differ.
 
     Under mpirun or horovodrun every process runs its stages; the first one also trains on one device, and prints.
     """
+    _refuse_windows(options)
     check_model_exists(options["model"])
     start_tensorflow(options["devices"])
     from dapple_tf.verification import verify as compare
 
     ranks = Ranks(membership.current())
-    plan, request = ranks.run_on_all(lambda: (load_plan(**options), parse_request(**options)))
+    plan = ranks.run_on_all(lambda: load_plan(**options))
+    request = ranks.run_on_all(lambda: parse_request(plan=plan, **options))
     workload, batch, cluster = ranks.run_on_all(lambda: _load_workload(options))
     report = compare(
         workload.loss_fn,
@@ -54,6 +57,17 @@ def verify(**options: Any) -> None:
     ranks.wait_for_all()
     if not report.ok:
         sys.exit(1)
+
+
+def _refuse_windows(options: Mapping[str, Any]) -> None:
+    """Raise UsageError for asynchronous windows."""
+    check_window_usage(**options)
+    if options["asynchronous"]:
+        raise click.UsageError(
+            "--async: a window uses weights that are some updates old, so no step on one device equals it. Verify the "
+            "same stages without --async: those of a window run the same functions, and the order of a window and the "
+            "weights that it uses are proved before it runs"
+        )
 
 
 def _load_workload(options: Mapping[str, Any]) -> tuple[Workload, tuple[Any, ...], Cluster | None]:

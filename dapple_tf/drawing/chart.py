@@ -66,7 +66,8 @@ class Row:
 class Span:
     """An event from ``start`` to ``end`` (seconds), drawn in the row of index ``row``.
 
-    ``shade``: between 0, the colour of its kind, and 1, white; it distinguishes the stages of one row.
+    ``shade``: between 0, the colour of its kind, and 1, white; it distinguishes the stages of one row. ``detail``: what
+    is written beside the number, where there is room.
     """
 
     row: int
@@ -77,6 +78,7 @@ class Span:
     micro_batch: int | None = None
     critical: bool = False
     shade: float = 0.0
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Chart:
     """A picture whose time axis has ``seconds``.
 
     ``limit``: bytes that each curve should stay below. ``captions``: the text above each group of rows, by its name.
+    ``numbers``: what the numbers are.
     """
 
     title: str
@@ -102,6 +105,7 @@ class Chart:
     curves: tuple[Curve, ...] = ()
     limit: float | None = None
     captions: Mapping[str, str] = field(default_factory=dict)
+    numbers: str = "micro-batches"
 
     @property
     def kinds(self) -> tuple[SpanKind, ...]:
@@ -142,4 +146,4 @@ def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
         rows += [replace(row, group=name) for row in chart.rows]
     seconds = max(chart.seconds for _, chart in parts)
     captions = {name: f"{name}: {chart.title}" if chart.title else name for name, chart in parts}
-    return Chart(title, seconds, tuple(rows), tuple(spans), captions=captions)
+    return Chart(title, seconds, tuple(rows), tuple(spans), captions=captions, numbers=parts[0][1].numbers)

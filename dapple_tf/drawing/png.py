@@ -48,7 +48,7 @@ def draw(chart: Chart, path: Path) -> None:
     _draw_rows(chart, upper, width)
     scale, unit = scale_time(chart.seconds)
     upper.set_xlim(0, chart.seconds * scale or 1)
-    bottom.set_xlabel(f"{_UNITS[unit]} since the step's first forward (numbers are micro-batches)")
+    bottom.set_xlabel(f"{_UNITS[unit]} since the step's first forward (numbers are {chart.numbers})")
     figure.savefig(path, dpi=_DPI, format="png")
 
 
@@ -117,14 +117,17 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
         room = (span.end - span.start) * inches
         if _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
             middle = (span.start + span.end) / 2 * scale
+            text = f"{span.micro_batch} {span.detail}" if span.detail else str(span.micro_batch)
+            if room <= _DIGIT_INCHES * len(text):
+                text = str(span.micro_batch)
             axes.text(
                 middle,
                 tops[span.row] + 0.5,
-                str(span.micro_batch),
+                text,
                 ha="center",
                 va="center",
                 color="white",
-                fontsize=9 if room > 0.22 else 6.5,
+                fontsize=9 if room > max(0.22, 1.5 * _DIGIT_INCHES * len(text)) else 6.5,
                 clip_on=True,
             )
     named = [index for index, row in enumerate(chart.rows) if not row.network]

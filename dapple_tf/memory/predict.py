@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.compiler import PlannedModel, StagedModel, pipeline_graph
-from dapple_tf.memory.in_flight import StageState, stage_states
+from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
+from dapple_tf.plan import Plan
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.row_bounds import micro_batch_sizes
 from graph_passes.analysis.variable_use import Variables, find_variables
@@ -19,7 +20,7 @@ from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.ir.names import at, micro_batch_count, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.schedules.policies import build_schedule
-from graph_passes.schedules.schedule import FREEING, Schedule
+from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 
@@ -30,14 +31,17 @@ class StageMemory:
 
     Between steps: ``weights`` that the stage owns; ``gradients``, the accumulated sums of several micro-batches (the
     gradients of a single one count in ``working``, and sparse ones in ``slices``); ``slots`` of the optimizer;
-    ``copies`` of variables that other devices own or that forward writes. During a step: ``stashed``, the tensors
-    stashed of each micro-batch, of which at most ``in_flight`` are in flight; ``waiting``, tensors received from
-    neighbours before they are used; ``transit``, messages that a rank sends and receives; ``working``, the peak of a
-    function's other tensors, by kind of action; ``slices``, the sparse gradients of one micro-batch, which stay until
-    the update; ``update``, the weight update, which runs when the others are freed, with all slices. ``in_step``: the
-    peak of all these at one time. ``tail``: what the tail of the model takes (see ``batch_loss``), which runs on the
-    whole batch while all micro-batches are stashed. ``loops``: the number of While loops, whose insides are not
-    counted.
+    ``copies`` of variables that other devices own or that forward writes; ``versions``, the ``version_count`` versions
+    of its weights that a window stores. A stored version shares its memory with the weights until their next update,
+    and stays until another takes its place: at the end of a window there is one copy of the weights more than versions.
+
+    During a step: ``stashed``, the tensors stashed of each micro-batch, of which at most ``in_flight`` are in flight;
+    ``waiting``, tensors received from neighbours before they are used; ``transit``, messages that a rank sends and
+    receives; ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients
+    of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
+    (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
+    tail of the model takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
+    ``loops``: the number of While loops, whose insides are not counted.
     """
 
     stage: int
@@ -55,6 +59,8 @@ class StageMemory:
     loops: int = 0
     slices: int = 0
     tail: int = 0
+    versions: int = 0
+    version_count: int = 0
 
     @property
     def stash(self) -> int:
@@ -64,7 +70,7 @@ class StageMemory:
     @property
     def fixed(self) -> int:
         """Bytes that stay allocated between steps."""
-        return self.weights + self.gradients + self.slots + self.copies
+        return self.weights + self.gradients + self.slots + self.copies + self.versions
 
     @property
     def peak(self) -> int:
@@ -78,11 +84,49 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMem
     ``ranks``: each device is a process of a job, so messages between stages take memory.
     """
     plan = planned.plan
+    if plan.window is not None:
+        return _predict_window_memory(planned, ranks)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
-    devices = [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
-    graph = pipeline_graph(planned.model, plan, devices, "home")
+    graph = pipeline_graph(planned.model, plan, _device_names(plan), "home")
     return predict_memory(graph, schedule, planned.model, planned.batch_size, sizes=plan.sizes, ranks=ranks)
+
+
+def _device_names(plan: Plan) -> list[str]:
+    return [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
+
+
+def _predict_window_memory(planned: PlannedModel, ranks: bool) -> tuple[StageMemory, ...]:
+    """Return the predicted memory of replica 0 of each stage of a window, which owns the weights."""
+    model, versions = planned.model, planned.plan.versions
+    window = versions.window
+    graph = pipeline_graph(model, planned.plan, _device_names(planned.plan), "home")
+    most = max(micro_batch_sizes(planned.batch_size, window.size, ()))
+    bytes_of = infer_sizes(graph, model, [most if window.in_turn else -(-most // r) for r in window.replicas])
+    variables = find_variables(graph)
+    functions = [
+        {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)
+    ]
+    slices = find_slices(functions, model.sparse, variables, window.micro_batches, window.replicas)
+    found = []
+    for stage, own in enumerate(functions):
+        memory = _predict_stage(
+            stage,
+            own,
+            slices[stage],
+            window_states(window, stage),
+            model,
+            variables,
+            window.micro_batches,
+            window.replicas[stage],
+            ranks,
+            in_window=True,
+        )
+        trained = [name for name in variables.used(stage) if name in model.trained]
+        weights = _variable_bytes(model, trained)
+        count = versions.slots[stage] if weights else 0
+        found.append(dataclasses.replace(memory, versions=count * weights, version_count=count))
+    return tuple(found)
 
 
 def predict_memory(
@@ -109,7 +153,17 @@ def predict_memory(
     ]
     slices = find_slices(list(map(_one_backward, functions)), model.sparse, variables, micro_batches, replicas)
     stages = [
-        _predict_stage(stage, own, slices[stage], schedule, model, variables, micro_batches, replicas[stage], ranks)
+        _predict_stage(
+            stage,
+            own,
+            slices[stage],
+            stage_states(schedule, stage),
+            model,
+            variables,
+            micro_batches,
+            replicas[stage],
+            ranks,
+        )
         for stage, own in enumerate(functions)
     ]
     if model.frontier:
@@ -134,30 +188,39 @@ def _predict_stage(
     stage: int,
     functions: Mapping[str, FunctionSizes],
     slices: StageSlices,
-    schedule: Schedule,
+    states: Sequence[StageState],
     model: StagedModel,
     variables: Variables,
     micro_batches: int,
     replicas: int,
     ranks: bool,
+    *,
+    in_window: bool = False,
 ) -> StageMemory:
-    in_turn = _one_backward(functions)
-    stashed = find_stashed_tensors(in_turn)
+    """Return the memory of a stage that runs these ``states``; ``micro_batches``: those of one update.
+
+    In a window an update runs while other micro-batches are stashed.
+    """
+    one_backward = _one_backward(functions)
+    stashed = find_stashed_tensors(one_backward)
     if stage == model.stages - 1:  # gradients that the tail gives count there
         stashed = tuple(tensor for tensor in stashed if tensor.origin != "next stage")
-    transit = transfer_bytes(in_turn, stashed) if ranks else 0
+    transit = transfer_bytes(one_backward, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
         _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
-        for sizes in in_turn.values()
+        for sizes in one_backward.values()
     )
     update = dict(model.updates.stages).get(stage) if model.updates is not None else None
     update_bytes = _update_bytes(model, update, gradients, slices, micro_batches, replicas)
-    in_actions, waiting = 0, 0
-    for state in stage_states(schedule, stage):
+    in_step, waiting, in_flight = 0, 0, 0
+    for state in states:
         if state.action.stage == stage:
             held = held_bytes(state, stashed, slices.per_micro_batch)
-            in_actions = max(in_actions, held + transit + working[state.action.kind])
+            in_step = max(in_step, held + transit + working[state.action.kind])
+            if in_window and state.action.kind == "F":  # an update comes before it
+                in_step = max(in_step, held + update_bytes)
+            in_flight = max(in_flight, state.in_flight)
             waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
     return StageMemory(
         stage=stage,
@@ -165,14 +228,14 @@ def _predict_stage(
         gradients=gradients if micro_batches > 1 else 0,
         slots=_slot_bytes(model, update),
         copies=_variable_bytes(model, variables.copied(stage, 0)),
-        in_flight=schedule.in_flight[stage],
+        in_flight=in_flight,
         stashed=stashed,
         waiting=waiting,
         transit=transit,
         working=working,
         update=update_bytes,
-        in_step=max(in_actions, update_bytes),
-        loops=sum(node.op in _LOOPS for sizes in in_turn.values() for node in sizes.function.graph.nodes),
+        in_step=max(in_step, update_bytes),
+        loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
     )
 
@@ -180,7 +243,7 @@ def _predict_stage(
 def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int) -> int:
     """Return the bytes that a stage holds of micro-batches; ``slices``: of each one's sparse gradients."""
     tensors = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
-    return tensors + slices * sum(state.finished[kind] for kind in FREEING)
+    return tensors + slices * state.kept
 
 
 def _one_backward(functions: Mapping[str, FunctionSizes]) -> dict[str, FunctionSizes]:

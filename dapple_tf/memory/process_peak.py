@@ -8,6 +8,7 @@ from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.schedule import FREEING
+from graph_passes.schedules.window import Window
 
 Times = dict[tuple[int, int, str, int], tuple[float, float]]
 """Start and end of each action in seconds, by stage, replica, kind of action and micro-batch."""
@@ -24,7 +25,7 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
     }
     changes = sorted(
         change
-        for start, end, size in _allocations(stages, times)
+        for start, end, size in [*_allocations(stages, times, timeline.window), *_update_allocations(stages, timeline)]
         if end > start
         for change in ((start, 1, size), (end, 0, -size))  # at equal times, free before allocating
     )
@@ -32,16 +33,52 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
     for _, _, change in changes:
         live += change
         peak = max(peak, live)
+    if timeline.window is not None:
+        return peak
     replicas = {key[:2] for key in times}
     return max(peak, sum(stages[stage].update for stage, replica in replicas if replica == 0))
 
 
-def _allocations(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, bytes) of every action's working set, every stashed tensor, and slices, which stay."""
+def _update_allocations(stages: Sequence[StageMemory], timeline: Timeline) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, bytes) of the updates of a window, and of the gradients that wait for them.
+
+    Until the next update, a stored version takes no memory beside the weights, which count between steps too: so many
+    bytes less.
+    """
+    window = timeline.window
+    if window is None:
+        return
+    ends: dict[tuple[int, int], float] = {}
+    newest = dict.fromkeys(range(window.stages), 0)
+    for event in timeline.events:
+        stage = event.action.stage
+        newest[stage] = max(newest[stage], event.version or 0)
+        if event.action.kind == "B":
+            key = stage, window.update_of(stage, event.action.micro_batch)
+            ends[key] = min(ends.get(key, event.end), event.end)
+    shared = dict.fromkeys(newest, 0.0)  # since when the newest version has been stored
+    for update in timeline.stage_events:
+        if update.kind != "update" or update.stage is None or update.micro_batch is None:
+            continue
+        memory, number = stages[update.stage], window.update_of(update.stage, update.micro_batch)
+        yield ends[update.stage, number], update.start, min(memory.working["B"], memory.update)
+        yield update.start, update.end, memory.update
+        if memory.version_count and number <= newest[update.stage]:
+            yield shared[update.stage], update.start, -memory.versions // memory.version_count
+        shared[update.stage] = update.end
+
+
+def _allocations(
+    stages: Sequence[StageMemory], times: Times, window: Window | None
+) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, bytes) of every action's working set, every stashed tensor, and slices.
+
+    Slices stay; in a ``window`` they count with its updates.
+    """
     last = max((end for _, end in times.values()), default=0.0)
     for (stage, replica, kind, m), (start, end) in times.items():
         yield start, end, stages[stage].working[kind]
-        if kind in FREEING:  # the action that gives the gradients of variables
+        if kind in FREEING and window is None:  # the action that gives the gradients of variables
             yield end, last, stages[stage].slices
         if kind == "F":
             for tensor in stages[stage].stashed:

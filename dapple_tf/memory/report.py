@@ -37,6 +37,8 @@ _HEAD = (
     "peak",
     "measured",
 )
+_AFTER_STASHES = _HEAD.index("K x stash") + 1
+_WINDOW_HEAD = (*_HEAD[:_AFTER_STASHES], "V", "V x weights", *_HEAD[_AFTER_STASHES:])
 _WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
 # JSON key -> field of StageMemory.
 _JSON_FIELDS = {
@@ -80,7 +82,8 @@ class Report:
     measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
-        lines = [_describe_plan(self.plan), *format_table(_HEAD, [self._row(stage) for stage in self.stages])]
+        header = _HEAD if self.plan.window is None else _WINDOW_HEAD
+        lines = [_describe_plan(self.plan), *format_table(header, [self._row(stage) for stage in self.stages])]
         if self.plan.worker_map.is_chunked:
             lines += ["devices that run several stages, with all of these:"]
             lines += format_table(_WORKER_HEAD, list(map(_worker_row, self.workers)))
@@ -113,7 +116,10 @@ class Report:
         together = workers.chunks[workers.worker_of[memory.stage]]
         if stage.measured is not None and len(together) > 1:
             measured += f" of stages {', '.join(map(str, together))}"
-        return [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
+        row = [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
+        if self.plan.window is not None:
+            row[_AFTER_STASHES:_AFTER_STASHES] = [str(memory.version_count), format_megabytes(memory.versions)]
+        return row
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
@@ -121,6 +127,7 @@ class Report:
             "stages": [
                 {
                     **{key: _json_value(getattr(stage.predicted, name)) for key, name in _JSON_FIELDS.items()},
+                    **({} if self.plan.window is None else _versions_json(stage.predicted)),
                     "seen": stage.seen,
                     "measured": _measured_json(stage.measured),
                 }
@@ -147,6 +154,9 @@ def make_report(
         stages.append(StageReport(memory, seen, highest))
     shared = next((found for device, found in measured if device is None), None)
     peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
+    if plan.window is not None:
+        workers = tuple(WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
+        return Report(plan, tuple(stages), workers, peak, shared)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     return Report(plan, tuple(stages), predict_workers(predicted, schedule), peak, shared)
 
@@ -168,9 +178,12 @@ def observed_in_flight(timeline: Timeline, stage: int) -> int:
 
 def _describe_plan(plan: Plan) -> str:
     replicas = "" if max(plan.replicas) == 1 else f" on {', '.join(map(str, plan.replicas))} devices"
+    order = f"schedule {abbreviate_schedule(plan.schedule)}"
+    if plan.window is not None:
+        order += f", V versions by weights {plan.window.weights!r}"
     return (
         f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.describe_micro_batches()}, "
-        f"schedule {abbreviate_schedule(plan.schedule)}; in MB (10^6 bytes)"
+        f"{order}; in MB (10^6 bytes)"
     )
 
 
@@ -181,6 +194,10 @@ def _worker_row(worker: WorkerMemory) -> list[str]:
 
 def _json_value(value: int | Mapping[str, int]) -> Any:
     return value if isinstance(value, int) else dict(value)
+
+
+def _versions_json(memory: StageMemory) -> dict[str, int]:
+    return {"version_count": memory.version_count, "versions": memory.versions}
 
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
+from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_shapes import least_stages
 from dapple_tf.planner.dapple import plan_dapple
@@ -24,6 +25,7 @@ from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.simulator.named_orders import check_priced
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
     build_schedule,
@@ -60,6 +62,8 @@ def plan(
     recompute: bool = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
+    mode: str = "sync",
+    minibatches: int | None = None,
     **options: Any,
 ) -> Plan:
     """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
@@ -67,11 +71,25 @@ def plan(
     ``planner``: "best", "dapple", "dp", "gpipe" or "pipedream". Sizes are in samples; without ``micro_batch_size``
     every divisor of the global batch is tried. ``schedule``: a name, or "auto" for the fastest policy. ``recompute``:
     stages stash only their inputs. ``overlap``: AllReduce runs during the last backward. ``optimizer_slots``: values
-    that the optimizer keeps of each weight (Adam: 2). ``options``: of the planner ("gpipe": ``stages``; "best":
-    ``chunks``, the numbers of stages per device to try beside one; "pipedream": ``minibatch_size`` and ``flat``, see
-    ``plan_pipedream``). Raises PlanError for invalid arguments, and if nothing fits the memory: which stage lacks how
-    many bytes, and what would fit.
+    that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or "async" for windows of ``minibatches``
+    minibatches (by default 64), of which ``global_batch_size`` is then the samples of one; see ``plan_windows``.
+    ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
+    one; "pipedream": ``minibatch_size`` and ``flat``, see ``plan_pipedream``). Raises PlanError for invalid arguments,
+    and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
     """
+    if mode != "sync" or minibatches is not None:
+        others = {"micro_batch_size": micro_batch_size, "schedule": schedule, "overlap": overlap}
+        window = make_window(mode, minibatches, others)
+        size = check_window_batch(global_batch_size, window.minibatches)
+        problem = make_problem(
+            profile,
+            cluster,
+            global_batch_size=global_batch_size,
+            micro_batch_size=size,
+            recompute=recompute,
+            optimizer_slots=optimizer_slots,
+        )
+        return plan_windows(problem, planner, window, **options)[0].plan
     problem = make_problem(
         profile,
         cluster,
@@ -84,6 +102,38 @@ def plan(
     )
     result = run_planner(problem, planner, **options)
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
+
+
+def plan_windows(
+    problem: PlanningProblem, planner: str, window: WindowPlan, **options: Any
+) -> tuple[WindowChoice, ...]:
+    """Return plans of asynchronous windows of ``problem.global_batch_size`` samples, the fastest first.
+
+    Planners choose stages for a synchronous step of as many micro-batches as the window has minibatches. "best" ranks
+    what it finds with PipeDream's plan, DP, one device, and straight pipelines, by the simulated seconds of a minibatch
+    in the steady state; another planner has its own plan only. Raises what ``run_planner`` and ``rank_windows`` raise.
+    """
+    candidates: list[Candidate] = []
+    if planner == "best":
+        options = {"chunks": (), **options}  # no stages that share devices
+        candidates = more_candidates(problem)
+    if planner == "pipedream":
+        options = {"minibatch_size": problem.micro_batch_sizes[0], **options}
+    result = run_planner(problem, planner, **options)
+    return rank_windows(problem, window, [*candidates, result.chosen, *result.runners_up], planner)
+
+
+def make_window(mode: str, minibatches: int | None, others: Mapping[str, object]) -> WindowPlan:
+    """Return the window of asynchronous training; PlanError for options that it does not have."""
+    if mode not in ("sync", "async"):
+        raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
+    if mode == "sync":
+        raise PlanError(f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too")
+    defaults = {"schedule": "auto", "overlap": False}
+    for name, value in others.items():
+        if value != defaults.get(name):
+            raise PlanError(f"{name}={value!r} with mode='async': the window's order is its own; leave it out")
+    return WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
 
 
 def make_problem(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
+from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
 from dapple_tf.errors import UsageError
@@ -17,7 +18,7 @@ from dapple_tf.forward_model import stage_forward
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import trace_batch
+from dapple_tf.frontend.trace import report_exactness, trace_batch
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
@@ -102,4 +103,10 @@ class Forward:
             layers = find_layers(captured.graph)
         with self.times.phase("profile"):
             plan = autoplan.plan_forward(layers, shapes)
+        if autoplan.window is not None and captured.dependence is not None:
+            exactness = captured.dependence.exactness
+            if exactness.reasons:  # which minibatches do not have, and which the whole batch has not if it is not cut
+                plan = without_cuts(plan)
+            if max(plan.replicas) > 1:
+                report_exactness(captured.graph.name, exactness.undocumented, autoplan.user_inexact)
         return stage_forward(captured, layers, plan.starts), plan

@@ -16,12 +16,19 @@ from dapple_tf.frontend.batch import BatchForm
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, check_eager, compile_for_rows
-from graph_passes.analysis.input_needs import InputNeeds, Use
+from graph_passes.analysis.input_needs import InputNeeds, Use, whole_batch
 
 
 def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
-    """Return the rows that each rank needs (one rank in one process); ``plan``: not fitted to a short batch."""
+    """Return the rows that each rank needs (one rank in one process); ``plan``: not fitted to a short batch.
+
+    Every rank takes a whole asynchronous window, and cuts its minibatches itself.
+    """
     form, planned = compiled.form, compiled.planned
+    if plan.window is not None:
+        whole = whole_batch(len(form.paths))
+        needs = InputNeeds(form.paths, whole, plan.micro_batches, max(plan.replicas), planned.batch_size)
+        return (needs,) * len(compiled.program.inputs)
     return tuple(
         InputNeeds(form.paths, inputs, plan.micro_batches, max(plan.replicas), planned.batch_size, plan.sizes)
         for inputs in compiled.program.inputs

@@ -11,7 +11,7 @@ from dapple_tf.distributed.clocks import Clocks
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.plan import Plan
-from dapple_tf.simulator.measured_prediction import predict_from_times
+from dapple_tf.simulator.measured_prediction import predict_from_times, predict_window_from_times
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording, plan_title, planned_seconds
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
@@ -80,8 +80,14 @@ class Recorder:
             last = self._recorded_step()
             processes = zip(last.stamps, last.times, strict=True)
             stamps = [stamp for named, times in processes for stamp in fill_stamps(named, times)]
-            together = actions_together(last.plan.schedule)
-            self._timeline = make_timeline(stamps, title=plan_title(last.plan), note=last.note, together=together)
+            plan = last.plan
+            self._timeline = make_timeline(
+                stamps,
+                title=plan_title(plan),
+                note=last.note,
+                together=actions_together(plan.schedule),
+                versions=None if plan.window is None else plan.versions,
+            )
         return self._timeline
 
     @property
@@ -106,6 +112,8 @@ def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | N
         step = simulated.simulation.events_at(measured.places)
         timeline = Timeline.of_step(step, simulated.title)
         predicted = Prediction(timeline, BY_PROFILE)
+    elif plan.window is not None:
+        predicted = predict_window_from_times(measured, plan.versions)
     else:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         predicted = predict_from_times(measured, schedule, plan.sizes)

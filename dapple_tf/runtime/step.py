@@ -16,6 +16,7 @@ from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
+from dapple_tf.autoplan.window_optimizer import check_optimizer
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
@@ -57,6 +58,20 @@ class ExposedOutputs:
     gradients: dict[str, Any]
 
 
+def check_window_variant(variant: StepVariant) -> None:
+    """Raise UsageError for a variant of a step that asynchronous windows do not have."""
+    if variant is StepVariant.WITH_GRADIENTS:
+        raise UsageError(
+            "the gradients of a step with mode='async': each minibatch of a window has gradients of its own, and its "
+            "stages have used them when the next ones come; to see gradients, train with mode='sync'"
+        )
+    if variant is StepVariant.CHECKED:
+        raise UsageError(
+            "check_numerics with mode='async': a window changes variables after every minibatch, so it could not leave "
+            "them as they were. step.losses says which minibatch went wrong; to find out why, train with mode='sync'"
+        )
+
+
 class PipelinedStep:
     """A training step over a pipeline: call it with a batch, it trains and returns the loss (and aux).
 
@@ -65,7 +80,8 @@ class PipelinedStep:
     it must be.
 
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
-    StepError naming them, and changes nothing. Recorded steps are not checked.
+    StepError naming them, and changes nothing. Recorded steps are not checked, and asynchronous windows, which change
+    variables after every minibatch, cannot be: UsageError.
     """
 
     def __init__(
@@ -78,6 +94,8 @@ class PipelinedStep:
         cluster: Cluster | None = None,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
+        if request.window is not None:
+            check_optimizer(optimizer)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._wanted_devices = devices
@@ -197,8 +215,9 @@ class PipelinedStep:
         """Train on one batch, and return the mean loss over it, or (loss, aux).
 
         ``local``: in a job, each rank gives only the rows that it ``needs``, and None or anything else for arguments
-        that it does not need. Every rank must do so. Raises UsageError if the step was not built from a whole batch
-        before, BatchError on all ranks if the rows are not those of one batch.
+        that it does not need. Every rank must do so. With mode="async" every rank needs all rows. Raises UsageError if
+        the step was not built from a whole batch before, BatchError on all ranks if the rows are not those of one
+        batch.
         """
         step, outputs = self._run(batch, self._variant, local)
         return step.planned.model.pack(self._keep_losses(step, outputs))
@@ -245,7 +264,8 @@ class PipelinedStep:
     def run_exposed(self, *batch: Any, local: bool = False) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
 
-        In a job every rank must call it, and each gets the gradients of all. ``local``: as in a call.
+        In a job every rank must call it, and each gets the gradients of all. ``local``: as in a call. Raises UsageError
+        with mode="async", where every minibatch has gradients of its own.
         """
         outputs = self.expose(*batch, local=local)
         return outputs.loss, outputs.gradients
@@ -387,7 +407,7 @@ class PipelinedStep:
 
     def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
         """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
-        if not local or self._job is None:
+        if not local or self._job is None or self._autoplan.window is not None:  # all ranks need whole windows
             batch = as_rows(batch)
             return self._compile(batch, variant), tf.nest.flatten(tuple(batch))
         check_not_forked()
@@ -399,6 +419,8 @@ class PipelinedStep:
 
     def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
         check_not_forked()
+        if self._autoplan.window is not None:
+            check_window_variant(variant)
         batch = as_rows(batch)
         with COMPILING:
             self._last = compile_step(

@@ -14,6 +14,9 @@ from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
+from dapple_tf.simulator.simulated_window import SimulatedWindow
+from dapple_tf.simulator.window_costs import window_costs
+from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import Timeline
@@ -23,7 +26,7 @@ from profiler.profile import Profile
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> Timeline:
-    """Return the timeline of one step of ``plan`` under the design's cost model.
+    """Return the timeline of one step of ``plan``, or of its asynchronous window, under the design's cost model.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). A plan that needs
     more memory than the devices have is simulated too: ``Timeline.fits`` says so. Raises PlanError for a plan that does
@@ -32,6 +35,13 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots:
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
+    if plan.window is not None:
+        execution_of_window = execute_window(
+            plan.versions, window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots)
+        )
+        seconds = plan.micro_batches * _one_device_seconds(profile, plan.micro_batch_size)
+        window = SimulatedWindow(plan, execution_of_window, seconds, cluster.device_memory)
+        return Timeline(title=plan_title(plan), simulation=window)
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
     if plan.sizes or actions_together(plan.schedule):
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches

@@ -71,8 +71,8 @@ class SimulatedStep:
         times, held = memory_over_time(self.execution, stage)
         return tuple(times.tolist()), tuple(held.tolist())
 
-    def order(self, stage: int) -> tuple[Action, ...]:
-        """Return the actions of ``stage`` in the order in which they run."""
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of ``stage`` in the order in which they run on each of its replicas."""
         return self.execution.stage_actions(stage)
 
     def events_at(self, places: Sequence[Place]) -> StepEvents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.drawing.table import format_table
@@ -14,6 +14,7 @@ from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
 from profiler.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from dapple_tf.plan import Plan
     from dapple_tf.timeline.events import Event
     from dapple_tf.timeline.simulation import Simulation
     from dapple_tf.timeline.timeline import Timeline
@@ -38,7 +39,7 @@ class SlowAction:
 
 
 def describe_path(timeline: Timeline) -> str:
-    """Return two lines: step time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
+    """Return some lines: time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
     path = timeline.critical_path
     parts = [
         f"{PART_LABELS[kind]} {format_seconds(seconds)} ({seconds / timeline.step_seconds:.0%})"
@@ -48,6 +49,7 @@ def describe_path(timeline: Timeline) -> str:
     busy = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(timeline.stage_utilisation))
     lines = [
         f"{format_seconds(timeline.step_seconds)}, bubble {timeline.bubble:.1%}; busy: {busy}",
+        *_describe_phases(timeline),
         f"critical path: {', '.join(parts)}; critical stage {timeline.critical_stage}",
     ]
     waits = [part for part in path if part.kind == "waiting"]
@@ -59,12 +61,21 @@ def describe_path(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
+def _describe_phases(timeline: Timeline) -> list[str]:
+    """Return a line about the window's throughput; none for a synchronous step."""
+    if timeline.window is None:
+        return []
+    return [f"window of {timeline.window.minibatches} minibatches: {timeline.phases}"]
+
+
 def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
     """Return a simulated step's summary, a table of its stages, and a line for each device's stages that do not fit."""
     lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
+    lines += _describe_phases(timeline)
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
     computed = ("F", "B", "of it W") if split else ("F", "B")
-    header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", "peak memory")
+    in_window = ("K", "versions") if timeline.window is not None else ()
+    header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
     lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
     memory = simulation.device_memory
     for stages in simulation.plan.worker_map.chunks:  # the peak of each of them is that of their device
@@ -85,6 +96,8 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     if simulation is not None:
         data["speedup"] = simulation.speedup
     data["bubble"] = timeline.bubble
+    if timeline.phases is not None:
+        data |= asdict(timeline.phases)
     if simulation is not None:
         data |= {
             "peak_memory_bytes": list(simulation.peak_memory_bytes),
@@ -112,6 +125,14 @@ def find_slowest(timeline: Timeline, count: int = 5) -> tuple[SlowAction, ...]:
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
 
 
+def _window_cells(stage: int, plan: Plan) -> list[str]:
+    """Return K and the versions of the weights that a replica of ``stage`` keeps; nothing for a synchronous plan."""
+    if plan.window is None:
+        return []
+    versions = plan.versions
+    return [str(versions.window.warm_up[stage]), str(versions.slots[stage])]
+
+
 def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str, ...]:
     planned = simulation.plan.stages[stage.stage]
     weights = "-" if stage.weights_seconds is None else format_seconds(stage.weights_seconds)
@@ -124,5 +145,6 @@ def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str,
         *([weights] if split else []),
         format_seconds(stage.allreduce_seconds),
         f"{stage.utilisation:.0%}",
+        *_window_cells(stage.stage, simulation.plan),
         format_bytes(simulation.peak_memory_bytes[stage.stage], 4),
     )

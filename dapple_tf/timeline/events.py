@@ -1,4 +1,4 @@
-"""The events of one training step: actions, transfers, AllReduces and weight updates, with their times."""
+"""The events of one training step or window: actions, transfers, AllReduces and weight updates, with their times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from graph_passes.schedules.schedule import Action, Kind
+from graph_passes.schedules.window import Window
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]
@@ -16,16 +17,25 @@ Place = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One run of an action on one replica of its stage; seconds since the start of the step's first action."""
+    """One run of an action on one replica of its stage; seconds since the start of the step's first action.
+
+    ``version``: in an asynchronous window, the version of the stage's weights that it used, in updates of the window.
+    """
 
     action: Action
     replica: int
     device: str
     start: float
     end: float
+    version: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The action, and the version of the weights that it used: ``0F5 v3``."""
+        return str(self.action) if self.version is None else f"{self.action} v{self.version}"
 
     def __str__(self) -> str:
-        return str(self.action) + (f" of replica {self.replica}" if self.replica else "")
+        return self.name + (f" of replica {self.replica}" if self.replica else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,8 @@ class Transfer:
 class StageEvent:
     """An AllReduce of a stage's gradients (or of a part of them, where it overlaps backward), or its weight update.
 
-    ``stage`` is None for the update of variables that belong to no stage. Seconds.
+    ``stage`` is None for the update of variables that belong to no stage. Seconds. ``micro_batch``: in an asynchronous
+    window, the last one whose gradients it has.
     """
 
     kind: StageEventKind
@@ -73,10 +84,16 @@ class StageEvent:
     device: str
     start: float
     end: float
+    micro_batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``AllReduce`` or ``update``, in a window with the number of the last micro-batch."""
+        name = "AllReduce" if self.kind == "allreduce" else "update"
+        return name if self.micro_batch is None else f"{name} {self.micro_batch}"
 
     def __str__(self) -> str:
-        name = "AllReduce" if self.kind == "allreduce" else "update"
-        return name if self.stage is None else f"{name} of stage {self.stage}"
+        return self.name if self.stage is None else f"{self.name} of stage {self.stage}"
 
 
 Item: TypeAlias = Event | Transfer | StageEvent
@@ -84,7 +101,7 @@ Item: TypeAlias = Event | Transfer | StageEvent
 
 @dataclass(frozen=True)
 class StepEvents:
-    """All events of one step, each kind in order of start.
+    """All events of one step, each kind in order of start; of a ``window``, where training is asynchronous.
 
     ``together``: see ``Schedule.together``. Results may travel together where no transfer is recorded, too.
     """
@@ -93,6 +110,7 @@ class StepEvents:
     transfers: tuple[Transfer, ...] = ()
     stage_events: tuple[StageEvent, ...] = ()
     together: frozenset[Action] = frozenset()
+    window: Window | None = None
 
     @cached_property
     def items(self) -> tuple[Item, ...]:

@@ -11,6 +11,7 @@ from dapple_tf.drawing.save import save_chart
 from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 from graph_passes.schedules.schedule import CALL_OF_KIND
+from graph_passes.schedules.window import Window
 
 if TYPE_CHECKING:
     from dapple_tf.timeline.recording import Recording
@@ -42,12 +43,14 @@ def draw_recording(recording: Recording) -> Chart:
 def make_chart(timeline: Timeline, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each device; a simulated one, whose replicas are alike, one for each worker. The
+    A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
+    of a window in turn: then they are not alike. The
     stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
     computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
     """
     simulation = timeline.simulation
-    places = [place for place in timeline.places if simulation is None or place[1] == 0]
+    alike = simulation is not None and not (timeline.window is not None and timeline.window.in_turn)
+    places = [place for place in timeline.places if not alike or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
     replicated = len({replica for _, replica, _ in places}) > 1
@@ -59,7 +62,7 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
     for i, (stage, replica, device) in enumerate(places):
         own = stages_of[replica, device]
         name = _name_stages(own) + replicated * f", replica {replica}"
-        if simulation is not None:
+        if simulation is not None and alike:
             device_names = f"devices {format_ranges(simulation.plan.stages[stage].devices)}"
         else:
             device_names = device
@@ -81,7 +84,15 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
         tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
         curves=tuple(_memory_curves(timeline)),
         limit=None if simulation is None else simulation.device_memory,
+        numbers=_name_numbers(timeline.window),
     )
+
+
+def _name_numbers(window: Window | None) -> str:
+    """Return what the numbers in the picture are."""
+    if window is None:
+        return "micro-batches"
+    return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
 
 
 def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]) -> list[Span]:
@@ -97,8 +108,8 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict
         if row is not None:
             kind: SpanKind = CALL_OF_KIND[e.action.kind]
             shade = shades[e.action.stage, e.device]
-            marked = id(e) in critical
-            spans.append(Span(row, str(e.action), kind, e.start, e.end, e.action.micro_batch, marked, shade))
+            marked, detail = id(e) in critical, "" if e.version is None else f"v{e.version}"
+            spans.append(Span(row, e.name, kind, e.start, e.end, e.action.micro_batch, marked, shade, detail))
     for t in timeline.transfers:
         row = rows.get(("channel", t.source, t.target))
         if row is not None:
@@ -108,8 +119,7 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict
     for s in timeline.stage_events:
         row = rows.get((s.kind, s.device), device_rows.get(s.device))
         if row is not None and (s.stage, s.device) in shades:
-            name = "AllReduce" if s.kind == "allreduce" else "update"
-            spans.append(Span(row, name, s.kind, s.start, s.end, critical=id(s) in critical))
+            spans.append(Span(row, s.name, s.kind, s.start, s.end, critical=id(s) in critical))
     return spans
 
 

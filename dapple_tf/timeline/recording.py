@@ -117,7 +117,9 @@ class Recording:
 
 
 def plan_title(plan: Plan) -> str:
-    """Return the title of a step of ``plan``: model, schedule and micro-batches."""
+    """Return the title of a step of ``plan``: model, schedule and micro-batches, or minibatches of a window."""
+    if plan.window is not None:
+        return f"{plan.model}: window of {plan.window.minibatches} minibatches, weights {plan.window.weights!r}"
     return f"{plan.model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
 
 

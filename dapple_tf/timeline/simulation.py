@@ -53,8 +53,8 @@ class Simulation(Protocol):
     def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times (seconds), and the bytes that one device of ``stage`` holds from each on."""
 
-    def order(self, stage: int) -> tuple[Action, ...]:
-        """Return the actions of ``stage`` in the order in which they run."""
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of a replica of ``stage`` in the order in which they run."""
 
     def events_at(self, places: Sequence[Place]) -> StepEvents:
         """Return all events; those of a stage once at each of its ``places`` (stage, replica and device)."""

@@ -18,7 +18,8 @@ class StageSummary:
     ``devices``: names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the whole
     backward; ``weights_seconds``: its weight gradients, where they are actions of their own (W), else None.
     ``allreduce_seconds``: the AllReduce of the stage's gradients. ``order``: the actions in the order in which they
-    ran. ``peak_memory_bytes``: of one device; None for a recorded step (see ``step.report``).
+    ran; ``other_replicas``: those of replicas 1, 2 ..., where replicas take minibatches in turn.
+    ``peak_memory_bytes``: of one device; None for a recorded step (see ``step.report``).
     """
 
     stage: int
@@ -30,6 +31,7 @@ class StageSummary:
     allreduce_seconds: float
     order: tuple[Action, ...]
     peak_memory_bytes: float | None = None
+    other_replicas: tuple[tuple[Action, ...], ...] = ()
 
     @property
     def actions(self) -> str:
@@ -44,6 +46,7 @@ class StageSummary:
             **({} if self.weights_seconds is None else {"weights_seconds": self.weights_seconds}),
             "allreduce_seconds": self.allreduce_seconds,
             "actions": self.actions,
+            **({"other_replicas": [" ".join(map(str, o)) for o in self.other_replicas]} if self.other_replicas else {}),
         }
 
 

@@ -10,9 +10,12 @@ from typing import Any
 from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
+from graph_passes.ir.names import find_minibatch
 from graph_passes.passes.instrument import timed_nodes
 from graph_passes.passes.project import StageExchange, parse_exchange_name
 from graph_passes.schedules.schedule import KIND_OF_CALL, Action
+from graph_passes.schedules.weight_versions import Versions
+from graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,25 @@ def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
 
 
 def make_timeline(
-    stamps: Sequence[Stamp], *, title: str = "", note: str = "", together: Iterable[Action] = ()
+    stamps: Sequence[Stamp],
+    *,
+    title: str = "",
+    note: str = "",
+    together: Iterable[Action] = (),
+    versions: Versions | None = None,
 ) -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
     Its times count from the start of the first action. ``title``, ``note``, ``together``: see ``Timeline``.
+    ``versions``: of a window.
     """
     first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
-    events = tuple(_event(stamp) for stamp in shifted if stamp.op in KIND_OF_CALL)
-    transfers, stage_events = _transfers(shifted), _stage_events(shifted)
-    return Timeline(events, transfers, stage_events, title=title, note=note, together=together)
+    window = None if versions is None else versions.window
+    events = tuple(_event(stamp, versions) for stamp in shifted if stamp.op in KIND_OF_CALL)
+    transfers, stage_events = _transfers(shifted), _stage_events(shifted, window)
+    return Timeline(events, transfers, stage_events, title=title, note=note, together=together, window=window)
 
 
 def read_timeline(graph: Graph, times: Any) -> Timeline:
@@ -67,12 +77,13 @@ def read_timeline(graph: Graph, times: Any) -> Timeline:
     return make_timeline(fill_stamps(name_stamps(graph), times))
 
 
-def _event(stamp: Stamp) -> Event:
+def _event(stamp: Stamp, versions: Versions | None) -> Event:
     assert stamp.stage is not None
     assert stamp.replica is not None
     assert stamp.micro_batch is not None
     action = Action(stamp.stage, KIND_OF_CALL[stamp.op], stamp.micro_batch)
-    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end)
+    version = None if versions is None else versions.used[action]
+    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end, version)
 
 
 def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
@@ -96,10 +107,24 @@ def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     return sorted(transfers, key=lambda transfer: transfer.start)
 
 
-def _stage_events(stamps: Iterable[Stamp]) -> list[StageEvent]:
+def _stage_events(stamps: Iterable[Stamp], window: Window | None) -> list[StageEvent]:
     kinds: dict[str, StageEventKind] = {"allreduce": "allreduce", "update": "update"}
     return [
-        StageEvent(kinds[stamp.op], stamp.stage, stamp.replica or 0, stamp.device, stamp.start, stamp.end)
+        StageEvent(
+            kinds[stamp.op],
+            stamp.stage,
+            stamp.replica or 0,
+            stamp.device,
+            stamp.start,
+            stamp.end,
+            _last_micro_batch(stamp.name, window),
+        )
         for stamp in stamps
         if stamp.op in kinds
     ]
+
+
+def _last_micro_batch(name: str, window: Window | None) -> int | None:
+    """Return the last micro-batch of the minibatch that names a node of a window; None for other nodes."""
+    minibatch = find_minibatch(name)
+    return None if window is None or minibatch is None else (minibatch + 1) * window.micro_batches - 1

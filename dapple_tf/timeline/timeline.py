@@ -18,7 +18,9 @@ from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import StageSummary
+from dapple_tf.timeline.window_phases import WindowPhases, find_phases
 from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.window import Window
 from profiler.units import format_seconds
 
 
@@ -43,15 +45,16 @@ class Utilisation(tuple[float, ...]):
 
 
 class Timeline:
-    """One training step: when each action, transfer, AllReduce and weight update ran.
+    """One training step, or asynchronous window: when each action, transfer, AllReduce and weight update ran.
 
     ``dapple.simulate`` returns that of a step predicted under the cost model, ``step.timeline`` that of the last
     recorded step. All times are seconds since the start of the step's first action. ``str`` describes it in a few
     lines.
 
-    ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step it creates the
-    events when they are first needed. ``note``: what distorts the times of a recorded step, how the order of a
-    simulated one was found, or "". ``together``: see ``StepEvents``. Two timelines are equal if their events are.
+    ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step or window it
+    creates the events when they are first needed. ``note``: what distorts the times of a recorded step, how the order
+    of a simulated one was found, or "". ``together`` and ``window``: see ``StepEvents``. Two timelines are equal if
+    their events are.
     """
 
     def __init__(
@@ -64,16 +67,19 @@ class Timeline:
         simulation: Simulation | None = None,
         note: str = "",
         together: Iterable[Action] = (),
+        window: Window | None = None,
     ) -> None:
         self.title = title
         self.simulation = simulation
         self.note = note
-        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together))
+        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
     @staticmethod
     def of_step(step: StepEvents, title: str = "") -> Timeline:
         """Return the timeline of these events."""
-        return Timeline(step.events, step.transfers, step.stage_events, title=title, together=step.together)
+        return Timeline(
+            step.events, step.transfers, step.stage_events, title=title, together=step.together, window=step.window
+        )
 
     @cached_property
     def step(self) -> StepEvents:
@@ -100,6 +106,19 @@ class Timeline:
 
     def __hash__(self) -> int:
         return hash(self.step)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The asynchronous window; None for a synchronous step."""
+        if self.simulation is None:
+            return self.step.window
+        plan = self.simulation.plan
+        return None if plan.window is None else plan.versions.window
+
+    @cached_property
+    def phases(self) -> WindowPhases | None:
+        """The start-up, steady state and drain of an asynchronous window; None for a synchronous step."""
+        return None if self.window is None else find_phases(self.step, self.window)
 
     # --- figures of the step
 
@@ -170,16 +189,23 @@ class Timeline:
             weights_seconds=costs.weights_seconds if any(action.kind == "W" for action in order) else None,
             allreduce_seconds=costs.allreduce_seconds,
             order=order,
+            other_replicas=self._other_orders(stage),
             peak_memory_bytes=None if self.simulation is None else self.simulation.peak_memory_bytes[stage],
         )
 
+    def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the orders of all replicas but the first, where these take minibatches in turn."""
+        if self.window is None or not self.window.in_turn:
+            return ()
+        return tuple(self.order(stage, replica) for replica in range(1, self.window.replicas[stage]))
+
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""
-        return self.step.order(stage, replica) if self.simulation is None else self.simulation.order(stage)
+        return self.step.order(stage, replica) if self.simulation is None else self.simulation.order(stage, replica)
 
-    def actions(self, stage: int) -> str:
-        """Return the actions of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
-        return " ".join(map(str, self.order(stage)))
+    def actions(self, stage: int, replica: int = 0) -> str:
+        """Return the actions of a replica of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
+        return " ".join(map(str, self.order(stage, replica)))
 
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
@@ -243,6 +269,8 @@ class Timeline:
     def summary(self) -> str:
         """Step time, bubble and, for a simulated step, speed-up in one line."""
         text = f"{format_seconds(self.step_seconds)}, bubble {self.bubble:.1%}"
+        if self.phases is not None:
+            text += f", {format_seconds(self.phases.minibatch_seconds)} a minibatch"
         return text if self.simulation is None else f"{text}, speed-up {self.simulation.speedup:.2f}"
 
     def __str__(self) -> str:

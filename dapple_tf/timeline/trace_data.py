@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dapple_tf.timeline.timeline import Timeline
 
 FORMAT = "dapple-timeline/1"
+_OF_EVENTS = ("replica", "device", "start", "end", "version")
 
 
 def recording_data(recording: Recording) -> dict[str, Any]:
@@ -37,13 +38,18 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     together = timeline.step.together
     return {
         "actions": [
-            {**asdict(e.action), "replica": e.replica, "device": e.device, "start": e.start, "end": e.end}
-            for e in timeline.events
+            _without_none({**asdict(e.action), **{key: getattr(e, key) for key in _OF_EVENTS}}) for e in timeline.events
         ],
         "transfers": [_transfer_data(transfer) for transfer in timeline.transfers],
-        "stage_events": [asdict(event) for event in timeline.stage_events],
+        "stage_events": [_without_none(asdict(event)) for event in timeline.stage_events],
         **({"together": [asdict(action) for action in sorted(together)]} if together else {}),
+        **({} if timeline.window is None else {"window": asdict(timeline.window)}),
     }
+
+
+def _without_none(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value: only those of windows have versions, and updates with a micro-batch."""
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _transfer_data(transfer: Transfer) -> dict[str, Any]:

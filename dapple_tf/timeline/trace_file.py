@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +17,24 @@ from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfe
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
+from graph_passes.errors import ScheduleError
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, read_old_splits
+from graph_passes.schedules.window import Window
 from profiler.fields import Fields
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
 
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
 _LONGEST = 1e9  # seconds: no step takes 30 years
+_MOST_ACTIONS = 1_000_000
 _LARGEST_FILE = 64 * 2**20  # bytes: about 100,000 events
 _SPAN = ("start", "end")
-_ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN)
+_ACTION = ("stage", "kind", "micro_batch", "replica", "device", *_SPAN, "version")
 _TRANSFER = ("source", "target", "micro_batch", *_SPAN, "count")
 _TOGETHER = ("stage", "kind", "micro_batch")
-_STAGE_EVENT = ("kind", "stage", "replica", "device", *_SPAN)
-_TIMELINE = ("actions", "transfers", "stage_events", "together")
+_STAGE_EVENT = ("kind", "stage", "replica", "device", *_SPAN, "micro_batch")
+_TIMELINE = ("actions", "transfers", "stage_events", "together", "window")
+_WINDOW = tuple(field.name for field in fields_of(Window))
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
@@ -111,14 +116,45 @@ def _read_timeline(fields: Fields, where: str, title: str) -> Timeline:
                     f"{where}.together[{index}] is {action}, whose result travels with that of the next micro-batch: "
                     f"there is no action {each}"
                 )
-    timeline = Timeline(events, transfers, stage_events, title=title, together=together)
+    window = _read_window(fields.inner("window", _WINDOW), where) if fields.has("window") else None
+    if window is not None:
+        _check_window(window, events, stage_events, where)
+    timeline = Timeline(events, transfers, stage_events, title=title, together=together, window=window)
     if not timeline.step_seconds:
         raise TraceError(f"{where} has no duration: all its events end at 0")
     return timeline
 
 
+def _read_window(fields: Fields, where: str) -> Window:
+    replicas, minibatches = fields.integers("replicas"), fields.integer("minibatches")
+    if minibatches * fields.integer("micro_batches") * len(replicas) > _MOST_ACTIONS:
+        raise TraceError(f"{where}.window has more than {_MOST_ACTIONS} micro-batches on its stages")
+    try:
+        return Window(
+            minibatches, replicas, fields.integers("warm_up"), fields.integer("micro_batches"), fields.flag("in_turn")
+        )
+    except (ScheduleError, ValueError) as error:
+        raise TraceError(f"{where}.window: {error}") from error
+
+
+def _check_window(window: Window, events: Sequence[Event], stage_events: Sequence[StageEvent], where: str) -> None:
+    """Raise TraceError unless the events are those of the window."""
+    expected = {(action, place[1]) for place, row in window.rows.items() for action in row}
+    found = {(event.action, event.replica) for event in events}
+    if found != expected:
+        raise TraceError(f"{where}.actions are not those of {where}.window: {len(found ^ expected)} differ")
+    for index, event in enumerate(stage_events):
+        known = () if event.stage is None else window.updates[event.stage]
+        if event.micro_batch not in {group[-1] for group in known}:
+            raise TraceError(
+                f"{where}.stage_events[{index}].micro_batch is {event.micro_batch}, not the last one of an update"
+            )
+
+
 def _read_action(fields: Fields) -> Event:
-    return Event(_read_bare_action(fields), fields.integer("replica"), fields.text("device"), *_read_span(fields))
+    version = fields.integer("version") if fields.has("version") else None
+    action, replica = _read_bare_action(fields), fields.integer("replica")
+    return Event(action, replica, fields.text("device"), *_read_span(fields), version)
 
 
 def _read_transfer(fields: Fields) -> Transfer:
@@ -135,7 +171,8 @@ def _read_bare_action(fields: Fields) -> Action:
 def _read_stage_event(fields: Fields) -> StageEvent:
     kind: StageEventKind = _choice(fields, "kind", ("allreduce", "update"))
     stage = fields.integer("stage") if fields.has("stage") else None
-    return StageEvent(kind, stage, fields.integer("replica"), fields.text("device"), *_read_span(fields))
+    micro_batch = fields.integer("micro_batch") if fields.has("micro_batch") else None
+    return StageEvent(kind, stage, fields.integer("replica"), fields.text("device"), *_read_span(fields), micro_batch)
 
 
 def _read_span(fields: Fields) -> tuple[float, float]:

@@ -20,7 +20,7 @@ _USE_COPIES = frozenset(
         OpName.READ_STATE,
     }
 )
-_USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT})
+_USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT, OpName.STORE_VERSION})
 
 
 def resident_variables(graph: Graph) -> frozenset[str]:
@@ -49,4 +49,6 @@ def _variables_of(graph: Graph, node: Node) -> Sequence[str]:
         return [port.name for _, port in graph.function(node.string("function")).input_ports("variable")]
     if node.op == OpName.REFRESH:
         return node.strings("variables")[len(node.inputs) :]  # the values of the first are inputs
+    if node.op == OpName.COUNT_UPDATE:  # even where no update uses the step counter, such as SGD's
+        return [node.string("variable")]
     return node.strings("variables") if node.op in _USE_OWN else ()

@@ -11,11 +11,11 @@ before its barrier thus changes no variable.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Graph, Node, attributes
+from graph_passes.ir.graph import Control, Graph, Node, attributes
 from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
@@ -71,11 +71,11 @@ def copy_variables(graph: Graph, versioned: Set[str] = frozenset()) -> Graph:
                 summed = tuple(name for name in names if name in variables.summed) if count > 1 else ()
                 attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
                 commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
-    for i, commit in enumerate(commits):
-        for node in nodes_of(graph, *_WRITERS):
-            if node.integer("stage") == commit.integer("stage"):
-                commit = commit.after(node.name, "commit: every write to the copies is done")
-        commits[i] = commit
+    writers: dict[int, list[Control]] = {}
+    for node in nodes_of(graph, *_WRITERS):
+        done = Control(node.name, "commit: every write to the copies is done")
+        writers.setdefault(node.integer("stage"), []).append(done)
+    commits = [replace(commit, controls=tuple(writers[commit.integer("stage")])) for commit in commits]
     nodes: list[Node] = []
     added: set[str] = set()
     for node in graph.nodes:

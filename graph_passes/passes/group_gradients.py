@@ -44,8 +44,8 @@ def group_gradients(graph: Graph, window: Window, parts: Sequence[SparsePart] = 
     """
     added: list[Node] = []
     for stage, updates in enumerate(window.updates):
-        for group in updates:
-            last = group[-1] // window.micro_batches
+        for update, group in enumerate(updates):
+            last = window.last_minibatch(stage, update)
             minibatches = sorted({m // window.micro_batches for m in group})
             replicas = range(window.replicas[stage])
             if window.in_turn:

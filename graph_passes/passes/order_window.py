@@ -7,14 +7,12 @@ from typing import ClassVar
 
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import at, of_minibatch, replica_counts
+from graph_passes.ir.names import replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.update_groups import update_name
-from graph_passes.passes.use_versions import action_name
-from graph_passes.schedules.schedule import Action
+from graph_passes.passes.use_versions import calls_of
 from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ def order_window(graph: Graph, versions: Versions) -> Graph:
     """Return the graph with an edge between each two consecutive calls of a replica.
 
     A forward also waits for the updates of the backwards before it on its replica, and so does a backward that uses the
-    newest weights. What runs once a minibatch runs in the order of the minibatches. Raises ScheduleError where the
-    graph has other replicas than the window.
+    newest weights. What runs once a minibatch runs before its forward (see ``calls_of``). Raises ScheduleError where
+    the graph has other replicas than the window.
     """
     window = versions.window
     if replica_counts(graph) != window.replicas:
@@ -45,24 +43,18 @@ def order_window(graph: Graph, versions: Versions) -> Graph:
     nodes = dict(graph.by_name)
     for (stage, replica), actions in window.rows.items():
         previous: str | None = None
-        last_update: str | None = None
-        once = _once_calls(graph, window, stage, replica)
+        pending: str | None = None  # the last update for which no call of the replica waits yet
         for action in actions:
-            call = nodes[action_name(action, replica)]
-            for name in once.pop(action, ()):
-                nodes[name] = _after(nodes[name], previous, f"order: before {action}")
+            for name in calls_of(graph, window, action, replica):
+                call = _after(nodes[name], previous, f"order: {action}")
+                if action.kind == "F" or versions.policy == "latest":
+                    call = _after(call, pending, f"order: {action} after the update before it")
+                    pending = None  # later calls come after this one
+                nodes[name] = call
                 previous = name
-            call = _after(call, previous, f"order: {action}")
-            if last_update is not None and (action.kind == "F" or versions.policy == "latest"):
-                call = _after(call, last_update, f"order: {action} after the update before it")
-            nodes[call.name] = call
-            previous = call.name
             update = update_name(window, stage, window.update_of(stage, action.micro_batch))
             if window.ends_update(action) and update in nodes:
-                last_update = update
-        for name in once.pop(None, ()):
-            nodes[name] = _after(nodes[name], previous, "order: in the order of the minibatches")
-            previous = name
+                pending = update
     return graph.replace(nodes=tuple(nodes.values())).sorted()
 
 
@@ -71,21 +63,3 @@ def _after(node: Node, source: str | None, reason: str) -> Node:
     if source is None or any(value.node == source for value in node.inputs):
         return node
     return node.after(source, reason)
-
-
-def _once_calls(graph: Graph, window: Window, stage: int, replica: int) -> dict[Action | None, tuple[str, ...]]:
-    """Return what runs once a minibatch on a replica: by the forward before which it runs, or None for the end.
-
-    Replicas that take minibatches in turn run it for all minibatches, so that what it writes is the same on all.
-    """
-    found: dict[Action | None, tuple[str, ...]] = {}
-    pending: list[str] = []
-    for minibatch in range(window.minibatches):
-        name = of_minibatch(minibatch, at(stage, replica, what=OpName.RUN_ONCE))
-        if name in graph.by_name:
-            pending.append(name)
-        first = minibatch * window.micro_batches
-        if replica in window.replicas_of(stage, first):
-            found[Action(stage, "F", first)] = tuple(pending)
-            pending = []
-    return {**found, None: tuple(pending)}

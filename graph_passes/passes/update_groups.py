@@ -46,7 +46,7 @@ class UpdateGroups:
 
 def update_name(window: Window, stage: int, update: int) -> str:
     """Return the name of the node of a stage's update: that of the last minibatch whose gradients it has."""
-    return of_minibatch(window.updates[stage][update][-1] // window.micro_batches, at(stage, what=OpName.UPDATE))
+    return of_minibatch(window.last_minibatch(stage, update), at(stage, what=OpName.UPDATE))
 
 
 def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) -> Graph:
@@ -55,7 +55,7 @@ def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) 
     Raises GraphError for updates that need more than a stage's own gradients, and where a gradient is missing.
     """
     check_updates(updates, counter)
-    begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    begin = _begin(graph)
     gradients = _gradients(graph)
     functions = dict(updates.stages)
     added: list[Node] = [begin]
@@ -64,9 +64,9 @@ def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) 
         if stage not in functions:  # nothing of it is trained
             continue
         previous = Control(_BEGIN, "update: from here on a failure leaves the window half-applied")
-        for update, group in enumerate(groups):
-            last = group[-1] // window.micro_batches
-            pair = _update(functions[stage], window, stage, update, gradients[stage, last], counter, previous)
+        for update in range(len(groups)):
+            own = gradients.get((stage, window.last_minibatch(stage, update)), {})
+            pair = _update(functions[stage], window, stage, update, own, counter, previous)
             added += pair
             previous = Control(pair[-1].name, f"update: of stage {stage}, one after the other")
         ends.append(Control(previous.source, "the window ends after all updates"))
@@ -100,6 +100,21 @@ def check_updates(updates: Updates, counter: str) -> None:
             raise GraphError(f"keeps {', '.join(others)} for all variables together, and stages update apart")
 
 
+def _begin(graph: Graph) -> Node:
+    """Return the node after which variables may have changed: after the first backward, if forward writes none.
+
+    Every first update of a stage follows that backward in any case: the first one of the last stage.
+    """
+    begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    backwards = nodes_of(graph, OpName.BACKWARD)
+    if not backwards or nodes_of(graph, OpName.COMMIT):
+        return begin
+    first = max(
+        (node for node in backwards if node.integer("micro_batch") == 0), key=lambda node: node.integer("stage")
+    )
+    return begin.after(first.name, "update: before the first backward no variable changes")
+
+
 def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
     """Return what the update of each stage and minibatch may take."""
     found: dict[tuple[int, int], Gradients] = {}
@@ -126,7 +141,7 @@ def _update(
     previous: Control,
 ) -> Sequence[Node]:
     """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
-    last = window.updates[stage][update][-1] // window.micro_batches
+    last = window.last_minibatch(stage, update)
     place: dict[str, Attr] = {"replica": 0, "stage": stage}
     name = of_minibatch(last, at(stage, what=OpName.COUNT_UPDATE))
     attrs = attributes({**place, "offset": last, "variable": counter})

@@ -6,7 +6,7 @@ section 3.3). It stays until the last backward that uses it has run; then the sl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from graph_passes.passes.base import Contract
 from graph_passes.passes.update_groups import update_name
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action
 from graph_passes.schedules.weight_versions import Versions
+from graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
@@ -65,36 +66,42 @@ def use_versions(graph: Graph, versions: Versions, trained: Set[str]) -> Graph:
         last: dict[int, Action] = {}  # by version, the last action that uses it
         for action in actions:
             last[versions.used[action]] = action
+        held: dict[int, int] = {}  # by slot, the last version that was stored there
         for version in sorted(last):
             slot = version % slots
             attrs = attributes({"replica": replica, "stage": stage, "variables": names, "version": slot})
             store = Node(version_name(stage, replica, version), OpName.STORE_VERSION, attrs=attrs)
             if version:
                 store = store.after(update_name(window, stage, version - 1), f"version: made by update {version - 1}")
-            for earlier in (v for v in last if v < version and v % slots == slot):
+            if slot in held:  # the version before that one was done with when it was stored
+                earlier = held[slot]
                 store = store.after(action_name(last[earlier], replica), f"version: {earlier} is used no more")
+            held[slot] = version
             stores.append(store)
             if version < len(window.updates[stage]):
                 update = update_name(window, stage, version)
                 calls[update] = calls[update].after(store.name, f"version: {version} is stored before it changes")
         for action in actions:
             version = versions.used[action]
-            for name in _calls_of(graph, versions, action, replica):
+            for name in calls_of(graph, window, action, replica):
                 reason = f"version: it uses version {version} of the weights"
                 call = calls[name].with_attrs(version=version % slots)
                 calls[name] = call.after(version_name(stage, replica, version), reason)
     return graph.replace(nodes=(*calls.values(), *stores)).sorted()
 
 
-def _calls_of(graph: Graph, versions: Versions, action: Action, replica: int) -> Iterator[str]:
-    """Yield the names of the calls of an action: with a forward goes what runs once a minibatch before it."""
-    yield action_name(action, replica)
-    window = versions.window
-    if action.kind == "F" and action.micro_batch % window.micro_batches == 0:
-        minibatch = action.micro_batch // window.micro_batches
-        once = of_minibatch(minibatch, at(action.stage, replica, what=OpName.RUN_ONCE))
-        if once in graph.by_name:
-            yield once
+def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tuple[str, ...]:
+    """Return the names of the calls of an action, in order: before a forward, what runs once for each minibatch.
+
+    Replicas that take minibatches in turn each run that for all minibatches of a group, before their own forward of the
+    group: so what it writes is the same on all of them, and so is the version of the weights that it uses.
+    """
+    stage, m, each = action.stage, action.micro_batch, window.micro_batches
+    minibatches = [m // each] if action.kind == "F" and m % each == 0 else []
+    if minibatches and window.in_turn:
+        minibatches = [*window.updates[stage][window.update_of(stage, m)]]
+    once = (of_minibatch(t, at(stage, replica, what=OpName.RUN_ONCE)) for t in minibatches)
+    return (*(name for name in once if name in graph.by_name), action_name(action, replica))
 
 
 def stored_versions(graph: Graph) -> dict[tuple[int, int], tuple[Node, ...]]:

@@ -40,10 +40,6 @@ class Versions:
     used: Mapping[Action, int]
     slots: tuple[int, ...]
 
-    def created(self, stage: int) -> tuple[int, ...]:
-        """Return the versions of ``stage`` that some action uses."""
-        return tuple(sorted({version for action, version in self.used.items() if action.stage == stage}))
-
 
 def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
     """Return the versions that ``policy`` gives each action of ``window``.

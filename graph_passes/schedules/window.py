@@ -82,6 +82,10 @@ class Window:
             found.append(tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)))
         return tuple(found)
 
+    def last_minibatch(self, stage: int, update: int) -> int:
+        """Return the last minibatch of which an update of ``stage`` has gradients: its step is that of this update."""
+        return self.updates[stage][update][-1] // self.micro_batches
+
     def ends_update(self, action: Action) -> bool:
         """Return whether a replica has computed all its gradients of an update after ``action``, a backward."""
         group = self.updates[action.stage][self.update_of(action.stage, action.micro_batch)]

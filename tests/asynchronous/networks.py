@@ -123,6 +123,28 @@ def skips() -> Network:
     )
 
 
+def moving_average(stage: int) -> Network:
+    """Return a matrix in each of two stages, where forward averages that of ``stage`` over the minibatches."""
+    matrices = [tf.Variable(normal(WIDTH, WIDTH, i) * 0.6, name=f"w{i}") for i in range(2)]
+    average = tf.Variable(tf.zeros_like(matrices[stage]), trainable=False, name="average")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        for i, matrix in enumerate(matrices):
+            with tf.name_scope(f"layer{i}"):
+                if i == stage:
+                    average.assign(average * 0.7 + matrix * 0.3)
+                x = tf.tanh(x @ matrix)
+        return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
+
+    return Network(
+        loss_fn,
+        [[matrix] for matrix in matrices],
+        ["layer1"],
+        lambda size, seed=1: (normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)),
+        [average],
+    )
+
+
 def embedding() -> Network:
     """Return a Keras model of ids: an embedding and a mean, then two Dense layers, in two stages."""
     table = keras.layers.Embedding(

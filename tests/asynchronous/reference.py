@@ -214,6 +214,15 @@ class Reference:
             optimizer.iterations.assign(begin + 1)
         return float(loss)
 
+    def continue_from(self, other: Reference) -> None:
+        """Take over the slots and iterations of a model of the same variables in other stages."""
+        found = other.slots()
+        for optimizer in self.optimizers:
+            for variable in optimizer.variables:
+                if (name := slot_name(variable)) in found:
+                    variable.assign(found[name])
+            optimizer.iterations.assign(other.iterations)
+
     def slots(self) -> dict[str, Any]:
         """Return the values of the slots of all stages' optimizers."""
         return {name: value for optimizer in self.optimizers for name, value in slots(optimizer).items()}
@@ -238,11 +247,16 @@ def slots(optimizer: Any) -> dict[str, Any]:
     """Return the values of an optimizer's slots, by the names of slot and variable."""
     found = {}
     for variable in optimizer.variables:
-        name = re.sub(r"_\d+$", "", variable.path.split("/", 1)[-1])
+        name = slot_name(variable)
         if name not in ("iteration", "learning_rate"):
             assert name not in found, f"two slots are called {name}: name the model's variables"
             found[name] = variable.numpy()
     return found
+
+
+def slot_name(variable: Any) -> str:
+    """Return the name of an optimizer's variable without the name of the optimizer."""
+    return re.sub(r"_\d+$", "", variable.path.split("/", 1)[-1])
 
 
 def as_tf(variable: Any) -> tf.Variable:

@@ -222,3 +222,40 @@ def test_a_shared_output_is_that_of_the_first_micro_batch() -> None:
     assert list(found) == [1, 2]
     (text,) = run(OpName.MERGE, "a", 0.5, "b", 0.5, kind="first")
     assert text == b"a"
+
+
+def test_a_minibatch_of_a_window_is_its_part_of_the_rows_of_each_tensor() -> None:
+    """Minibatch m of W has rows [N m / W, N (m + 1) / W)."""
+    rows, labels = np.arange(22.0).reshape(11, 2), np.arange(11)
+    found = [run(OpName.MINIBATCH, np.int64(11), rows, labels, minibatch=m, minibatches=4) for m in range(4)]
+    assert [list(part) for _, part in found] == [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]]
+    np.testing.assert_array_equal(np.concatenate([part for part, _ in found]), rows)
+
+
+def test_micro_batches_that_are_numbered_through_a_window_are_cut_from_their_minibatch() -> None:
+    rows = np.arange(5)  # those of the second of two minibatches of three micro-batches
+    found = [slice_rows(rows, m, 3) for m in (3, 4, 5)]
+    assert [list(part) for _, part in found] == [[0], [1, 2], [3, 4]]
+    np.testing.assert_array_equal([share for share, _ in found], [0.2, 0.4, 0.4])
+    (bounds,) = run(OpName.ROW_BOUNDS, np.int64(5), micro_batch=4, micro_batches=3, replica=0, replicas=1)
+    assert list(bounds) == [1, 3, 5]
+
+
+def test_outputs_of_minibatches_are_merged_as_their_kind_says() -> None:
+    """The mean is that of the minibatches, whatever samples each has."""
+    (mean,) = run(OpName.MERGE_MINIBATCHES, np.float32(1), np.float32(2), np.float32(6), kind="mean")
+    assert (mean, mean.dtype) == (3, np.float32)
+    (losses,) = run(OpName.MERGE_MINIBATCHES, 1.0, 2.0, 6.0, kind="stack")
+    assert list(losses) == [1, 2, 6]
+    (total,) = run(OpName.MERGE_MINIBATCHES, 1, 2, 6, kind="sum")
+    assert total == 9
+    (rows,) = run(OpName.MERGE_MINIBATCHES, [1, 2], [3], kind="concat")
+    assert list(rows) == [1, 2, 3]
+    (first,) = run(OpName.MERGE_MINIBATCHES, "a", "b", kind="first")
+    assert first == b"a"
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "concat", "first"])
+def test_outputs_of_a_window_of_one_minibatch_are_its_own(kind: str) -> None:
+    (only,) = run(OpName.MERGE_MINIBATCHES, [1.0, 5.0], kind=kind)
+    assert list(only) == [1, 5]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers, StepVariables
-from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
+from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import DEVICES, make_node
 
@@ -78,3 +80,40 @@ def test_programs_of_one_pipeline_share_buffers_and_the_updating_flag() -> None:
     assert first.accumulators(node)[0] is second.accumulators(node)[0]
     assert first.updating is second.updating
     assert first.updating.device == DEVICES[3]
+
+
+def test_calls_with_a_version_use_what_is_stored_in_that_slot_of_their_replica() -> None:
+    own = {"w": tf.Variable([1.0, 2.0]), "n": tf.Variable(0)}
+    stores = [
+        make_node(OpName.STORE_VERSION, stage=0, replica=replica, version=slot, variables=("w",))
+        for replica in (0, 1)
+        for slot in (0, 1, 0)  # a slot is stored several times
+    ]
+    placed = [dataclasses.replace(n, device=DEVICES[n.integer("replica")]) for n in stores]
+    found = StepVariables(Graph("g", tuple(placed)), own, Buffers(DEVICES[3]))
+
+    def variable(op: OpName, replica: int, name: str = "w", **attrs: Attr) -> tf.Variable:
+        return found.variable(make_node(op, stage=0, replica=replica, **attrs), name)
+
+    slots = {(r, v): variable(OpName.FORWARD, r, version=v) for r in (0, 1) for v in (0, 1)}
+    assert len({id(slot) for slot in [own["w"], *slots.values()]}) == 5
+    for (replica, version), slot in slots.items():
+        assert (slot.device, slot.shape) == (DEVICES[replica], (2,))
+        for op in (OpName.BACKWARD, OpName.RUN_ONCE, OpName.STORE_VERSION):
+            assert variable(op, replica, version=version) is slot
+    assert variable(OpName.FORWARD, 0, "n", version=1) is own["n"]  # of which no versions are stored
+    assert variable(OpName.UPDATE, 0) is own["w"]
+    assert variable(OpName.FORWARD, 0) is own["w"]
+
+
+def test_each_stage_counts_its_updates_in_a_counter_of_its_own() -> None:
+    own = {"t": tf.Variable(5, dtype=tf.int64)}
+    counts = [make_node(OpName.COUNT_UPDATE, stage=s, replica=0, variable="t", offset=0) for s in (0, 1)]
+    placed = [dataclasses.replace(node, device=DEVICES[i]) for i, node in enumerate(counts)]
+    found = StepVariables(Graph("g", tuple(placed)), own, Buffers(DEVICES[3]))
+    first, second = (found.variable(node, "t") for node in placed)
+    assert (first.device, second.device, first.dtype) == (DEVICES[0], DEVICES[1], tf.int64)
+    assert len({id(own["t"]), id(first), id(second)}) == 3
+    assert found.variable(make_node(OpName.UPDATE, stage=1, replica=0), "t") is second
+    assert found.variable(make_node(OpName.COUNT_UPDATE), "t") is own["t"]  # at the end of the window
+    assert found.variable(make_node(OpName.UPDATE, stage=2, replica=0), "t") is own["t"]  # which counts no updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -64,6 +65,29 @@ def test_the_gradients_of_a_single_micro_batch_are_not_accumulated() -> None:
 def test_allreduce_sums_each_variable_over_the_replicas() -> None:
     v, w = run(OpName.ALLREDUCE, [1.0], 10.0, [2.0], 20.0, [4.0], 40.0, outputs=2, variables=("v", "w"), replicas=3)
     assert (list(v), w) == ([7], 70)
+
+
+def test_allreduce_averages_over_replicas_that_take_minibatches_in_turn() -> None:
+    attrs: dict[str, Attr] = {"variables": ("v", "w"), "replicas": 4, "average": True}
+    inputs = [np.float32([1]), np.float32(10), np.float32([2]), np.float32(20), np.float32([4]), np.float32(40)]
+    v, w = run(OpName.ALLREDUCE, *inputs, np.float32([5]), np.float32(50), outputs=2, **attrs)
+    assert (list(v), w) == ([3], 30)
+
+
+class Ranks:
+    """A job whose other rank has the same gradients: their sum is the double."""
+
+    def all_reduce(self, node: Any, inputs: Any) -> list[Any]:
+        return [*(2 * value for value in inputs), tf.constant(1, tf.int64)]
+
+
+def test_ranks_average_what_they_have_summed_and_pass_on_the_token() -> None:
+    context = dataclasses.replace(make_context(), ranks=Ranks())  # type: ignore[arg-type]  # all that is called
+    attrs: dict[str, Attr] = {"variables": ("v",), "replicas": 2, "ranks": (0, 1)}
+    value, token = run(OpName.ALLREDUCE, np.float32(6), context=context, outputs=2, average=True, **attrs)
+    assert (value, token) == (6, 1)
+    value, token = run(OpName.ALLREDUCE, np.float32(6), context=context, outputs=2, **attrs)
+    assert (value, token) == (12, 1)
 
 
 def test_the_gradients_of_a_tied_variable_are_added() -> None:
@@ -130,6 +154,12 @@ A, B, C = [1.0, 2.0], [10.0, 20.0], [100.0, 200.0]
 
 def test_slices_of_samples_come_one_after_the_other() -> None:
     assert gather({"concat": [([A, B], [7, 7]), (np.zeros([0, 2]), []), ([C], [7])]}) == [[A, B, C], [7, 7, 7]]
+
+
+def test_slices_of_minibatches_in_turn_are_kept_apart_and_averaged() -> None:
+    """Two minibatches looked up row 7: the gradient is the mean of theirs, in two slices."""
+    found = gather({"concat": [([A], [7]), ([B, C], [2, 7])]}, averaged=2)
+    assert found == [[[0.5, 1], [5, 10], [50, 100]], [7, 2, 7]]
 
 
 def test_slices_of_rows_that_do_not_depend_on_the_batch_are_added_by_position() -> None:

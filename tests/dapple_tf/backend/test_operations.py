@@ -75,3 +75,11 @@ def test_gradients_of_a_single_micro_batch_take_no_buffers() -> None:
     bindings = NamedVariables(sums={"w": tf.Variable(4.0)})
     node = Node("g", OpName.GRADIENTS, (Value("b"),), (SCALAR,), attributes({"variables": ("w",)}))
     assert operations(bindings).resources(node) == []
+
+
+def test_stage_functions_that_are_called_once_may_be_inlined_except_in_a_window() -> None:
+    """An update of a window does not wait for a backward that still reads the weights, if this is inlined."""
+    assert not operations(NamedVariables()).inlines_nothing
+    call = Node("call", OpName.FORWARD, attrs=attributes(CALL))
+    cut = Node("batch", OpName.MINIBATCH, attrs=attributes({"minibatch": 0, "minibatches": 1}))
+    assert Operations(Graph("g", (cut, call), functions=(subtract(),)), NamedVariables(), {}, {}).inlines_nothing

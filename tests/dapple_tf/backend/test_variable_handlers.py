@@ -80,3 +80,30 @@ def test_the_flag_says_while_variables_are_being_written() -> None:
         HANDLERS[OpName.SET_UPDATING](make_context(bindings), node, [])
         seen.append(bool(bindings.updating.numpy()))
     assert seen == [True, False]
+
+
+def test_a_stored_version_keeps_the_weights_as_they_are_now() -> None:
+    bindings = two_replicas()
+    node = make_node(OpName.STORE_VERSION, stage=0, replica=1, version=0, variables=NAMES)
+    HANDLERS[OpName.STORE_VERSION](make_context(bindings), node, [])
+    bindings.owners["mean"].assign_add([10.0, 10.0])
+    assert [copy.numpy().tolist() for copy in bindings.copies(node, "mean")] == [[3, 4], [1, 2]]
+    assert [copy.numpy() for copy in bindings.copies(node, "count")] == [5, 1]
+
+
+def test_an_update_of_a_stage_is_counted_from_the_steps_before_the_window() -> None:
+    """The stage's own counter is set; what the users see stays as it was."""
+    own = tf.Variable(0, dtype=tf.int64)
+    bindings = NamedVariables({"iteration": tf.Variable(20, dtype=tf.int64)}, {"iteration": [own]})
+    for offset in (0, 3, 1):
+        node = make_node(OpName.COUNT_UPDATE, stage=1, replica=0, variable="iteration", offset=offset)
+        HANDLERS[OpName.COUNT_UPDATE](make_context(bindings), node, [])
+        assert own.numpy() == 20 + offset
+    assert bindings.owners["iteration"].numpy() == 20
+
+
+def test_the_steps_of_a_window_are_counted_at_its_end() -> None:
+    bindings = NamedVariables({"iteration": tf.Variable(20, dtype=tf.int64)})
+    node = make_node(OpName.COUNT_UPDATE, variable="iteration", offset=64)
+    HANDLERS[OpName.COUNT_UPDATE](make_context(bindings), node, [])
+    assert bindings.owners["iteration"].numpy() == 84

@@ -234,3 +234,16 @@ def test_plan_and_simulate_do_not_start_tensorflow(run_here: Run, tmp_path: Path
         )
         assert run.returncode == 0, run.stderr
         assert run.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_asynchronous_windows_are_planned_and_simulated(run_here: Run) -> None:
+    run = run_here(*PLAN, "--async", "--minibatches", 4, "-o", "plan.json", "--json")
+    assert run.json["window"] == {"minibatches": 4, "weights": "stash", "depth": None, "micro_batches": None}
+    assert "4 minibatches of 2 samples" in run.stdout
+    assert "window of 4 minibatches: start-up " in run.stdout
+    simulated = run_here(*SIMULATE, "--json").json
+    for key in ("step_seconds", "startup_seconds", "minibatch_seconds", "drain_seconds", "peak_memory_bytes"):
+        assert simulated[key] == run.json["predicted"][key]
+    refused = run_here(*PLAN, "--minibatches", 4)
+    assert refused.code == 1
+    assert "minibatches=4 is for asynchronous windows" in refused.stderr

@@ -24,6 +24,19 @@ def test_a_rank_that_fails_in_a_step_reports_its_error_to_the_others() -> None:
     assert "Traceback" not in error.ranks[0].stderr
 
 
+@pytest.mark.slow
+def test_a_rank_that_fails_in_a_window_says_that_variables_have_changed() -> None:
+    error, seconds = run_until_failure("bad minibatch", 1)
+    failed = (
+        "StepError: SOME VARIABLES HAVE CHANGED, by the minibatches of the window before the one that failed: go back "
+        "to the last checkpoint. The step failed: bad loss : Tensor had NaN"
+    )
+    assert failed in error.ranks[1].stderr
+    assert f"stops: rank 1 (stage 1), in step 6, raised {failed}" in error.ranks[0].stderr
+    assert "Traceback" not in error.ranks[0].stderr
+    assert seconds < 20
+
+
 @pytest.mark.slow  # the quick test of checkpoints kills a rank too
 def test_a_killed_rank_is_named_by_all_others() -> None:
     error, seconds = run_until_failure("SIGKILL", 1, ranks=3)

@@ -38,3 +38,17 @@ def test_replicas_take_minibatches_in_turn(launches: Launches) -> None:
         1: "0F1 0F3 0B1 0F5 0B3 0B5",
         2: "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5",
     }
+
+
+def test_the_other_members_of_a_step_work_on_all_ranks_or_are_refused_on_all(launches: Launches) -> None:
+    """SGD: no update reads the step counter, which each rank of a window keeps all the same."""
+    for found in launches.results("two ranks in windows", "window_members"):
+        worst = max(found["errors"], key=lambda what: found["errors"][what])
+        assert found["errors"][worst] <= 1e-12, f"{worst} differs by {found['errors'][worst]:.1e}"
+        assert found["rows"] == {"0": [[0, 8]], "1": [[0, 8]]}
+        assert found["iterations"] == 4 + 4 + 1 + 4
+        refused = found["refused"]
+        assert refused["gradients"].startswith("UsageError: the gradients of a step with mode='async'")
+        assert refused["numbers"].startswith("UsageError: check_numerics with mode='async'")
+        assert refused["small"].startswith("PlanError: a window of 3 samples is cut into 4 minibatches")
+        assert refused["small, local"] == refused["small"]

@@ -23,6 +23,17 @@ def train_arguments(layout: str, steps: int, *options: object) -> list[str]:
     return [*words, "--steps", str(steps), "--json", *map(str, options)]
 
 
+WINDOW_MODEL = MODEL.replace(":chain", ":straight")
+LAYERS = {"1": "1", "1,1": "layer2", "2,1": "layer2", "1,1,1": "layer1,layer3"}
+"""The stages of the model of windows, by layout: their number, or the layers that start all but the first."""
+
+
+def window_arguments(layout: str, steps: int, *options: object) -> list[str]:
+    """Return Python's arguments for ``dapple train`` in windows of four minibatches."""
+    words = ["-m", "dapple_tf", "train", WINDOW_MODEL, "--stages", LAYERS[layout], "--replicas", layout]
+    return [*words, "--async", "--minibatches", "4", "--steps", str(steps), "--json", *map(str, options)]
+
+
 def saving_in(folder: Path, every: int = 3) -> list[str]:
     """Return the options that save checkpoints in ``folder``."""
     return ["--checkpoint-dir", str(folder), "--checkpoint-every", str(every)]

@@ -24,6 +24,11 @@ def test_variables_of_a_stage_s_calls_and_updates_are_resident() -> None:
     assert resident_variables(graph) == {"t", "w", "n", "m"}
 
 
+def test_the_step_counter_of_a_stage_is_resident_if_its_updates_are_counted() -> None:
+    graph = calls("%c = count_update() {offset=2, replica=0, stage=1, variable='steps'}", *STAGE)
+    assert resident_variables(graph) == {"steps"}
+
+
 def test_only_the_copy_of_a_variable_of_another_stage_is_resident() -> None:
     """One value is received, another is copied from this rank's own: copies are not the variables."""
     graph = calls(
@@ -72,3 +77,13 @@ def test_what_runs_once_uses_variables_or_their_copies() -> None:
     refresh = "%got = exchange() {ranks=[0, 1]} -> (float32[9])\n%r = refresh(%got:0) {replica=0, stage=1, "
     copied = calls(f"{refresh}variables=['t', 'k']}}\n{call}", *STAGE, once)
     assert resident_variables(copied) == {"k"}  # the copy of its own variable was read here
+
+
+def test_the_step_counter_of_windows_and_stored_versions_are_of_the_variables_themselves() -> None:
+    graph = calls(
+        """
+        %v = store_version() {replica=0, stage=1, variables=['w'], version=0}
+        %c = count_update() {offset=2, replica=0, stage=1, variable='steps'}
+        """
+    )
+    assert resident_variables(graph) == {"w", "steps"}

@@ -9,7 +9,7 @@ import keras
 
 import dapple_tf as dapple
 from dapple_tf.distributed.membership import current
-from tests.asynchronous.networks import Network, dense, dropouts, embedding
+from tests.asynchronous.networks import Network, dense, dropouts, embedding, moving_average
 from tests.asynchronous.reference import Reference, as_tf, copies
 from tests.equality.one_device import relative_error
 
@@ -23,6 +23,8 @@ CASES: Mapping[str, tuple[Callable[[], Network], dict[str, Any]]] = {
     "2:1, embedding": (embedding, {"replicas": [2, 1]}),
     "1:1:1, latest": (lambda: dense([1, 1, 1]), {"weights": "latest"}),
     "2:1, dropout": (dropouts, {"replicas": [2, 1]}),
+    "2:1, average": (lambda: moving_average(0), {"replicas": [2, 1]}),
+    "1:1, average": (lambda: moving_average(1), {}),
     "2:1, 2bw": (lambda: dense([1, 1]), {"replicas": [2, 1], "weights": "2bw", "micro_batches": 2}),
 }
 

@@ -1,4 +1,4 @@
-"""A MODEL for ``dapple train`` under mpirun: float64, tied weights, Adam; one of its ranks can be made to fail."""
+"""MODELs for ``dapple train`` under mpirun: float64, Adam; one of their ranks can be made to fail."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str =
     )
 
 
+def straight(kill_rank: int = -1, in_window: int = -1) -> dapple.Workload:
+    """Return four dense layers for asynchronous windows, without tied weights, and the batches of ``chain``.
+
+    The rank ``kill_rank`` is killed inside of window ``in_window``, after an exchange with another rank.
+    """
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(2)
+    weights = [tf.Variable(random.normal(size=(64, 64)) / 8, name=f"w{i}") for i in range(4)]
+    data = tf.data.Dataset.from_tensor_slices((random.normal(size=(20, 64)), random.normal(size=(20, 64))))
+    job = membership.current()
+    if job is not None and job.rank == kill_rank:
+        threading.Thread(target=_kill_in_window, args=(job, in_window), daemon=True).start()
+
+    def loss(x: Any, y: Any) -> Any:
+        for i, weight in enumerate(weights):
+            with tf.name_scope(f"layer{i}"):
+                x = tf.tanh(x @ weight)
+        return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
+
+    batches = _FailingStream(data.shuffle(20, seed=3).batch(8), "", -1)
+    return dapple.Workload(loss, keras.optimizers.Adam(0.01), batches)
+
+
 class _FailingStream:
     """Endless epochs of ``data``; the process fails in the way ``how`` (unless it is empty) before a batch."""
 
@@ -67,6 +90,15 @@ def _fail(how: str) -> None:
     if how == "raise":
         raise KeyError("no such sample")
     os.kill(os.getpid(), getattr(signal, how))
+
+
+def _kill_in_window(job: membership.Job, number: int) -> None:
+    while True:
+        status = job.progress.status()
+        if status.step >= number and status.running and status.exchange.startswith("exchange/"):
+            print(f"failing at {time.time()}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.0002)
 
 
 def _kill_in_save(folder: Path) -> None:

@@ -26,14 +26,19 @@ def main(failure: str, failing_rank: int, stages: int) -> None:
     def checked(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.debugging.check_numerics(loss_fn(x, y), "bad loss")
 
-    step = dapple.pipeline(
-        checked if failure == "bad data" else loss_fn, optimizer=sgd(), stages=stages, micro_batches=4
-    )
+    in_windows = failure == "bad minibatch"
+    how = {"mode": "async", "minibatches": 8} if in_windows else {"micro_batches": 4}
+    loss = checked if in_windows or failure == "bad data" else loss_fn
+    step = dapple.pipeline(loss, optimizer=sgd(), stages=stages, **how)
     step.check_numerics = failure == "not finite"
-    bad = failure in ("bad data", "not finite")
     x, y = data(16)
+    bad = x.numpy()
+    if in_windows:
+        bad[10] = np.nan  # in minibatch 5
+    elif failure in ("bad data", "not finite"):
+        bad *= np.nan
     for number in range(1, 100_000):
-        step(x * np.nan if bad and number == 6 else x, y)
+        step(bad if number == 6 else x, y)
         if number == 5 and job.rank == failing_rank:
             fail(failure)
         if number == 5 and failure == "none":

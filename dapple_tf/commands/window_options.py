@@ -1,0 +1,100 @@
+"""``--async`` and its options: training in asynchronous windows, and what contradicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from dapple_tf.window_plan import USUAL_MINIBATCHES
+from graph_passes.schedules.weight_versions import POLICIES
+
+
+def window_options(*, hidden: bool = False) -> list[Callable[..., Any]]:
+    """Return the options of asynchronous windows; ``hidden``: the command only says why it does not have them."""
+    return [
+        click.option(
+            "--async",
+            "asynchronous",
+            is_flag=True,
+            hidden=hidden,
+            help="Train in windows of minibatches, each of which updates the weights, without a flush in between "
+            "(PipeDream). A batch is a window then: --batch-size and --steps count windows.",
+        ),
+        click.option(
+            "--minibatches",
+            type=click.IntRange(1),
+            hidden=hidden,
+            help="W, the minibatches of a window: each has N / W samples of the --batch-size N.  "
+            f"[default: {USUAL_MINIBATCHES}]",
+        ),
+        click.option(
+            "--weights",
+            type=click.Choice(POLICIES),
+            hidden=hidden,
+            help="Which weights a backward in a window uses: those of its forward, the newest then (stash, the "
+            "default); the version that the first stage had (vertical-sync); two versions, with --micro-batches to a "
+            "minibatch (2bw); the newest, no valid gradient (latest).",
+        ),
+        click.option(
+            "--depth",
+            type=click.IntRange(1),
+            hidden=hidden,
+            help="Minibatches in flight on the first stage of a window (default: as many as keep all stages busy).",
+        ),
+    ]
+
+
+def check_window_usage(
+    *,
+    asynchronous: bool,
+    minibatches: int | None,
+    weights: str | None,
+    depth: int | None,
+    micro_batches: str | None,
+    schedule: str,
+    slice_count: str | None,
+    batch_norm: str,
+    batch_size: int | None,
+    plan_path: str | None,
+    check_numerics: bool = False,
+    **_: Any,
+) -> None:
+    """Raise UsageError, before TensorFlow starts, for options of windows without --async, or that contradict it."""
+    if not asynchronous:
+        for name, value in (("--minibatches", minibatches), ("--weights", weights), ("--depth", depth)):
+            if value is not None:
+                raise click.UsageError(f"{name} {value} is for asynchronous windows: give --async too, or leave it out")
+        return
+    for name, given, default in (("--schedule", schedule, "auto"), ("--slice", slice_count, None)):
+        if given != default:
+            raise click.UsageError(f"{name} {given} with --async: windows have an order of their own; leave it out")
+    if batch_norm != "micro-batch":
+        raise click.UsageError(
+            f"--batch-norm {batch_norm} with --async: batch norm takes the statistics of each minibatch; leave it out"
+        )
+    if check_numerics:
+        raise click.UsageError(
+            "--check-numerics with --async: a window changes variables after every minibatch, so it cannot leave them "
+            "as they were. The losses of minibatches are in the result of --json; to find out why one is not finite, "
+            "train on from the last checkpoint without --async"
+        )
+    if plan_path is None and micro_batches is not None and weights != "2bw":
+        raise click.UsageError(
+            f"--micro-batches {micro_batches} with --async: each minibatch runs whole, so give --minibatches only, or "
+            "--weights 2bw, which cuts minibatches"
+        )
+    if plan_path is None and batch_size is not None:
+        _check_batch_size(batch_size, minibatches or USUAL_MINIBATCHES, micro_batches)
+
+
+def _check_batch_size(samples: int, minibatches: int, micro_batches: str | None) -> None:
+    """Raise UsageError unless every minibatch, or every micro-batch of it, has a sample."""
+    cut = int(micro_batches) if micro_batches is not None and micro_batches.isdecimal() else 1
+    if samples < minibatches * cut:
+        parts = f"{minibatches} minibatches" + (f" of {cut} micro-batches" if cut > 1 else "")
+        raise click.UsageError(
+            f"--batch-size {samples} is a window of {parts}, which need at least {minibatches * cut} samples: give a "
+            "larger --batch-size, or fewer --minibatches"
+        )

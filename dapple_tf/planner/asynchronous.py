@@ -1,0 +1,113 @@
+"""Plans of asynchronous training: stages ranked by the simulated seconds of a minibatch in the steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.plan import Plan
+from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
+from dapple_tf.planner.pipedream import plan_pipedream
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.window_stages import window_plan
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.window_plan import WindowPlan
+from profiler.units import format_seconds_fixed
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """A plan of windows with its simulated window; ``origin``: see ``Candidate``."""
+
+    plan: Plan
+    timeline: Timeline
+    origin: str
+
+    @property
+    def minibatch_seconds(self) -> float:
+        """Seconds of a minibatch in the steady state."""
+        assert self.timeline.phases is not None, "plans of windows only"
+        return self.timeline.phases.minibatch_seconds
+
+
+def check_window_batch(global_batch_size: int, minibatches: int) -> int:
+    """Return the samples of a minibatch; PlanError unless a window of ``global_batch_size`` samples divides evenly."""
+    if global_batch_size < 1 or global_batch_size % minibatches:
+        raise PlanError(
+            f"global_batch_size={global_batch_size} is no multiple of minibatches={minibatches}: with mode='async' it "
+            "is the samples of a whole window, and every minibatch has as many"
+        )
+    return global_batch_size // minibatches
+
+
+def more_candidates(problem: PlanningProblem) -> list[Candidate]:
+    """Return what planner "best" ranks beside its search: PipeDream's plan, DP, one device and straight pipelines."""
+    found = plan_pipedream(problem, minibatch_size=problem.micro_batch_sizes[0])
+    return [
+        *([found.chosen] if found else []),
+        *baseline_candidates(problem),
+        *fitted_baseline_candidates(problem),
+    ]
+
+
+def rank_windows(
+    problem: PlanningProblem, window: WindowPlan, candidates: Iterable[Candidate], planner: str
+) -> tuple[WindowChoice, ...]:
+    """Return the candidates' stages as plans of ``window``, the least seconds of a minibatch first.
+
+    Of equally fast plans the one with the shorter window is first, then that with fewer devices. Left out are plans
+    that do not fit the memory and those that cannot have the window: whose replicas do not divide its minibatches, or
+    whose stages share devices. ``planner``: the name in the plans. Raises PlanError where none is left.
+    """
+    found: dict[Any, WindowChoice] = {}
+    reasons: list[str] = []
+    for candidate in candidates:
+        bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, "dapple-a", planner)
+        if bare.stages in found:
+            continue
+        try:
+            plan = window_plan(replace(bare, schedule="dapple-a"), window, problem.global_batch_size)
+        except (PlanError, ScheduleError) as error:
+            reasons.append(str(error))
+            continue
+        timeline = simulate(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+        if not all(timeline.fits):
+            reasons.append("the versions of the weights and the stashes of a window do not fit the devices' memory")
+            continue
+        found[bare.stages] = WindowChoice(with_prediction(plan, timeline), timeline, candidate.origin)
+    if not found:
+        raise PlanError(f"no plan can train in windows of {window.minibatches} minibatches: {reasons[0]}")
+    return tuple(
+        sorted(found.values(), key=lambda c: (c.minibatch_seconds, c.timeline.step_seconds, c.plan.device_count))
+    )
+
+
+def with_prediction(plan: Plan, timeline: Timeline) -> Plan:
+    """Return the plan of a window with its prediction."""
+    assert timeline.phases is not None, "plans of windows only"
+    return replace(
+        plan,
+        predicted={
+            "step_seconds": timeline.step_seconds,
+            "speedup": timeline.speedup,
+            "bubble": timeline.bubble,
+            "peak_memory_bytes": list(timeline.peak_memory_bytes),
+            **asdict(timeline.phases),
+        },
+    )
+
+
+def describe_runners_up(choices: Sequence[WindowChoice], names: Sequence[str]) -> list[str]:
+    """Return a line for the fastest choice of each origin but the first; ``names``: the choices' notation."""
+    lines, seen = [], {choices[0].origin}
+    least = choices[0].minibatch_seconds
+    for choice, name in zip(choices, names, strict=True):
+        if choice.origin not in seen:
+            seen.add(choice.origin)
+            slower = f", {choice.minibatch_seconds / least - 1:.1%} slower" if least else ""
+            seconds = format_seconds_fixed(choice.minibatch_seconds)
+            lines.append(f"runner-up {name} ({choice.origin}): {seconds} a minibatch{slower}")
+    return lines

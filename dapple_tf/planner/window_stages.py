@@ -1,0 +1,44 @@
+"""Stages as the plan of an asynchronous window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dapple_tf.errors import PlanError
+from dapple_tf.plan import Plan
+from dapple_tf.window_plan import WindowPlan
+from profiler.units import format_samples
+
+
+def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
+    """Return ``plan``'s stages as the plan of asynchronous windows of ``samples`` samples.
+
+    Raises PlanError for stages that share devices and for too few samples, and what ``WindowPlan.versions`` raises.
+    """
+    if not plan.worker_map.is_straight:
+        raise PlanError("mode='async' with several stages on one device: give each stage devices of its own")
+    found = window.versions(plan.replicas).window
+    total, warm_up = found.size, found.warm_up
+    check_window_size(samples, total, (1,) if window.in_turn else plan.replicas)
+    return dataclasses.replace(
+        plan,
+        global_batch_size=samples,
+        micro_batch_size=-(-samples // total),
+        micro_batches=total,
+        micro_batch_sizes=None,
+        schedule="K=" + ",".join(str(min(k, total)) for k in warm_up),
+        overlap=False,
+        predicted=None,
+        window=window,
+    )
+
+
+def check_window_size(samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+    """Raise PlanError unless a window of ``samples`` has a sample for each replica of each micro-batch."""
+    if samples // micro_batches < max(replicas):
+        raise PlanError(
+            f"a window of {format_samples(samples)} is cut into {micro_batches} minibatches or micro-batches, and each "
+            f"needs at least {format_samples(max(replicas))}: give a larger window (the batch of a call is one), leave "
+            "this one out (drop_remainder=True), or give fewer minibatches"
+        )

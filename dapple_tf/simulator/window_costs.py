@@ -1,0 +1,98 @@
+"""The cost model of asynchronous windows: what an action, a transfer and an update of a plan's stages take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.window_execution import Route, WindowCosts
+from dapple_tf.timeline.stage_costs import StageCosts
+from profiler.cluster import Cluster
+from profiler.profile import Profile
+
+
+def window_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> WindowCosts:
+    """Return the costs of the stages of ``plan``, which has a window; updates take no time.
+
+    Replicas that take minibatches in turn run each whole, and send it from one device to one. Such a transfer occupies
+    what two transfers of one boundary and direction cannot use at once: between servers the sender's and the receiver's
+    interface, or the link that only these two servers have; inside a server the two devices. Replicas that share
+    micro-batches cost what they do in a synchronous step. To the bytes of each stage ``Versions.slots`` versions of its
+    weights are added.
+    """
+    versions = plan.versions
+    whole = replace(plan, window=None, overlap=False)
+    if versions.window.in_turn:
+        # The costs of a plan without replicas are those of a replica that computes a minibatch on its own.
+        alone = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[:1]) for s in plan.stages)
+        costs = stage_costs(replace(whole, stages=alone), profile, cluster, optimizer_slots=optimizer_slots)
+    else:
+        costs = stage_costs(whole, profile, cluster, optimizer_slots=optimizer_slots)
+    tables, crossing = link_tables(cluster), profile.crossing_bytes()
+    homes = [[cluster.homes[device] for device in stage.devices] for stage in plan.stages]
+    found, routes = [], dict[tuple[int, int, int], Route]()
+    for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
+        parameters = float(profile.parameter_bytes[stage.first_layer : stage.last_layer + 1].sum())
+        sent = 0.0
+        if index + 1 < len(costs):
+            if versions.window.in_turn:
+                amount = float(crossing[stage.last_layer]) * plan.micro_batch_size / profile.batch_size
+                own = _routes(index, homes[index], homes[index + 1], amount, tables)
+            else:
+                own = {(index, 0, 0): Route(cost.send_forward_seconds)}
+            routes |= own
+            sent = max(route.seconds for route in own.values())
+        reduced = allreduce_cost(homes[index], tables) * parameters
+        found.append(
+            replace(
+                cost,
+                send_forward_seconds=sent,
+                send_backward_seconds=sent,
+                allreduce_seconds=reduced,
+                exposed_seconds=reduced,
+                fixed_bytes=cost.fixed_bytes + versions.slots[index] * parameters,
+            )
+        )
+    return WindowCosts(tuple(found), routes, routes, (0.0,) * len(found))
+
+
+def uniform_costs(
+    stages: tuple[StageCosts, ...], replicas: tuple[int, ...], update_seconds: tuple[float, ...]
+) -> WindowCosts:
+    """Return costs with the same seconds for every pair of replicas: those of ``send_forward_seconds`` and back.
+
+    A replica sends one thing at a time, and receives one.
+    """
+    pairs = [
+        (boundary, a, b)
+        for boundary in range(len(stages) - 1)
+        for a in range(replicas[boundary])
+        for b in range(replicas[boundary + 1])
+    ]
+    channels = {pair: (f"device {pair[1]}", f"device {pair[2]} of the next stage") for pair in pairs}
+    return WindowCosts(
+        stages,
+        {pair: Route(stages[pair[0]].send_forward_seconds, channels[pair]) for pair in pairs},
+        {pair: Route(stages[pair[0]].send_backward_seconds, channels[pair]) for pair in pairs},
+        update_seconds,
+    )
+
+
+def _routes(
+    boundary: int, senders: list[int], receivers: list[int], amount: float, tables: LinkTables
+) -> dict[tuple[int, int, int], Route]:
+    """Return the routes of ``amount`` bytes between each two replicas; ``senders``, ``receivers``: their servers."""
+    found = {}
+    for i, a in enumerate(senders):
+        for j, b in enumerate(receivers):
+            latency, per_byte = transfer_cost([a], [b], tables)
+            if a == b:
+                channels: tuple[str, ...] = (f"device {i}", f"device {j} of the next stage")
+            elif tables.own[a, b] > 0:
+                channels = (f"link of servers {a} and {b}",)
+            else:
+                channels = (f"interface of server {a}", f"interface of server {b} to the next stage")
+            found[boundary, i, j] = Route(latency + per_byte * amount, channels)
+    return found

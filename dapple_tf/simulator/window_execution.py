@@ -1,0 +1,220 @@
+"""Execute an asynchronous window under the costs of its stages: the times of all events on every replica.
+
+Planners simulate few windows, so this is plain Python: a window of 64 minibatches on 16 stages takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dapple_tf.errors import ScheduleError
+from dapple_tf.timeline.stage_costs import StageCosts
+from graph_passes.schedules.schedule import Action, dependencies
+from graph_passes.schedules.weight_versions import Versions
+from graph_passes.schedules.window import Window
+
+Place = tuple[int, int]
+"""Stage and replica."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A transfer between a replica of a stage and one of the next: ``seconds``, and the ``channels`` that it occupies.
+
+    Each channel carries one transfer in each direction at a time, first in, first out.
+    """
+
+    seconds: float
+    channels: tuple[str, ...] = ("all",)
+
+
+@dataclass(frozen=True)
+class WindowCosts:
+    """Costs of the stages of a window.
+
+    ``stages``: of an action on one replica, and of the AllReduce of one update (``allreduce_seconds``).
+    ``forward_routes``, ``backward_routes``: by the first stage of a boundary, its replica, and that of the next stage;
+    replicas that share micro-batches exchange them together, and have the one route of replicas 0. ``update_seconds``:
+    of each stage's update.
+    """
+
+    stages: tuple[StageCosts, ...]
+    forward_routes: Mapping[tuple[int, int, int], Route]
+    backward_routes: Mapping[tuple[int, int, int], Route]
+    update_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Start and end of something, in seconds."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class WindowExecution:
+    """The times of a window's events.
+
+    ``actions``: by action and replica. ``transfers``: by the action that sends and, with replicas that share
+    micro-batches, replica 0, else the replica that runs it; those that take no time too. ``reductions``: the AllReduce
+    of each stage's updates, and ``updates``: these themselves, by stage and the number of the update in the window.
+    """
+
+    versions: Versions
+    costs: WindowCosts
+    actions: Mapping[tuple[Action, int], Timed]
+    transfers: Mapping[Action, Timed]
+    reductions: Mapping[tuple[int, int], Timed]
+    updates: Mapping[tuple[int, int], Timed]
+
+    @property
+    def window(self) -> Window:
+        """The window that was executed."""
+        return self.versions.window
+
+    @property
+    def seconds(self) -> float:
+        """End of the last event."""
+        return max(timed.end for timed in (*self.actions.values(), *self.updates.values()))
+
+
+def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
+    """Run the window of ``versions`` on stages with these ``costs``.
+
+    A replica runs its actions in the window's order. A forward takes what the previous stage sent, a backward what the
+    next one sent. The AllReduce of an update starts when all backwards of its group have ended, the update when that
+    and the stage's update before have ended; neither occupies a device. A forward waits for the updates of the
+    backwards before it on its replica, and with weights "latest" so does a backward. A transfer starts when its
+    producer has ended and its channels are free. Raises ScheduleError for costs of another number of stages, and where
+    the order deadlocks.
+    """
+    if len(costs.stages) != versions.window.stages:
+        raise ScheduleError(f"the window has {versions.window.stages} stages, the costs {len(costs.stages)}")
+    run = _Run(versions, costs)
+    run.run()
+    left = sum(map(len, versions.window.rows.values())) - len(run.actions)
+    if left:
+        raise ScheduleError(f"the window deadlocks with {left} actions to run")
+    return WindowExecution(versions, costs, run.actions, run.transfers, run.reductions, run.updates)
+
+
+class _Run:
+    """The state of a window that is being executed."""
+
+    def __init__(self, versions: Versions, costs: WindowCosts) -> None:
+        self._versions = versions
+        self._window = versions.window
+        self._costs = costs
+        self._heads = dict.fromkeys(self._window.rows, 0)
+        self._busy = dict.fromkeys(self._window.rows, False)
+        self._waits = dict.fromkeys(self._window.rows, 0)  # the updates that a replica's next forward waits for
+        self._arrived: set[tuple[Action, Place]] = set()
+        self._pending: dict[Action, int] = {}  # replicas of an action that have not run it
+        self._missing: dict[tuple[int, int], int] = {}  # backwards that an update's AllReduce waits for
+        for stage, groups in enumerate(self._window.updates):
+            for number, group in enumerate(groups):
+                self._missing[stage, number] = sum(len(self._window.replicas_of(stage, m)) for m in group)
+        self._updated = [0] * self._window.stages
+        self._reduced: set[tuple[int, int]] = set()
+        self._free: dict[tuple[str, int, str], float] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = itertools.count()
+        self.actions: dict[tuple[Action, int], Timed] = {}
+        self.transfers: dict[Action, Timed] = {}
+        self.reductions: dict[tuple[int, int], Timed] = {}
+        self.updates: dict[tuple[int, int], Timed] = {}
+
+    def run(self) -> None:
+        """Run all events in order of time; of those at one time the first that was found comes first."""
+        for place in self._window.rows:
+            self._start(place, 0.0)
+        while self._events:
+            now, _, happen = heapq.heappop(self._events)
+            happen(now)
+
+    def _at(self, time: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), happen))
+
+    def _start(self, place: Place, now: float) -> None:
+        """Start a replica's next action, if it is idle and what the action needs is there."""
+        row, head = self._window.rows[place], self._heads[place]
+        if self._busy[place] or head == len(row) or not self._is_ready(place, row[head]):
+            return
+        action, cost = row[head], self._costs.stages[place[0]]
+        end = now + (cost.forward_seconds if action.kind == "F" else cost.backward_seconds)
+        self._busy[place] = True
+        self.actions[action, place[1]] = Timed(now, end)
+        self._at(end, lambda time: self._end(place, action, time))
+
+    def _is_ready(self, place: Place, action: Action) -> bool:
+        waits = action.kind == "F" or self._versions.policy == "latest"
+        if waits and self._updated[place[0]] < self._waits[place]:
+            return False
+        inputs = (a for a in dependencies(action, self._window.stages) if a.kind in "FB" and a.stage != action.stage)
+        return all((other, place) in self._arrived for other in inputs)
+
+    def _end(self, place: Place, action: Action, now: float) -> None:
+        stage = place[0]
+        self._busy[place] = False
+        self._heads[place] += 1
+        pending = self._pending.get(action, len(self._window.replicas_of(stage, action.micro_batch))) - 1
+        self._pending[action] = pending
+        if not pending:
+            self._send(action, now)
+        if action.kind == "B":
+            number = self._window.update_of(stage, action.micro_batch)
+            if self._window.ends_update(action):
+                self._waits[place] = number + 1
+            self._missing[stage, number] -= 1
+            if not self._missing[stage, number]:
+                self._reduce(stage, number, now)
+        self._start(place, now)
+
+    def _send(self, action: Action, now: float) -> None:
+        """Send the results of an action, which all its replicas have run, to the next stage or to the one before."""
+        target = action.stage + (1 if action.kind == "F" else -1)
+        if not 0 <= target < self._window.stages:
+            return
+        sender, receivers = 0, self._window.replicas_of(target, action.micro_batch)
+        if self._window.in_turn:
+            (sender,) = self._window.replicas_of(action.stage, action.micro_batch)
+        if action.kind == "F":
+            boundary, routes, ends = action.stage, self._costs.forward_routes, (sender, receivers[0])
+        else:
+            boundary, routes, ends = target, self._costs.backward_routes, (receivers[0], sender)
+        route = routes[boundary, ends[0], ends[1]]
+        channels = [(action.kind, boundary, channel) for channel in route.channels]
+        begin = max(now, *(self._free.get(channel, 0.0) for channel in channels)) if route.seconds else now
+        end = begin + route.seconds
+        self._free |= dict.fromkeys(channels, end) if route.seconds else {}
+        self.transfers[action] = Timed(begin, end)
+        self._at(end, lambda time: self._arrive(action, [(target, replica) for replica in receivers], time))
+
+    def _arrive(self, action: Action, places: list[Place], now: float) -> None:
+        self._arrived |= {(action, place) for place in places}
+        for place in places:
+            self._start(place, now)
+
+    def _reduce(self, stage: int, number: int, now: float) -> None:
+        end = now + self._costs.stages[stage].allreduce_seconds
+        self.reductions[stage, number] = Timed(now, end)
+        self._at(end, lambda time: self._update(stage, number, time))
+
+    def _update(self, stage: int, number: int, now: float) -> None:
+        """Start the update of a group whose gradients are complete, unless the one before it has not ended."""
+        self._reduced.add((stage, number))
+        if number == self._updated[stage]:
+            end = now + self._costs.update_seconds[stage]
+            self.updates[stage, number] = Timed(now, end)
+            self._at(end, lambda time: self._end_update(stage, time))
+
+    def _end_update(self, stage: int, now: float) -> None:
+        self._updated[stage] += 1
+        for replica in range(self._window.replicas[stage]):
+            self._start((stage, replica), now)
+        if (stage, self._updated[stage]) in self._reduced:
+            self._update(stage, self._updated[stage], now)
