@@ -56,12 +56,12 @@ def models() -> Mapping[str, Trained]:
     def small_vgg(batch_size: int) -> Any:
         workload = vgg(width=8, hidden=64, batch_size=batch_size)
         # Noisier images than the model's own, which it tells apart after a few updates.
-        images = labelled_images(classes=10, image_size=32, batch_size=batch_size, noise=8.0)
+        images = labelled_images(classes=10, image_size=32, batch_size=batch_size, noise=4.0)
         return dapple.Workload(workload.loss_fn, keras.optimizers.SGD(5e-4, momentum=0.9), images)
 
     return {
-        "gpt": Trained("GPT, 4 layers of width 64, Adam(1e-3)", small_gpt, 24),
-        "vgg": Trained("VGG-11, width 8, SGD(5e-4, momentum 0.9)", small_vgg, 12),
+        "gpt": Trained("GPT, 4 layers of width 64, Adam(1e-3)", small_gpt, 48),
+        "vgg": Trained("VGG-11, width 8, SGD(5e-4, momentum 0.9)", small_vgg, 24),
     }
 
 

@@ -91,7 +91,8 @@ def trace_update(
             ) from error
     inputs = _read_inputs(func_graph, optimizer, arguments, variables)
     graph = open_conditions(read_graph(func_graph, inputs.nodes, "optimizer"), func_graph)
-    counter = next((name for name, v in inputs.variables.items() if v is optimizer.iterations.value), "")
+    steps = getattr(optimizer.iterations, "value", None)  # a tensor where gradients are accumulated over steps
+    counter = next((name for name, v in inputs.variables.items() if v is steps), "")
     return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph, counter)
 
 

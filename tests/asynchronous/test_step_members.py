@@ -110,7 +110,7 @@ def test_the_text_of_the_graph_names_minibatches_versions_and_the_reasons_of_the
 # --- runs forward
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 9])
+@pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8)), 9])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_batch_of_any_size_runs_forward(size: int, before: bool) -> None:
     network = dense([1, 1])
@@ -213,8 +213,13 @@ def test_two_windows_of_other_lengths_and_stages_and_a_synchronous_step_share_an
 @pytest.mark.parametrize(
     ("option", "weights"),
     [
-        *(("jit_compile", weights) for weights in ("stash", "vertical-sync", "latest", "2bw")),
-        *(("recompute", weights) for weights in ("stash", "vertical-sync", "2bw")),
+        ("jit_compile", "stash"),
+        ("recompute", "stash"),
+        *(
+            pytest.param("jit_compile", weights, marks=pytest.mark.slow)
+            for weights in ("vertical-sync", "latest", "2bw")
+        ),
+        *(pytest.param("recompute", weights, marks=pytest.mark.slow) for weights in ("vertical-sync", "2bw")),
     ],
 )
 def test_compiled_and_recomputed_windows_are_exact(option: str, weights: str) -> None:
@@ -250,7 +255,7 @@ def test_a_decorated_loss_trains_in_windows() -> None:
     close("losses", found, np.array(reference.window(batch, 4).losses))
 
 
-@pytest.mark.parametrize("fit", [True, False])
+@pytest.mark.parametrize("fit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_keras_model_trains_in_windows(fit: bool) -> None:
     """A batch of ``fit`` is a window: the loss that Keras shows is the mean of its minibatches' losses."""
     network = keras_stack()

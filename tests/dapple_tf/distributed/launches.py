@@ -116,12 +116,14 @@ LAUNCHES: Mapping[str, JobLaunch] = {
     "two ranks in windows": JobLaunch(
         2,
         [
-            ("asynchronous", ["1:1", "1:1, 2bw", "1:1, average", "dropout", "vertical sync"]),
+            ("asynchronous", ["1:1, 2bw", "dropout"]),
             ("window_members", []),
         ],
     ),
-    "three ranks in windows": JobLaunch(
-        3, [("asynchronous", ["2:1", "2:1, embedding", "2:1, dropout", "2:1, average", "1:1:1, latest", "2:1, 2bw"])]
+    "three ranks in windows": JobLaunch(3, [("asynchronous", ["2:1", "2:1, embedding"])]),
+    "two ranks in other windows": JobLaunch(2, [("asynchronous", ["1:1", "1:1, average", "vertical sync"])]),
+    "three ranks in other windows": JobLaunch(
+        3, [("asynchronous", ["2:1, dropout", "2:1, average", "1:1:1, latest", "2:1, 2bw"])]
     ),
     "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "1:2, sizes", "other calls"])]),
     "three ranks with local rows of replicas": JobLaunch(

@@ -12,7 +12,7 @@ from tests.processes import needs_horovod
 
 pytestmark = needs_horovod
 IN_WINDOWS = [
-    (launch, name)
+    pytest.param(launch, name, marks=pytest.mark.slow if "other" in launch else ())
     for launch, made in LAUNCHES.items()
     for program, names in made.programs
     if program == "asynchronous"
