@@ -22,6 +22,8 @@ _FIRST_SECONDS = 1.0
 _GROWTH = 8
 # The op starts with the step, unless all threads compute: it may take this long.
 _START_SECONDS = 20.0
+# Before a program runs for the first time TensorFlow optimizes its graph, that of a long window for minutes.
+_FIRST_START_SECONDS = 1800.0
 
 
 class HangDetector:
@@ -34,6 +36,7 @@ class HangDetector:
         self._next_probe = 0.0
         self._probes = 1
         self._op_started = False
+        self._start_seconds = _START_SECONDS
 
     def guard(self, done: Any) -> Any:
         """Add the op to the step being built; return ``done``, a tensor that is computed after all exchanges."""
@@ -54,8 +57,8 @@ class HangDetector:
                 return tf.identity(done)
 
     @contextlib.contextmanager
-    def step_running(self) -> Iterator[None]:
-        """Detect the failure of the step that runs in this context.
+    def step_running(self, *, first: bool = False) -> Iterator[None]:
+        """Detect the failure of the step that runs in this context; ``first``: its program has not run before.
 
         The queue holds one element at first: once it is gone, the op has started.
         """
@@ -67,6 +70,7 @@ class HangDetector:
                 self._queue.enqueue(True)
             self._probes, self._op_started, self._started = 1, False, time.monotonic()
             self._next_probe = self._started + _FIRST_SECONDS
+            self._start_seconds = _FIRST_START_SECONDS if first else _START_SECONDS
         try:
             yield
         finally:
@@ -86,7 +90,7 @@ class HangDetector:
             if left >= _ELEMENTS:
                 return False  # all exchanges are completed; weights are being updated
             if left > 0:
-                return self._op_started or now - self._started > _START_SECONDS
+                return self._op_started or now - self._started > self._start_seconds
             self._op_started = True
             if self._probes < _ELEMENTS - 1:
                 self._queue.enqueue(True)  # taken at once, or never

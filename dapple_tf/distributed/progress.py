@@ -77,6 +77,7 @@ class Progress:
     exchanges: PendingExchanges | None = None
     hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
+    _started: set[int] = field(default_factory=set)
     _exchanges: list[str] = field(default_factory=lambda: [""])
     _exchange_variable: Any = None
 
@@ -132,13 +133,15 @@ class Progress:
         return self.exchanges is not None and self.exchanges.has_cancelled_waits(_CANCELLED_SECONDS)
 
     @contextlib.contextmanager
-    def step_running(self) -> Iterator[None]:
-        """Mark a step: it runs as long as this context."""
+    def step_running(self, program: int) -> Iterator[None]:
+        """Mark a step of the program of this number: it runs as long as this context."""
         self.exchange_variable.assign(0)
         self.step += 1
+        first = program not in self._started
+        self._started.add(program)
         self._running = True
         try:
-            with self.collective_call(), self.hang_detector.step_running():
+            with self.collective_call(), self.hang_detector.step_running(first=first):
                 yield
         finally:
             self._running = False

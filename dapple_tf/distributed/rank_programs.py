@@ -59,7 +59,7 @@ class RankProgram(Program):
         what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
         progress.announce_call(what, f" of {self.batch_types}")
         place_variables(self.job, self.needs)
-        with progress.step_running():
+        with progress.step_running(self.number):
             try:
                 return super().run(batch)
             except StepError as error:

@@ -100,3 +100,14 @@ def test_a_step_that_updates_weights_for_long_after_its_last_exchange_has_not_fa
         with detector.step_running():
             traced()
     assert answers == [False] * 8
+
+
+@pytest.mark.parametrize(("first", "patience"), [(False, 20), (True, 1800)])
+def test_a_step_that_does_not_start_has_failed_unless_tensorflow_optimizes_it(first: bool, patience: int) -> None:
+    """The first run of a long window took TensorFlow 30 s to optimize, was taken for a failure, and ended the job."""
+    detector = HangDetector()
+    make_step(detector, lambda: None)
+    with detector.step_running(first=first):  # nothing starts the op
+        now = time.monotonic()
+        assert not detector.has_failed(now + patience - 10)
+        assert detector.has_failed(now + patience + 10)
