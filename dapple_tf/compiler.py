@@ -2,151 +2,54 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
 
-import keras
 import tensorflow as tf
 
-from dapple_tf.errors import GraphError, PlanError
-from dapple_tf.exactness import Exactness, Inexactness
-from dapple_tf.frontend.backward_writes import find_write_reasons
-from dapple_tf.frontend.capture import Captured, Serves
-from dapple_tf.frontend.deferred_statistics import trace_statistics
-from dapple_tf.frontend.gradients import differentiate
-from dapple_tf.frontend.loss_scale import scales_loss, trace_loss_scale
-from dapple_tf.frontend.optimizer_update import trace_update
+from dapple_tf.errors import PlanError
+from dapple_tf.exactness import Exactness
 from dapple_tf.plan import Plan, check_workers
-from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.tail import TailInput
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import DType, Function, Graph, Node, Shape, TensorType, attributes
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
+from dapple_tf.staged_model import StagedModel
+from dapple_tf.window_check import check_window_model
+from graph_passes.ir.graph import DType, Graph, Shape, TensorType
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
 from graph_passes.passes.apply import Apply
-from graph_passes.passes.backward import StageGradients, prune_gradients, sparse_parts, split_backward
 from graph_passes.passes.base import Observer, Pass, run_passes
 from graph_passes.passes.batch_loss import check_forwards_first
 from graph_passes.passes.check_numerics import CheckNumerics
 from graph_passes.passes.combine_statistics import CombineStatistics
 from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.expose_gradients import ExposeGradients
-from graph_passes.passes.function_parts import has_joins
-from graph_passes.passes.gather_slices import GatherSlices, SparsePart
+from graph_passes.passes.gather_slices import GatherSlices
 from graph_passes.passes.group_gradients import GroupGradients
 from graph_passes.passes.instrument import Instrument
 from graph_passes.passes.join_replicas import JoinReplicas
 from graph_passes.passes.local_input import LocalInput
 from graph_passes.passes.look_up_rows import LookUpRows
-from graph_passes.passes.microbatch import MergeKind, Microbatch, merge_kind
-from graph_passes.passes.once import build_once
+from graph_passes.passes.microbatch import Microbatch
 from graph_passes.passes.order import Order
 from graph_passes.passes.order_window import OrderWindow
 from graph_passes.passes.overlap import Overlap
-from graph_passes.passes.partition import Stage, partition
 from graph_passes.passes.place import Place
 from graph_passes.passes.project import Project
 from graph_passes.passes.rank_variables import RankVariables
-from graph_passes.passes.recompute import Recompute, find_runs
+from graph_passes.passes.recompute import Recompute
 from graph_passes.passes.repeat_minibatches import RepeatMinibatches
-from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
+from graph_passes.passes.round_gradients import RoundGradients
 from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.share_statistics import ShareStatistics
 from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.split_weights import SplitWeights
-from graph_passes.passes.tail_function import build_tail
-from graph_passes.passes.update_groups import UpdateGroups, check_updates
+from graph_passes.passes.update_groups import UpdateGroups
 from graph_passes.passes.use_versions import UseVersions
 from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.verify_window import VerifyWindow
 from graph_passes.passes.write_statistics import WriteStatistics
 from graph_passes.schedules.policies import build_schedule, forward_only
-
-
-@dataclass(frozen=True)
-class StagedModel:
-    """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
-
-    Graph: ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised
-    functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
-    optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
-
-    Interface: ``signature``, the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown,
-    and ``example``, the same with the inner lengths of the batch for which it was traced; ``serves``, whether it serves
-    other lengths (see ``Captured``); ``aux``, the nesting of the
-    aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
-    ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
-    device's.
-
-    Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
-    trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
-    variables that no gradient reaches.
-
-    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
-    uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
-    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
-    the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
-    written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
-    whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
-    ``counter``: the name of the optimizer's step counter. ``backward_writes``: the stages whose backward writes
-    variables, each with the reason why that is inexact with several micro-batches or replicas.
-
-    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
-    functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
-    call them.
-    """
-
-    graph: Graph
-    stages: int
-    signature: tuple[tf.TensorSpec, ...]
-    example: tuple[tf.TensorSpec, ...]
-    merges: tuple[MergeKind, ...]
-    loss: Literal["mean", "sum"]
-    exactness: Exactness
-    aux: Any
-    updates: Updates | None
-    global_clipnorm: float | None
-    variables: Mapping[str, tf.Variable]
-    model_variables: Mapping[str, tf.Variable]
-    constants: Mapping[str, tf.Tensor]
-    library: Mapping[str, bytes]
-    trained: tuple[str, ...]
-    trained_objects: tuple[Any, ...]
-    untrained: tuple[str, ...]
-    stateful: bool
-    shared: frozenset[str]
-    sparse: tuple[SparsePart, ...]
-    lookups: frozenset[str]
-    runs: tuple[tuple[frozenset[str], ...], ...]
-    frontier: tuple[TailInput, ...]
-    statistics: bool
-    traces: tuple[Any, ...]
-    serves: Serves | None = None
-    narrow: tuple[Narrow, ...] = ()
-    skips: bool = False
-    counter: str = ""
-    backward_writes: tuple[tuple[int, Inexactness], ...] = ()
-
-    @property
-    def joins(self) -> bool:
-        """Whether the replicas of a stage join what they compute from a micro-batch (see ``JoinReplicas``)."""
-        return any(map(has_joins, self.graph.functions))
-
-    @property
-    def trains(self) -> bool:
-        """Whether there are functions of backward; without them only forward runs."""
-        return at(0, what=OpName.BACKWARD) in self.graph.function_by_name
-
-    def pack(self, outputs: Sequence[Any]) -> Any:
-        """Return what the user's function would return: the loss, or (loss, aux)."""
-        return outputs[0] if self.aux is None else (outputs[0], tf.nest.pack_sequence_as(self.aux, outputs[1:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,117 +89,6 @@ class StepVariant(Enum):
     """It also returns the gradient of every trained variable."""
     CHECKED = "check"
     """It fails, before any variable changes, where the loss or a gradient is not finite."""
-
-
-def stage_model(
-    captured: Captured,
-    layers: Layers,
-    starts: Sequence[int],
-    optimizer: Any | None,
-    recompute: Collection[int] = (),
-    *,
-    sparse: bool = True,
-) -> StagedModel:
-    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
-
-    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. Without an
-    optimizer the pipelined graph computes gradients, and writes only the state that forward writes. Raises
-    PartitionError where the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an
-    unsuitable optimizer.
-    """
-    stages = partition(layers, starts)
-    scaled = optimizer is not None and scales_loss(optimizer)
-    joint, gradients = differentiate(captured, stages, sparse=sparse, scaled=scaled)
-    pruned = prune_gradients(joint, gradients)
-    functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
-    if tail := build_tail(stages, joint, pruned[-1]):
-        functions[-1] = (*functions[-1], tail)
-    graph = stage_graph(captured, functions, build_once(stages, joint, functions))
-    reached = {name for stage in gradients for name in stage.trained}
-    trained = tuple(name for name in captured.trainable if name in reached)
-    indices = _index_types(gradients)
-    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
-    scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
-    use = find_variables(graph)
-    writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
-    statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
-    own = () if scale is None else (scale.function,)
-    graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
-    return StagedModel(
-        graph=graph,
-        stages=len(stages.stages),
-        signature=captured.signature,
-        example=captured.example,
-        serves=captured.serves,
-        merges=merge_kinds(captured),
-        loss="mean" if captured.dependence is None else captured.dependence.loss,
-        exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
-        aux=captured.aux,
-        updates=None if update is None else cut_updates(update.graph, {name: use.owner(name) for name in trained}),
-        global_clipnorm=None if update is None else update.global_clipnorm,
-        variables=dict(captured.variables) if update is None else update.variables,
-        model_variables=captured.variables,
-        constants=dict(captured.constants) | dict(statistics.constants) | ({} if update is None else update.constants),
-        library=dict(joint.library)
-        | dict(statistics.library)
-        | ({} if update is None else dict(update.graph.library))
-        | ({} if scale is None else dict(scale.library)),
-        trained=trained,
-        trained_objects=() if update is None else update.trained,
-        untrained=tuple(name for name in captured.trainable if name not in reached),
-        stateful=captured.stateful,
-        shared=frozenset(map(str, stages.shared)),
-        sparse=sparse_parts(gradients),
-        lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
-        frontier=stages.frontier,
-        statistics=bool(statistics.functions),
-        runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-        traces=(
-            captured.func_graph,
-            *statistics.traces,
-            *([] if update is None else [update.func_graph]),
-            *([] if scale is None else [scale.func_graph]),
-        ),
-        narrow=find_narrow(joint, gradients[: len(stages.stages)]),
-        skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-        counter="" if update is None else update.counter,
-        backward_writes=writes,
-    )
-
-
-def merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
-    """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
-    outputs = captured.graph.outputs[1:]
-    found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux
-    return tuple(kind or merge_kind(captured.graph.type_of(v)) for kind, v in zip(found, outputs, strict=True))
-
-
-def stage_graph(
-    captured: Captured, functions: Sequence[tuple[Function, ...]], once: Sequence[Function | None]
-) -> Graph:
-    """Return the graph of the batch's inputs and the stages' functions, without any calls."""
-    inputs = tuple(
-        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
-        for i, name in enumerate(captured.graph.inputs)
-    )
-    all_functions = (*itertools.chain.from_iterable(functions), *(function for function in once if function))
-    return Graph(captured.graph.name, inputs, captured.graph.inputs, functions=all_functions)
-
-
-def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
-    """Return the dtype of the indices of each sparse gradient: int64 where uses differ, as TensorFlow does."""
-    found: dict[str, set[str]] = {}
-    for use in itertools.chain.from_iterable(stage.slices for stage in gradients):
-        found.setdefault(use.variable, set()).add(use.kinds[1].dtype.name)
-    return {name: kinds.pop() if len(kinds) == 1 else "int64" for name, kinds in found.items()}
-
-
-def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) -> tuple[frozenset[str], ...]:
-    """Return the nodes of each run of consecutive layers of ``stage`` that backward re-computes."""
-    return tuple(
-        frozenset(name for layer in run for name in layers.layers[layer].nodes)
-        for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
-    )
 
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
@@ -367,39 +159,6 @@ def window_passes(
         Place(placed, home),
         VerifyWindow(versions, trained),
     )
-
-
-def check_window_model(model: StagedModel, plan: Plan) -> None:
-    """Raise PlanError where the model or its optimizer cannot train in asynchronous windows under ``plan``.
-
-    Stages update at different times, so no trained variable can be in two of them, and no optimizer can decide by all
-    gradients. Replicas that take minibatches in turn cannot write state in the order of the minibatches.
-    """
-    if model.updates is None:
-        raise PlanError("mode='async' without an optimizer: a window updates the weights after every minibatch")
-    try:
-        check_updates(model.updates, model.counter)
-    except GraphError as error:
-        raise PlanError(f"mode='async': the optimizer {error}; use another one, such as SGD or Adam") from error
-    variables = find_variables(model.graph)
-    for name, users in variables.users:
-        if name in model.trained and len(users) > 1:
-            raise PlanError(
-                f"mode='async': {name!r} is trained and used by stages {list(users)}, which update at different times, "
-                "so there is no one version of it: cut the model so that one stage has all uses, or train with "
-                "mode='sync'"
-            )
-        if name in model.trained and name in variables.state:
-            raise PlanError(f"mode='async': {name!r} is trained, and forward writes it too")
-    assert plan.window is not None
-    for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
-        written = [name for name in variables.used(stage) if name in variables.state - variables.once]
-        if replicas > 1 and written:
-            raise PlanError(
-                f"mode='async': forward of stage {stage} writes {written[0]!r}, and its {replicas} replicas take "
-                "minibatches in turn, so it cannot be written in the order of the minibatches: give this stage one "
-                "device"
-            )
 
 
 def _sums_gradients(plan: Plan) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.compiler import StagedModel, merge_kinds, stage_graph
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
+from dapple_tf.staged_model import StagedModel, merge_kinds, stage_graph
 from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Function

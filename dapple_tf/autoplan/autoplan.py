@@ -21,7 +21,7 @@ from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
-from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, DappleWarning, PlanError, UsageError
@@ -30,6 +30,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
 from dapple_tf.planner.window_stages import check_window_size, window_plan
+from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers

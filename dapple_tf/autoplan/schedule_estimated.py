@@ -14,11 +14,12 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD, EstimatedCosts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
-from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.compiler import PlannedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.plan import Plan
 from dapple_tf.planner.pricing import POLICIES
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Port, Shape

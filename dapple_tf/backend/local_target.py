@@ -11,8 +11,9 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
-from dapple_tf.compiler import StagedModel, StepVariant, local_graph
+from dapple_tf.compiler import StepVariant, local_graph
 from dapple_tf.plan import Plan
+from dapple_tf.staged_model import StagedModel
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.replay import find_failure
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.backend.variable_devices import move_to_device, move_to_stages
-from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import StepError
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import RankInputs, whole_batch
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of

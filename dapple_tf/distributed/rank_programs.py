@@ -13,7 +13,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
-from dapple_tf.compiler import StagedModel, StepVariant, rank_graphs
+from dapple_tf.compiler import StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_constants, digest_graphs
 from dapple_tf.distributed.exchange_network import exchanging_pairs
@@ -24,6 +24,7 @@ from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import BATCH_SIZE_NAME

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf import internals
-from dapple_tf.compiler import StagedModel
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.ir.graph import Graph
 

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.compiler import StagedModel
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Ranks
+from dapple_tf.staged_model import StagedModel
 
 # Bytes of one message: small variables share one, and a large variable needs no second copy of all of it.
 _MESSAGE_BYTES = 64 * 2**20

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.compiler import PlannedModel, StagedModel, pipeline_graph
+from dapple_tf.compiler import PlannedModel, pipeline_graph
 from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from dapple_tf.plan import Plan
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.row_bounds import micro_batch_sizes
 from graph_passes.analysis.variable_use import Variables, find_variables

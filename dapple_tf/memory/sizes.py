@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.read_graph import read_shape, read_shapes
 from dapple_tf.frontend.tables import with_known_shapes
 from dapple_tf.frontend.write_graph import import_graph, needed_library
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.ir.graph import Function, Graph, Port, Shape, Value

@@ -15,7 +15,7 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
-from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant, stage_model
+from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import DappleWarning, LossError, UsageError
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
 from dapple_tf.frontend.shapes import infer_batch_axes
@@ -24,6 +24,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.traced_shapes import Key, TracedShapes
 from dapple_tf.runtime.variable_homes import VariableHomes
+from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
 from graph_passes.analysis.layers import find_layers
 from profiler.units import format_samples

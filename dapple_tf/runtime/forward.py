@@ -12,7 +12,7 @@ from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
+from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
@@ -25,6 +25,7 @@ from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.traced_shapes import Key
 from dapple_tf.runtime.variable_homes import VariableHomes
+from dapple_tf.staged_model import StagedModel
 from dapple_tf.xla.choice import Xla, make_xla
 from graph_passes.analysis.layers import find_layers
 

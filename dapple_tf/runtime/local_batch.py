@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
-from dapple_tf.compiler import StagedModel, StepVariant
+from dapple_tf.compiler import StepVariant
 from dapple_tf.distributed.local_rows import MISSING, GivenRows, LengthAxis, agree_on_size
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
@@ -16,6 +16,7 @@ from dapple_tf.frontend.batch import BatchForm
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, check_eager, compile_for_rows
+from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import InputNeeds, Use, whole_batch
 
 

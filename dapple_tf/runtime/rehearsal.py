@@ -12,10 +12,10 @@ from typing import Any
 
 from tensorflow.core.framework import function_pb2
 
-from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.read_graph import find_stateful_ops
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.runtime.compile_step import CompiledStep
+from dapple_tf.staged_model import StagedModel
 from graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, Node
 
 

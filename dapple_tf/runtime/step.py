@@ -19,7 +19,7 @@ from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.window_optimizer import check_optimizer
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.local_target import LocalTarget
-from dapple_tf.compiler import PlannedModel, StagedModel, StepVariant
+from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.rank_programs import RankTarget
@@ -39,6 +39,7 @@ from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.runtime.variable_names import name_variables
+from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.xla.choice import make_xla

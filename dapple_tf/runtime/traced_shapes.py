@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.compiler import StagedModel
 from dapple_tf.errors import DappleWarning
+from dapple_tf.staged_model import StagedModel
 
 MOST_TRACES = 16
 """The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.names import unique_name
+from dapple_tf.staged_model import StagedModel
 
 
 def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, tf.Variable]:

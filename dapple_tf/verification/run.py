@@ -11,12 +11,13 @@ from dapple_tf.autoplan.recompute_option import Recompute
 from dapple_tf.autoplan.request import MicroBatches, Request
 from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.backend.saved_variables import unchanged_variables
-from dapple_tf.compiler import PlannedModel, StagedModel
+from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.staged_model import StagedModel
 from dapple_tf.verification.comparison import TOLERANCE, compare
 from dapple_tf.verification.divided_batch_norm import SizesOf
 from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of

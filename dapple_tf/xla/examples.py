@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.compiler import StagedModel
 from dapple_tf.frontend.read_graph import read_shape
 from dapple_tf.memory.sizes import connect_functions
+from dapple_tf.staged_model import StagedModel
 from graph_passes.ir.graph import OTHER, Graph, Port, Role, Shape
 from graph_passes.ir.ops import OpName
 

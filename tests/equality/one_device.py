@@ -19,8 +19,9 @@ import tensorflow as tf
 from hypothesis import settings
 
 import dapple_tf as dapple
-from dapple_tf.compiler import StagedModel, StepVariant
+from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import DappleWarning
+from dapple_tf.staged_model import StagedModel
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 

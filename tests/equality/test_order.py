@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.compiler import pipeline_graph, stage_model
+from dapple_tf.compiler import pipeline_graph
 from dapple_tf.frontend.capture import capture
+from dapple_tf.staged_model import stage_model
 from graph_passes.analysis.layers import find_layers
 from graph_passes.ir.graph import Node
 from tests.dapple_tf.builders import make_plan

@@ -14,10 +14,11 @@ import dapple_tf as dapple
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
-from dapple_tf.compiler import PlannedModel, stage_model
+from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
+from dapple_tf.staged_model import stage_model
 from graph_passes.analysis.layers import find_layers
 from profiler.cluster import Link
 from profiler.presets import config

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.compiler import stage_model
 from dapple_tf.distributed.digest import digest_graphs
 from dapple_tf.frontend.capture import capture
+from dapple_tf.staged_model import stage_model
 from graph_passes.analysis.layers import find_layers
 
 X = np.ones((4, 3), np.float32)

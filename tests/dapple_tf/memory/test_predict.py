@@ -12,12 +12,13 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.compiler import PlannedModel, StagedModel, stage_model
+from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import DappleWarning, LossError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.stash import StashedTensor
+from dapple_tf.staged_model import StagedModel, stage_model
 from graph_passes.analysis.layers import find_layers
 from tests.dapple_tf.builders import make_plan
 

@@ -1,0 +1,225 @@
+"""Cut a captured model into stages and differentiate each: what does not depend on micro-batches or replicas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.exactness import Exactness, Inexactness
+from dapple_tf.frontend.backward_writes import find_write_reasons
+from dapple_tf.frontend.capture import Captured, Serves
+from dapple_tf.frontend.deferred_statistics import trace_statistics
+from dapple_tf.frontend.gradients import differentiate
+from dapple_tf.frontend.loss_scale import scales_loss, trace_loss_scale
+from dapple_tf.frontend.optimizer_update import trace_update
+from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.ir.graph import Function, Graph, Node, attributes
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
+from graph_passes.passes.backward import StageGradients, prune_gradients, sparse_parts, split_backward
+from graph_passes.passes.function_parts import has_joins
+from graph_passes.passes.gather_slices import SparsePart
+from graph_passes.passes.microbatch import MergeKind, merge_kind
+from graph_passes.passes.once import build_once
+from graph_passes.passes.partition import Stage, partition
+from graph_passes.passes.recompute import find_runs
+from graph_passes.passes.round_gradients import Narrow, find_narrow
+from graph_passes.passes.split_update import Updates, cut_updates
+from graph_passes.passes.tail_function import build_tail
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
+
+    Graph: ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised
+    functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
+    optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
+
+    Interface: ``signature``, the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown,
+    and ``example``, the same with the inner lengths of the batch for which it was traced; ``serves``, whether it serves
+    other lengths (see ``Captured``); ``aux``, the nesting of the
+    aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
+    ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
+    device's.
+
+    Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
+    trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
+    variables that no gradient reaches.
+
+    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
+    uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
+    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
+    the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
+    written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
+    whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
+    ``counter``: the name of the optimizer's step counter. ``backward_writes``: the stages whose backward writes
+    variables, each with the reason why that is inexact with several micro-batches or replicas.
+
+    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
+    functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
+    call them.
+    """
+
+    graph: Graph
+    stages: int
+    signature: tuple[tf.TensorSpec, ...]
+    example: tuple[tf.TensorSpec, ...]
+    merges: tuple[MergeKind, ...]
+    loss: Literal["mean", "sum"]
+    exactness: Exactness
+    aux: Any
+    updates: Updates | None
+    global_clipnorm: float | None
+    variables: Mapping[str, tf.Variable]
+    model_variables: Mapping[str, tf.Variable]
+    constants: Mapping[str, tf.Tensor]
+    library: Mapping[str, bytes]
+    trained: tuple[str, ...]
+    trained_objects: tuple[Any, ...]
+    untrained: tuple[str, ...]
+    stateful: bool
+    shared: frozenset[str]
+    sparse: tuple[SparsePart, ...]
+    lookups: frozenset[str]
+    runs: tuple[tuple[frozenset[str], ...], ...]
+    frontier: tuple[TailInput, ...]
+    statistics: bool
+    traces: tuple[Any, ...]
+    serves: Serves | None = None
+    narrow: tuple[Narrow, ...] = ()
+    skips: bool = False
+    counter: str = ""
+    backward_writes: tuple[tuple[int, Inexactness], ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether the replicas of a stage join what they compute from a micro-batch (see ``JoinReplicas``)."""
+        return any(map(has_joins, self.graph.functions))
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are functions of backward; without them only forward runs."""
+        return at(0, what=OpName.BACKWARD) in self.graph.function_by_name
+
+    def pack(self, outputs: Sequence[Any]) -> Any:
+        """Return what the user's function would return: the loss, or (loss, aux)."""
+        return outputs[0] if self.aux is None else (outputs[0], tf.nest.pack_sequence_as(self.aux, outputs[1:]))
+
+
+def stage_model(
+    captured: Captured,
+    layers: Layers,
+    starts: Sequence[int],
+    optimizer: Any | None,
+    recompute: Collection[int] = (),
+    *,
+    sparse: bool = True,
+) -> StagedModel:
+    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
+
+    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. Without an
+    optimizer the pipelined graph computes gradients, and writes only the state that forward writes. Raises
+    PartitionError where the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an
+    unsuitable optimizer.
+    """
+    stages = partition(layers, starts)
+    scaled = optimizer is not None and scales_loss(optimizer)
+    joint, gradients = differentiate(captured, stages, sparse=sparse, scaled=scaled)
+    pruned = prune_gradients(joint, gradients)
+    functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
+    if tail := build_tail(stages, joint, pruned[-1]):
+        functions[-1] = (*functions[-1], tail)
+    graph = stage_graph(captured, functions, build_once(stages, joint, functions))
+    reached = {name for stage in gradients for name in stage.trained}
+    trained = tuple(name for name in captured.trainable if name in reached)
+    indices = _index_types(gradients)
+    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
+    scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
+    use = find_variables(graph)
+    writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
+    statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
+    own = () if scale is None else (scale.function,)
+    graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
+    return StagedModel(
+        graph=graph,
+        stages=len(stages.stages),
+        signature=captured.signature,
+        example=captured.example,
+        serves=captured.serves,
+        merges=merge_kinds(captured),
+        loss="mean" if captured.dependence is None else captured.dependence.loss,
+        exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
+        aux=captured.aux,
+        updates=None if update is None else cut_updates(update.graph, {name: use.owner(name) for name in trained}),
+        global_clipnorm=None if update is None else update.global_clipnorm,
+        variables=dict(captured.variables) if update is None else update.variables,
+        model_variables=captured.variables,
+        constants=dict(captured.constants) | dict(statistics.constants) | ({} if update is None else update.constants),
+        library=dict(joint.library)
+        | dict(statistics.library)
+        | ({} if update is None else dict(update.graph.library))
+        | ({} if scale is None else dict(scale.library)),
+        trained=trained,
+        trained_objects=() if update is None else update.trained,
+        untrained=tuple(name for name in captured.trainable if name not in reached),
+        stateful=captured.stateful,
+        shared=frozenset(map(str, stages.shared)),
+        sparse=sparse_parts(gradients),
+        lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
+        frontier=stages.frontier,
+        statistics=bool(statistics.functions),
+        runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
+        traces=(
+            captured.func_graph,
+            *statistics.traces,
+            *([] if update is None else [update.func_graph]),
+            *([] if scale is None else [scale.func_graph]),
+        ),
+        narrow=find_narrow(joint, gradients[: len(stages.stages)]),
+        skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        counter="" if update is None else update.counter,
+        backward_writes=writes,
+    )
+
+
+def merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
+    """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
+    outputs = captured.graph.outputs[1:]
+    found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux
+    return tuple(kind or merge_kind(captured.graph.type_of(v)) for kind, v in zip(found, outputs, strict=True))
+
+
+def stage_graph(
+    captured: Captured, functions: Sequence[tuple[Function, ...]], once: Sequence[Function | None]
+) -> Graph:
+    """Return the graph of the batch's inputs and the stages' functions, without any calls."""
+    inputs = tuple(
+        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
+        for i, name in enumerate(captured.graph.inputs)
+    )
+    all_functions = (*itertools.chain.from_iterable(functions), *(function for function in once if function))
+    return Graph(captured.graph.name, inputs, captured.graph.inputs, functions=all_functions)
+
+
+def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
+    """Return the dtype of the indices of each sparse gradient: int64 where uses differ, as TensorFlow does."""
+    found: dict[str, set[str]] = {}
+    for use in itertools.chain.from_iterable(stage.slices for stage in gradients):
+        found.setdefault(use.variable, set()).add(use.kinds[1].dtype.name)
+    return {name: kinds.pop() if len(kinds) == 1 else "int64" for name, kinds in found.items()}
+
+
+def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) -> tuple[frozenset[str], ...]:
+    """Return the nodes of each run of consecutive layers of ``stage`` that backward re-computes."""
+    return tuple(
+        frozenset(name for layer in run for name in layers.layers[layer].nodes)
+        for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
+    )
