@@ -31,7 +31,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to train: ``make`` returns its workload, of batches of so many samples.
+    """A model to train: ``make(batch_size)`` returns its workload.
 
     ``label``: of the model and its optimizer. ``windows``: how many are trained on.
     """
@@ -95,7 +95,7 @@ def run() -> Iterator[Row]:
         found[name] = {}
         for kind in KINDS:
             found[name][kind] = run_on_cores(
-                "benchmarks.staleness", available_cores(), "--model", name, "--kind", kind, timeout=900
+                "benchmarks.staleness", available_cores(), "--model", name, "--kind", kind, timeout=3600
             )
             print(f"{name} {kind}: {found[name][kind][-1]:.4f}", file=sys.stderr)
     draw(found)

@@ -37,7 +37,7 @@ def make_window(
     found = {name: value for name, value in given.items() if value is not None}
     if isinstance(plan, Plan) and plan.window is not None:
         return dataclasses.replace(plan.window, **found)  # type: ignore[arg-type]  # WindowPlan checks the values
-    return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **found})  # type: ignore[arg-type]
+    return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **found})  # type: ignore[arg-type]  # as above
 
 
 def check_window_options(

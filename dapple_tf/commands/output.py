@@ -46,7 +46,7 @@ def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:
 
 
 def describe_windows(window: WindowPlan, samples: int, order: Window) -> str:
-    """Return minibatches, weights and warm-up of windows of so many ``samples`` as text."""
+    """Return minibatches, weights and warm-up of windows of ``samples`` samples, as text."""
     least, more = divmod(samples, window.minibatches)
     sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
     parts = f" in {order.micro_batches} micro-batches" if order.micro_batches > 1 else ""

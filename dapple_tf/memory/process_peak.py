@@ -42,8 +42,8 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
 def _update_allocations(stages: Sequence[StageMemory], timeline: Timeline) -> Iterator[tuple[float, float, int]]:
     """Yield (start, end, bytes) of the updates of a window, and of the gradients that wait for them.
 
-    Until the next update, a stored version takes no memory beside the weights, which count between steps too: so many
-    bytes less.
+    A stored version shares its memory with the weights until the next update writes them. Weights are counted between
+    steps too, so the bytes of that version are subtracted for this time.
     """
     window = timeline.window
     if window is None:

@@ -1,4 +1,4 @@
-"""Which of some nodes of a graph run before which: paths of data and control edges."""
+"""Find which nodes of a graph run before others, along data and control edges."""
 
 from __future__ import annotations
 

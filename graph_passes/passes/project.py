@@ -258,7 +258,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
 
 
 class StageExchange(NamedTuple):
-    """What an exchange between two stages carries: the tensors of micro-batches ``first`` to ``last``."""
+    """An exchange from stage ``source`` to ``target`` of the tensors of micro-batches ``first`` to ``last``."""
 
     source: int
     target: int

@@ -1,4 +1,4 @@
-"""What a step's other members do in asynchronous windows: they work exactly, or are refused before anything changes."""
+"""Members of an asynchronous step besides the call: each is exact, or is refused before any variable changes."""
 
 from __future__ import annotations
 

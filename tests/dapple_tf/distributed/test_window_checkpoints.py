@@ -1,4 +1,4 @@
-"""Asynchronous windows in jobs: a rank killed in one, and runs that the same ranks, others, or one process resume."""
+"""Checkpoints of jobs in asynchronous windows: a rank is killed, and the same ranks, others, or one process resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDS = {"1": (4,), "1,1": (2, 4), "2,1": (2, 4), "1,1,1": (1, 3, 4)}
 
 
 def reference_losses(*parts: tuple[str, int], synchronous: Sequence[str] = ()) -> list[float]:
-    """Return the mean losses of an uninterrupted run, which changes its layout after so many windows of each part.
+    """Return the mean losses of an uninterrupted run. ``parts``: the layouts it trains under in turn, each with its windows.
 
     ``synchronous``: the layouts whose batches are trained on at once.
     """

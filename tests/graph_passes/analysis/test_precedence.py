@@ -1,4 +1,4 @@
-"""Which of some nodes run before which."""
+"""Tests of the order of nodes along data and control edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proved of the graph of a window: each check refuses a graph that was damaged."""
+"""Each check of ``verify_window`` refuses a graph that was damaged in the way it looks for."""
 
 from __future__ import annotations
 
