@@ -19,7 +19,12 @@ from dapple_tf.window_plan import WindowPlan
 @click.command(hidden=True)
 @add_options(MODEL_OPTIONS)
 @click.option("--steps", default=10, help="Steps to time.")
-@click.option("--minibatches", default=None, type=int, help="Cut each batch into this number of minibatches, and train on one after the other.")
+@click.option(
+    "--minibatches",
+    default=None,
+    type=int,
+    help="Cut each batch into this number of minibatches, and train on one after the other.",
+)
 def plain(steps: int, minibatches: int | None, **options: Any) -> None:
     """Time MODEL as an ordinary tf.function on one device, and print its samples per second as JSON."""
     with hide_startup_messages():

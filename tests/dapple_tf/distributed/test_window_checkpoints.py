@@ -40,9 +40,10 @@ ENDS = {"1": (4,), "1,1": (2, 4), "2,1": (2, 4), "1,1,1": (1, 3, 4)}
 
 
 def reference_losses(*parts: tuple[str, int], synchronous: Sequence[str] = ()) -> list[float]:
-    """Return the mean losses of an uninterrupted run. ``parts``: the layouts it trains under in turn, each with its windows.
+    """Return the mean losses of an uninterrupted run.
 
-    ``synchronous``: the layouts whose batches are trained on at once.
+    ``parts``: the layouts it trains under in turn, each with its number of windows. ``synchronous``: the layouts that
+    train on a whole batch in one synchronous step.
     """
     workload = straight()
     layers = workload.loss_fn.__closure__[0].cell_contents  # type: ignore[attr-defined]  # a function has it
