@@ -46,6 +46,7 @@ from benchmarks import (
     table7,
     table8,
     timeline,
+    window_memory,
     zero_bubble,
 )
 from benchmarks.needs import NEEDS
@@ -75,6 +76,7 @@ BENCHMARKS = {
     "slicer": slicer,
     "asynchronous": asynchronous,
     "staleness": staleness,
+    "window_memory": window_memory,
     "hosts": hosts,
     "more_hosts": more_hosts,
     "memory": memory,
