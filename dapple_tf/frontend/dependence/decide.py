@@ -20,7 +20,10 @@ from graph_passes.analysis.layers import SHAPE_OPS, live_nodes, written_variable
 from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value, ancestors
 from graph_passes.passes.microbatch import MergeKind
 
-_NO_SUM = "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True, or inexact='allow'"
+_NO_SUM = (
+    "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True (with mode='sync'), or "
+    "inexact='allow'"
+)
 _WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
 _BATCH_NORM_REMEDY = (
     "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch, batch_norm='sync' "
