@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SpanKind = Literal["forward", "backward", "inputs", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
@@ -62,8 +63,7 @@ class Row:
         return THIN if self.network else 1.0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):  # a picture can have hundreds of thousands; a tuple is made fastest
     """An event from ``start`` to ``end`` (seconds), drawn in the row of index ``row``.
 
     ``shade``: between 0, the colour of its kind, and 1, white; it distinguishes the stages of one row. ``detail``: what
@@ -142,8 +142,8 @@ def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
     rows: list[Row] = []
     spans: list[Span] = []
     for name, chart in parts:
-        spans += [replace(span, row=span.row + len(rows)) for span in chart.spans]
-        rows += [replace(row, group=name) for row in chart.rows]
+        spans += [span._replace(row=span.row + len(rows)) for span in chart.spans]
+        rows += [dataclasses.replace(row, group=name) for row in chart.rows]
     seconds = max(chart.seconds for _, chart in parts)
     captions = {name: f"{name}: {chart.title}" if chart.title else name for name, chart in parts}
     return Chart(title, seconds, tuple(rows), tuple(spans), captions=captions, numbers=parts[0][1].numbers)

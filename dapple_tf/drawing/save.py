@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,17 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def save_chart(chart: Chart, path: str | os.PathLike[str], data: Mapping[str, Any] | None = None) -> None:
+def save_chart(chart: Chart, path: str | os.PathLike[str], data: Callable[[], Mapping[str, Any]] | None = None) -> None:
     """Save a picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json).
 
-    An existing file is replaced, or left as it was if saving fails. ``data``: JSON values that a trace holds in its
-    field ``dapple``, which the viewers ignore. Raises UsageError for another suffix or a path that cannot be written.
+    An existing file is replaced, or left as it was if saving fails. ``data``: returns the JSON values that a trace
+    holds in its field ``dapple``, which the viewers ignore; it is called for a trace only. Raises UsageError for
+    another suffix or a path that cannot be written.
     """
     target = check_path(path)
     match target.suffix:
         case ".json":
-            extra = {} if data is None else {"dapple": data}
+            extra = {} if data is None else {"dapple": data()}
             write_atomically(target, json.dumps({**trace_events(chart), **extra}))
         case ".html":
             write_atomically(target, make_page(chart))

@@ -138,6 +138,10 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
 
 def _of_channel(execution: Execution, source: int, target: int, starts: Floats, ends: Floats) -> Iterator[Transfer]:
     """Yield the transfers of one channel, of which some carry the results of several micro-batches."""
+    if not execution.together:
+        for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            yield Transfer(source, target, m, start, end)
+        return
     count = 0
     for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         count += 1

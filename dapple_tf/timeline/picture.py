@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
@@ -25,7 +26,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
     Raises UsageError for another suffix or a path that cannot be written.
     """
-    save_chart(draw_recording(recording), path, recording_data(recording))
+    save_chart(draw_recording(recording), path, partial(recording_data, recording))
 
 
 def draw_recording(recording: Recording) -> Chart:
