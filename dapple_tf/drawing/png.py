@@ -67,10 +67,25 @@ def _choose_width(chart: Chart) -> float:
     labelled = [span for span in chart.spans if _is_labelled(chart, span)]
     if not labelled:
         return _INCHES[0]
-    typical = sorted(span.end - span.start for span in labelled)[len(labelled) // 4]
+    typical = _typical_seconds(labelled)
     digits = max(len(str(span.micro_batch)) for span in labelled)
     wanted = (digits * _DIGIT_INCHES + 0.01) * chart.seconds / typical / _PLOT
     return min(max(wanted, _INCHES[0]), _INCHES[1])
+
+
+def _typical_seconds(spans: Sequence[Span]) -> float:
+    """Return the seconds that three quarters of the spans take at least."""
+    return sorted(span.end - span.start for span in spans)[len(spans) // 4]
+
+
+def _line_points(chart: Chart, inches: float) -> float:
+    """Return the width of the lines around spans, in points, where a second is so many ``inches`` wide.
+
+    0 where lines would hide the spans, of which many are then narrower than a pixel.
+    """
+    if len(chart.spans) < 1000:
+        return 0.8
+    return 0.3 if _typical_seconds(chart.spans) * inches * _DPI > 3 else 0.0
 
 
 def _lighten(colour: str, shade: float) -> tuple[float, float, float]:
@@ -91,7 +106,7 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     scale, _ = scale_time(chart.seconds)
     tops = list(chart.tops())
     inches = _PLOT * width / (chart.seconds or 1)  # a second's width
-    line = 0.8 if len(chart.spans) < 1000 else 0.3
+    line = _line_points(chart, inches)
 
     idle = [(row.until, top) for row, top in zip(chart.rows, tops, strict=True) if row.until and not row.network]
     ends, edges = np.array(idle).reshape(-1, 2).T
