@@ -177,6 +177,7 @@ def test_an_error_of_the_project_refuses_and_any_other_crashes() -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_a_case_is_chosen_by_name_and_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert exactness.main(["--only", "MeanSquaredError", "--configurations", "two", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()

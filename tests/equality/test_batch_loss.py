@@ -111,7 +111,7 @@ LAYOUTS: tuple[tuple[int, int, list[int] | None], ...] = (
     (2, 2, [1, 2]),
     (2, 3, [2, 1]),
 )
-QUICK = {"nt_xent": LAYOUTS[7], "clip": LAYOUTS[3]}
+QUICK = {"nt_xent": LAYOUTS[7]}
 
 
 def batches(*sizes: int) -> list[Tensors]:

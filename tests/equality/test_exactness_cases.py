@@ -10,7 +10,7 @@ from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_check import QUICK, Checker, Configuration, further_configurations, is_expected
 from tests.equality.pending_cases import PENDING
 
-SHORT = ("masked_lm", "simclr_batch_loss")
+SHORT = ("masked_lm",)
 """The cases that ``make test`` runs."""
 
 

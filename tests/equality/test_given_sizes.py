@@ -95,6 +95,7 @@ def test_sparse_gradients_equal_plain_keras() -> None:
     check(problem, batches(9, 9, 5), **options)
 
 
+@pytest.mark.slow
 def test_a_loss_of_all_samples_equals_plain_training() -> None:
     problem = combined(clip, towers=2, temperature=True)
     check(problem, [data(9), data(9, 2), data(5)], stages=3, micro_batches=[1, 3, 5], batch_loss=True)

@@ -215,6 +215,7 @@ def test_rows_of_positions_that_two_stages_read_equal_plain_keras() -> None:
     comparison.check(TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_rows_up_to_the_longest_sample_equal_plain_keras() -> None:
     """The longest of the whole batch is found once a step, so all micro-batches look up the same rows."""
     table, position, w = variable("table", ROWS, WIDTH), variable("position", POSITIONS, WIDTH), variable("w", 4, 4)
@@ -242,6 +243,7 @@ def test_an_embedding_that_is_also_the_output_projection_is_dense_and_equals_pla
     comparison.check(TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
     """No gradient is dense: nothing is accumulated or reduced."""
     first, second = variable("first", ROWS, WIDTH), variable("second", ROWS, WIDTH)
@@ -256,6 +258,7 @@ def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
         compare(case, batches(7, 6), stages=["two"], micro_batches=2, replicas=[2, 1]).check(TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "last"),
     [

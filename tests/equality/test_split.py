@@ -82,6 +82,7 @@ def test_an_order_by_hand_equals_one_device_and_is_what_runs(order: str, split: 
         assert " ".join(map(str, step.timeline.order(stage))) == actions
 
 
+@pytest.mark.slow
 def test_an_order_of_an_earlier_version_equals_one_device() -> None:
     """There B beside W was what is I now."""
     old = BY_HAND.replace("I", "B")
@@ -136,6 +137,7 @@ EXAMPLES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
 def test_any_whole_and_split_backwards_equal_one_device() -> None:
     quick = settings.get_current_profile_name() == "ci"
@@ -228,6 +230,7 @@ def products(graph: Graph, function: str) -> int:
     return sum(node.op == "MatMul" for node in graph.function(function).graph.nodes)
 
 
+@pytest.mark.slow
 def test_no_matrix_product_is_computed_twice() -> None:
     """Two layers a stage: two products in forward and, except for the first layer's input, four in backward."""
     steps = {}
@@ -245,6 +248,7 @@ def test_no_matrix_product_is_computed_twice() -> None:
     assert [products(mixed_step, f"stage{s}/weights") for s in (0, 1)] == [3, 2]
 
 
+@pytest.mark.slow
 def test_side_effects_of_a_custom_gradient_happen_once_and_in_order() -> None:
     done: list[float] = []
     counter = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="counter")

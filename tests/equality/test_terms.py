@@ -117,6 +117,7 @@ def test_a_term_with_a_strength_that_is_a_variable_equals_one_device() -> None:
     assert check_term(problem, (1, 1, 1)).shared
 
 
+@pytest.mark.slow
 def test_a_mean_of_a_weight_that_scales_later_layers_equals_one_device() -> None:
     matrices = weights(3)
 
@@ -140,6 +141,7 @@ def test_the_term_of_a_tied_weight_equals_one_device() -> None:
     assert comparison.model.shared
 
 
+@pytest.mark.slow
 def test_weight_normalization_is_computed_on_the_weights_stage_and_equals_one_device() -> None:
     matrices = weights(3)
 

@@ -20,6 +20,7 @@ PAGES = ROOT / "docs" / "extending"
 MODEL = "examples/extending/add_a_model.py:mlp"
 
 
+@pytest.mark.slow
 def test_a_schedule_a_planner_and_a_pass_of_ones_own_do_what_their_pages_say(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -55,6 +56,7 @@ def check_pass(printed: str) -> None:
     assert "left a valid graph" in printed
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "extending"))  # so that what loading adds is taken off again

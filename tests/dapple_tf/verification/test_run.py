@@ -250,6 +250,7 @@ def test_a_loss_that_is_nan_on_one_device_too_is_no_failure() -> None:
     assert expected in str(report)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_infinite_on_one_device_too_leaves_the_others_compared() -> None:
     """The slope of the root at zero is infinite: one entry of one gradient."""
     scale = tf.Variable([0.0, 1.0], dtype=tf.float64, name="scale")

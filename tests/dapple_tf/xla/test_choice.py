@@ -133,7 +133,7 @@ MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
 @pytest.mark.parametrize(
     ("options", "functions"),
     [
-        ({}, ALL),
+        pytest.param({}, ALL, marks=pytest.mark.slow),
         ({"replicas": [2, 1], "micro_batches": 2, "schedule": "gpipe"}, ALL),
         pytest.param({"schedule": "zb-h1", "recompute": True}, SPLIT, marks=pytest.mark.slow),
         pytest.param({"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, SPLIT, marks=pytest.mark.slow),
