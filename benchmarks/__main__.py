@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``exactness``, ``fuzz`` and ``kills`` take options: ``python -m benchmarks exactness --help``.
+``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: ``python -m benchmarks exactness --help``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import dapple_tf as dapple
 from benchmarks import (
     asynchronous,
+    challenger,
+    compare,
+    contention,
     equality,
     exactness,
     exchange,
@@ -28,6 +31,7 @@ from benchmarks import (
     overhead,
     pipedream_table1,
     pipelining,
+    planner_figures,
     planner_speed,
     prediction,
     profile,
@@ -46,6 +50,7 @@ from benchmarks import (
     table7,
     table8,
     timeline,
+    unequal,
     window_memory,
     zero_bubble,
 )
@@ -62,8 +67,11 @@ BENCHMARKS = {
     "table7": table7,
     "table8": table8,
     "pipedream_table1": pipedream_table1,
+    "planner_figures": planner_figures,
     "speedups": speedups,
+    "compare": compare,
     "never_slower": never_slower,
+    "challenger": challenger,
     "planner_speed": planner_speed,
     "simulator_speed": simulator_speed,
     "prediction": prediction,
@@ -77,8 +85,10 @@ BENCHMARKS = {
     "asynchronous": asynchronous,
     "staleness": staleness,
     "window_memory": window_memory,
+    "unequal": unequal,
     "hosts": hosts,
     "more_hosts": more_hosts,
+    "contention": contention,
     "memory": memory,
     "sparse_gradients": sparse_gradients,
     "table6": table6,
@@ -92,6 +102,7 @@ BENCHMARKS = {
 
 # Those with options of their own.
 OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "challenger": challenger.main,
     "exactness": exactness.main,
     "fuzz": fuzz.main,
     "kills": kills.main,

@@ -49,7 +49,7 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
     crossing = problem.profile.crossing_bytes()[cuts - 1]
     for r in range(1, devices):
         counts = np.array([[r], [devices - r]])
-        rings = [[allreduce_cost(homes[:r], links)], [allreduce_cost(homes[r:], links)]]
+        rings = np.array([allreduce_cost(homes[:r], links), allreduce_cost(homes[r:], links)])
         latency, rate = transfer_cost(homes[:r], homes[r:], links)
         for size in problem.micro_batch_sizes:
             if size < counts.max():
@@ -59,7 +59,7 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
                 np.array([_both(seconds(size / count), cuts)[i] for i, count in enumerate(counts[:, 0])])
                 for seconds in (problem.profile.forward_seconds, problem.profile.backward_seconds)
             )
-            exposed = np.array(rings) * parameters
+            exposed = (rings[:, :1] + rings[:, 1:] * parameters) * (parameters > 0)
             if problem.overlap:
                 exposed = np.maximum(0.0, exposed - backward)
             send = latency + rate * crossing * scale
@@ -68,7 +68,7 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
             second = forward[0] + send + m * (forward[1] + backward[1]) + end
             held = parameters * (2 + problem.optimizer_slots) + (0 if problem.recompute else stash * scale / counts)
             bound = np.maximum(first, second) * (1 - 1e-9)
-            for i in np.flatnonzero((held <= problem.cluster.device_memory).all(axis=0)):
+            for i in np.flatnonzero((held <= problem.cluster.least_memory).all(axis=0)):
                 yield float(bound[i]), size, r, int(cuts[i])
 
 

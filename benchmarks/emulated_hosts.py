@@ -22,17 +22,21 @@ _NETWORK = "10.77.0"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Running hosts: their addresses, and the script with which mpirun starts processes there in place of ssh."""
+    """Running hosts: their addresses, and the script with which mpirun starts processes there in place of ssh.
+
+    ``slots``: ranks of a job on each host.
+    """
 
     addresses: tuple[str, ...]
     agent: Path
+    slots: int = 1
 
     def command(self) -> list[str]:
-        """Return the command that, followed by a program, starts it as one rank per host."""
+        """Return the command that, followed by a program, starts it as ``slots`` ranks per host."""
         network = f"{_NETWORK}.0/24"
         words = ["ip", "netns", "exec", _namespace(0)]
-        words += ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-np", str(len(self.addresses))]
-        words += ["-H", ",".join(f"{address}:1" for address in self.addresses)]
+        words += ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-np", str(self.slots * len(self.addresses))]
+        words += ["-H", ",".join(f"{address}:{self.slots}" for address in self.addresses)]
         words += ["--mca", "plm_rsh_agent", str(self.agent), "--mca", "btl", "tcp,self"]
         words += ["--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network]
         return [*words, "-x", "PYTHONPATH", "-x", "TF_CPP_MIN_LOG_LEVEL", "-wdir", str(Path.cwd())]
@@ -42,7 +46,7 @@ class Hosts:
         _run("ip", "link", "set", _outside(host), "down")
 
     def mpirun(self, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] | None = None) -> str:
-        """Run ``python arguments`` as one rank per host; return what rank 0 printed.
+        """Run ``python arguments`` as ``slots`` ranks per host; return what rank 0 printed.
 
         ``variables``: of the environment, to set on every rank. Raises RuntimeError with the end of the errors where a
         rank fails.
@@ -72,13 +76,13 @@ def find_missing_requirement() -> str | None:
 
 @contextlib.contextmanager
 def emulated_hosts(
-    count: int, rate: str, *, burst: float = 0.005, retransmissions: int | None = None
+    count: int, rate: str, *, burst: float = 0.005, retransmissions: int | None = None, slots: int = 1
 ) -> Iterator[Hosts]:
     """Emulate ``count`` hosts with interfaces of ``rate`` (in tc's syntax: ``1gbit``) in each direction, in the block.
 
     ``burst``: the seconds' worth of bytes that pass at once after a pause; choose it below the transfers to be timed.
     ``retransmissions``: how often TCP retries before it closes a connection. The system's default of 15 takes a quarter
-    of an hour, and so long mpirun takes to notice that a host is gone; 4 take 6 s.
+    of an hour, and so long mpirun takes to notice that a host is gone; 4 take 6 s. ``slots``: see ``Hosts``.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -89,7 +93,7 @@ def emulated_hosts(
                 if retransmissions is not None:
                     setting = f"echo {retransmissions} > /proc/sys/net/ipv4/tcp_retries2"
                     _run("ip", "netns", "exec", _namespace(host), "sh", "-c", setting)
-            yield Hosts(tuple(_address(host) for host in range(count)), _write_agent(Path(folder)))
+            yield Hosts(tuple(_address(host) for host in range(count)), _write_agent(Path(folder)), slots)
         finally:
             for host in range(count):
                 subprocess.run(["ip", "netns", "del", _namespace(host)], check=False, capture_output=True)

@@ -72,7 +72,9 @@ def compare(row: Configuration) -> Compared:
 def make(row: Configuration) -> PlanningProblem:
     """Return the planning problem, with a global batch of one of the paper's minibatches per device."""
     profile = replace(read_profile(row.model))  # without the cached properties of an earlier call
-    return make_problem(profile, row.cluster, global_batch_size=row.model.minibatch * row.cluster.devices)
+    return make_problem(
+        profile, row.cluster, global_batch_size=row.model.minibatch * row.cluster.devices, contention=False
+    )
 
 
 def measure(row: Configuration) -> float:

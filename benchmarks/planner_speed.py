@@ -28,10 +28,10 @@ def run() -> Iterator[Row]:
 
 def _published() -> Iterator[Row]:
     if why := find_missing_profiles():
-        yield Row("shared profiles", "at most 0.1 s", why, True)
+        yield Row("shared profiles", "at most 0.3 s", why, True)
         return
     for model in (*MODELS, BERT_LARGE):
-        wanted, hpgo = (2.0, HPGO["gnmt"]) if model is GNMT else (0.1, HPGO["others"])
+        wanted, hpgo = 0.3, HPGO["gnmt" if model is GNMT else "others"]
         texts, worst = [], 0.0
         for letter in "abc":
             seconds = measure(read_profile(model), config(letter), model.global_batch)
@@ -48,7 +48,7 @@ def _curve() -> Iterator[Row]:
             largest = layers == LAYERS[-1] and devices == DEVICES[-1]
             seconds = measure(synthetic(layers), config("a", devices), 4096, runs=1 if devices > 64 else 3)
             curves[f"{layers} layers"].append(seconds)
-            wanted, ok = ("at most 10 s", seconds <= 10) if largest else ("-", True)
+            wanted, ok = ("at most 15 s", seconds <= 15) if largest else ("-", True)
             yield Row(f"{layers} layers, {devices} devices in servers of 8", wanted, f"{seconds:.2f} s", ok)
     line_figure(
         "planner-speed.png",

@@ -29,12 +29,12 @@ class WholeSlices(PlanningProblem):
         return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
     def evaluate(
-        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, schedule: str | None = None
+        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, *more: Any, **options: Any
     ) -> Candidate | None:
         """Return the simulated candidate; None where a slice is too small or the memory does not fit."""
         if max(stage.replicas for stage in stages) * self.profile.batch_size > micro_batch_size:
             return None
-        return super().evaluate(stages, micro_batch_size, origin, schedule)
+        return super().evaluate(stages, micro_batch_size, origin, *more, **options)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Case:
     def choose(self) -> ScheduleChoice:
         """Return what ``schedule="auto"`` chooses for these stages, from the known costs in place of a profile."""
         costs = {self.micro_batches: self.predict(POLICIES[0]).costs}
-        return choose_schedule(costs, self.problem.cluster.device_memory, measured=True)
+        return choose_schedule(costs, self.problem.cluster.least_memory, measured=True)
 
     def make_steps(self) -> dict[str, Callable[[bool], Timeline | None]]:
         """Return a function for each policy that runs one step, and returns its timeline if called with True."""

@@ -38,7 +38,13 @@ class Convention:
         batch = model.global_batch if global_batch is None else global_batch
         sizes = list_micro_batch_sizes(batch, None)
         return self.problem(
-            self.profile(model), config(letter), batch, sizes, optimizer_slots=model.slots, overlap=self.overlap
+            self.profile(model),
+            config(letter),
+            batch,
+            sizes,
+            optimizer_slots=model.slots,
+            overlap=self.overlap,
+            contention=False,  # as in the paper's cost model
         )
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-import dapple_tf as dapple
 from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.common import Row
 from dapple_tf.planner.api import make_problem
@@ -125,9 +124,10 @@ def simulate_straight(profile: Profile, devices: int, micro_batch: int, memory: 
         micro_batch_size=micro_batch,
         schedule="dapple-a",
         recompute=True,
+        contention=False,
     )
     stages = fit_cuts(problem, [(device,) for device in range(devices)], micro_batch)
     if stages is None:
         return None
-    timeline = dapple.simulate(problem.make_plan(stages, micro_batch, "dapple-a", "straight"), profile, cluster)
+    timeline = problem.simulate(problem.make_plan(stages, micro_batch, "dapple-a", "straight"))
     return timeline if all(timeline.fits) else None

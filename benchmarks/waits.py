@@ -78,12 +78,13 @@ def waits(
     batch_size: int = 64,
     devices: Sequence[int] | None = None,
     samples: int | None = None,
+    extra_weights: int = 0,
 ) -> Timed:
     """Return a chain of ``stages`` layers that sleep for a set time per micro-batch, whatever its number of samples.
 
     With ``samples`` the times are of that many samples, and in proportion of others.
     ``devices``: the number of each layer's device; layers of one device sleep one after the other. By default each
-    layer has a device of its own.
+    layer has a device of its own. ``extra_weights``: of each layer, more weights (float32) that take nothing to use.
 
     ``forward``: seconds of forward. ``inputs``, ``weights``: seconds of backward for the gradients of a layer's inputs
     and of its weight. ``width``: columns (float32) of the tensor between layers, for ``batch_size`` samples. A variable
@@ -98,10 +99,14 @@ def waits(
     ]
     scale = tf.Variable(tf.ones([width]), name="scale")
 
+    extra = [tf.Variable(tf.zeros([extra_weights]), name=f"extra_{i}") for i in range(stages) if extra_weights]
+
     def loss_fn(x: Any, y: Any) -> Any:
         x = x * scale
-        for layer in layers:
+        for i, layer in enumerate(layers):
             x = layer(x)
+            if extra:
+                x = x + tf.reduce_sum(extra[i])
         return tf.reduce_mean(tf.square(x - y))
 
     generator = np.random.default_rng(0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dapple_tf.pipeline import pipeline
     from dapple_tf.plan import Plan
     from dapple_tf.planner.api import plan
+    from dapple_tf.planner.compare import compare
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.shard import shard
@@ -48,6 +49,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "analytic_profile",
+    "compare",
     "errors",
     "init",
     "keras",
@@ -70,6 +72,7 @@ _HOMES = {
     "Timeline": "dapple_tf.timeline.timeline",
     "Workload": "dapple_tf.commands.workload",
     "analytic_profile": "dapple_tf.profiling.analytic",
+    "compare": "dapple_tf.planner.compare",
     "init": "dapple_tf.devices",
     "pipeline": "dapple_tf.pipeline",
     "plan": "dapple_tf.planner.api",

@@ -11,6 +11,7 @@ import sys
 
 import click
 
+from dapple_tf.commands.compare import compare
 from dapple_tf.commands.plain import plain
 from dapple_tf.commands.plan import plan
 from dapple_tf.commands.profile import profile
@@ -30,7 +31,7 @@ def cli() -> None:
     """Pipelined training of unmodified TensorFlow 2 models."""
 
 
-for _command in (train, plain, verify, profile, plan, simulate, timeline, schedules):
+for _command in (train, plain, verify, profile, plan, simulate, compare, timeline, schedules):
     cli.add_command(_command)
 
 

@@ -112,7 +112,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         Microbatch(
             model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, schedule.split, plan.sizes
         ),
-        SplitConcat(plan.replicas, model.shared),  # before anything that has one node a replica
+        SplitConcat(plan.replicas, model.shared, plan.shares),  # before anything that has one node a replica
         *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
         CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
@@ -147,7 +147,7 @@ def window_passes(
         *([Recompute(model.runs)] if any(model.runs) else []),
         *([LookUpRows(model.lookups)] if model.lookups else []),
         Microbatch(model.stages, window.micro_batches, model.merges, model.loss),  # the calls of one minibatch
-        *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared)]),
+        *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared, plan.shares)]),
         Accumulate(),  # needs every backward; its sums are repeated too
         RepeatMinibatches(window, model.merges),  # gives calls their replicas, where these take minibatches in turn
         CopyVariables(trained),  # needs the replicas of all minibatches
@@ -171,7 +171,7 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
     schedule = forward_only(plan.worker_map, plan.micro_batches)
     return (
         Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, sizes=plan.sizes),
-        SplitConcat(plan.replicas, model.shared),
+        SplitConcat(plan.replicas, model.shared, plan.shares),
         CopyVariables(),
         *([WriteStatistics()] if model.statistics else []),
         Order(schedule),

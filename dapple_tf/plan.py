@@ -6,14 +6,17 @@ File format ``dapple-plan/1`` (JSON).
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.window_plan import WindowPlan
+from graph_passes.analysis.row_bounds import least_rows, whole_shares
 from graph_passes.passes.recompute import find_runs
 from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map_of
 from graph_passes.schedules.weight_versions import Versions, WeightPolicy
@@ -36,16 +39,33 @@ _NAMED_SIZES = 16  # in a description of a plan
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage: layers ``first_layer`` to ``last_layer`` (inclusive), with one replica on each of ``devices``."""
+    """A stage: layers ``first_layer`` to ``last_layer`` (inclusive), with one replica on each of ``devices``.
+
+    ``shares``: the rows of a micro-batch that each device takes, as numbers in their proportion; None is equal shares.
+    ``worker``: the virtual worker that the stage belongs to, if the plan has any (HetPipe).
+    """
 
     first_layer: int
     last_layer: int
     devices: tuple[int, ...]
+    shares: tuple[float, ...] | None = None
+    worker: int | None = None
 
     @property
     def replicas(self) -> int:
         """r, the number of devices among which each micro-batch is split."""
         return len(self.devices)
+
+    @cached_property
+    def row_shares(self) -> tuple[int, ...]:
+        """The shares as whole numbers (see ``whole_shares``); empty where they are equal."""
+        return whole_shares(self.shares or ())
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """The part of each micro-batch that each device takes; their sum is 1."""
+        total = sum(self.row_shares)
+        return tuple(share / total for share in self.row_shares) or (1 / self.replicas,) * self.replicas
 
 
 @dataclass(frozen=True)
@@ -57,8 +77,9 @@ class Plan:
     AllReduce starts during the last backward, layer by layer, not after it. ``micro_batch_sizes``: the samples of each
     micro-batch of a whole batch, where they were given; ``micro_batch_size`` is then the largest. A batch of another
     size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). ``window``: for asynchronous training;
-    the batch is then a window, and micro-batches are those of all its minibatches. Raises PlanError naming the field
-    that is wrong.
+    the batch is then a window, and micro-batches are those of all its minibatches. Where stages have a ``worker``, each
+    virtual worker is a pipeline of all layers, which runs ``micro_batches`` micro-batches of its own, an equal part of
+    the batch. Raises PlanError naming the field that is wrong.
     """
 
     model: str
@@ -83,8 +104,11 @@ class Plan:
             raise PlanError(f"micro_batches is {self.micro_batches}, but the window has {size} in all its minibatches")
         if self.micro_batch_sizes is not None:
             _check_sizes(self, self.micro_batch_sizes)
+        check_virtual_workers(self.stages)
         expected = 0
         for index, stage in enumerate(self.stages):
+            if index and stage.worker != self.stages[index - 1].worker:
+                expected = 0
             if stage.last_layer < stage.first_layer:
                 raise PlanError(
                     f"stages[{index}]: last_layer {stage.last_layer} is before first_layer {stage.first_layer}"
@@ -99,9 +123,15 @@ class Plan:
                 raise PlanError(
                     f"stages[{index}].devices is {list(stage.devices)}: name at least one device, each once, from 0"
                 )
+            _check_shares(index, stage)
             expected = stage.last_layer + 1
         if not isinstance(self.recompute, bool):
             _check_layers(self.recompute, expected)
+        if self.window is not None and self.window.in_turn and self.shares:
+            raise PlanError(
+                "stages have shares, but replicas take whole minibatches of an asynchronous window in turn: leave out "
+                "shares, or window"
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -117,6 +147,31 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """The ``row_shares`` of each stage; empty where no stage has unequal ones."""
+        shares = tuple(stage.row_shares for stage in self.stages)
+        return shares if any(shares) else ()
+
+    @property
+    def virtual_workers(self) -> tuple[Plan, ...]:
+        """The pipeline of each virtual worker on its part of the batch, as a plan of its own; empty without any."""
+        count = len({stage.worker for stage in self.stages if stage.worker is not None})
+        return tuple(
+            replace(
+                self,
+                global_batch_size=self.global_batch_size // count,
+                stages=tuple(replace(stage, worker=None) for stage in self.stages if stage.worker == worker),
+                predicted=None,
+            )
+            for worker in range(count)
+        )
+
+    @property
+    def least_samples(self) -> int:
+        """The fewest samples of a micro-batch of which every replica of every stage gets one."""
+        return max(least_rows(stage.replicas, stage.row_shares) for stage in self.stages)
 
     @property
     def worker_map(self) -> WorkerMap:
@@ -176,6 +231,10 @@ class Plan:
             del data["micro_batch_sizes"]
         if self.window is None:
             del data["window"]
+        for stage in data["stages"]:
+            for field in ("shares", "worker"):
+                if stage[field] is None:
+                    del stage[field]
         return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -212,6 +271,12 @@ def check_workers(plan: Plan) -> None:
                     f"stage {stages[0]} is on devices {list(devices)} and stage {stage} on "
                     f"{list(plan.stages[stage].devices)}: give them the same devices"
                 )
+            if plan.stages[stage].row_shares != plan.stages[stages[0]].row_shares:
+                raise PlanError(
+                    f"schedule {abbreviate_schedule(plan.schedule)} runs stages {list(stages)} on one worker, but "
+                    f"stages {stages[0]} and {stage} have unequal shares, {list(plan.stages[stages[0]].fractions)} and "
+                    f"{list(plan.stages[stage].fractions)}: give them the same"
+                )
         for device in devices:
             if device in stage_of:
                 raise PlanError(
@@ -219,6 +284,44 @@ def check_workers(plan: Plan) -> None:
                     "one stage, or in stages that the schedule runs on one worker"
                 )
             stage_of[device] = stages[0]
+
+
+def check_virtual_workers(stages: Sequence[StagePlan]) -> None:
+    """Raise PlanError unless no stage has a ``worker``, or each of 0, 1 ... has all layers on devices of its own."""
+    workers = [stage.worker for stage in stages]
+    if all(worker is None for worker in workers):
+        return
+    if workers != sorted(workers, key=lambda worker: -1 if worker is None else worker) or None in workers:
+        raise PlanError(f"the stages have the workers {workers}: give all stages one, in rising order from 0, or none")
+    if sorted(set(workers)) != list(range(len(set(workers)))):  # type: ignore[type-var]  # none is None
+        raise PlanError(f"the stages have the workers {sorted(set(workers))}: number them from 0")  # type: ignore[type-var]
+    ends = {stage.worker: stage.last_layer for stage in stages}
+    if len(set(ends.values())) > 1:
+        raise PlanError(f"the virtual workers end at the layers {list(ends.values())}: each must have all layers")
+    owner: dict[int, int | None] = {}
+    for index, stage in enumerate(stages):
+        if len(stage.devices) != 1:
+            raise PlanError(f"stages[{index}] of a virtual worker is on devices {list(stage.devices)}: give it one")
+        if stage.devices[0] in owner:
+            raise PlanError(f"device {stage.devices[0]} is in two stages of virtual workers: a device can be in one")
+        owner[stage.devices[0]] = stage.worker
+
+
+def _check_shares(index: int, stage: StagePlan) -> None:
+    """Raise PlanError unless the shares of stage ``index`` are absent, or a number above 0 for each device."""
+    if stage.shares is None:
+        return
+    if len(stage.shares) != stage.replicas:
+        raise PlanError(
+            f"stages[{index}].shares has {len(stage.shares)} numbers, but there are {stage.replicas} devices: give one "
+            "for each, or none for equal shares"
+        )
+    for place, share in enumerate(stage.shares):
+        if not (math.isfinite(share) and share > 0):
+            raise PlanError(
+                f"stages[{index}].shares[{place}] is {share}, not a finite number above 0: leave a device that is to "
+                "take no rows out of devices"
+            )
 
 
 def _check_layers(layers: tuple[int, ...], count: int) -> None:
@@ -295,7 +398,13 @@ def _from_json(data: Any) -> Plan:
         schedule=top.text("schedule", longest=_LONGEST_SCHEDULE),
         recompute=_read_recompute(top),
         stages=tuple(
-            StagePlan(stage.integer("first_layer"), stage.integer("last_layer"), stage.integers("devices"))
+            StagePlan(
+                stage.integer("first_layer"),
+                stage.integer("last_layer"),
+                stage.integers("devices"),
+                stage.numbers("shares") if stage.has("shares") else None,
+                stage.integer("worker") if stage.has("worker") else None,
+            )
             for stage in top.each("stages", known=[field.name for field in fields(StagePlan)])
         ),
         predicted=top.mapping("predicted") if top.has("predicted") else None,
@@ -307,7 +416,8 @@ def _from_json(data: Any) -> Plan:
     if plan.window is not None:  # its order follows from the window, which Plan has checked
         return plan
     try:
-        check_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        for part in plan.virtual_workers or (plan,):
+            check_schedule(part.schedule, len(part.stages), part.micro_batches)
     except ScheduleError as error:
         raise PlanError(f"schedule: {error}") from error
     return plan

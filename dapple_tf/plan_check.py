@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, check_workers
+from graph_passes.analysis.row_bounds import least_rows
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 from profiler.units import format_samples
@@ -11,10 +12,25 @@ from profiler.units import format_samples
 
 def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:
     """Raise PlanError, naming the stage, where the plan does not fit the profile's layers or the cluster's devices."""
+    if plan.virtual_workers:
+        _check_part_of_batch(plan)
+        for part in plan.virtual_workers:
+            check_plan(part, profile, cluster)
+        return
     _check_batch(plan)
     _check_layers(plan, profile)
     _check_devices(plan, cluster)
     _check_positions(plan, profile)
+
+
+def _check_part_of_batch(plan: Plan) -> None:
+    count = len(plan.virtual_workers)
+    if plan.micro_batch_size * plan.micro_batches * count != plan.global_batch_size or plan.sizes or plan.window:
+        raise PlanError(
+            f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} x {count} virtual workers "
+            f"is not global_batch_size {plan.global_batch_size}: virtual workers take equal parts of the batch, in "
+            "equal micro-batches, and have no asynchronous windows"
+        )
 
 
 def _check_batch(plan: Plan) -> None:
@@ -35,6 +51,19 @@ def _check_batch(plan: Plan) -> None:
             raise PlanError(
                 f"stage {index} has {stage.replicas} replicas, but a micro-batch has "
                 f"{format_samples(least)}: use larger micro-batches or fewer replicas"
+            )
+    check_shares(plan, least)
+
+
+def check_shares(plan: Plan, least: int) -> None:
+    """Raise PlanError if a replica gets no row of a micro-batch of ``least`` samples because its share is too small."""
+    for index, stage in enumerate(plan.stages):
+        if stage.row_shares and least_rows(stage.replicas, stage.row_shares) > least:
+            place = stage.fractions.index(min(stage.fractions))
+            raise PlanError(
+                f"stage {index}: device {stage.devices[place]} has the share {stage.fractions[place]:.4g} of the rows, "
+                f"and would get none of a micro-batch of {format_samples(least)}: use micro-batches of at least "
+                f"{least_rows(stage.replicas, stage.row_shares)}, or leave the device out"
             )
 
 
@@ -67,7 +96,14 @@ def _check_positions(plan: Plan, profile: Profile) -> None:
                 f"{_list_some(profile, start)}"
             )
         before, after = plan.replicas[index - 1], plan.replicas[index]
-        if before != after and start in profile.unsplittable:
+        if start not in profile.unsplittable:
+            continue
+        if plan.stages[index - 1].row_shares != plan.stages[index].row_shares:
+            raise PlanError(
+                f"stages {index - 1} and {index} have unequal shares, but what crosses the cut at layer {start} "
+                f"({name}) cannot be split: give both stages the same shares, or cut elsewhere"
+            )
+        if before != after:
             raise PlanError(
                 f"stages {index - 1} and {index} have {before} and {after} replicas, but what crosses the cut at layer "
                 f"{start} ({name}) cannot be split: give both stages the same number of replicas, or cut elsewhere"

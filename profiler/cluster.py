@@ -5,12 +5,13 @@ File format ``dapple-cluster/1`` (YAML or JSON).
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,29 +22,29 @@ from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
 from profiler.fields import Fields
 from profiler.files import write_atomically
+from profiler.link import Link
+from profiler.link_graph import Links, join_by_switch, route
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json, read_text, read_yaml
-from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity, parse_quantity
+from profiler.servers import (
+    DeviceKind,
+    Server,
+    check_above_zero,
+    check_kinds,
+    check_servers,
+    devices_to_data,
+    kind_to_data,
+    parse_field,
+    read_kinds,
+    read_servers,
+)
+from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
+
+__all__ = ["EXECUTIONS", "FORMAT", "IN_PROCESS", "Cluster", "DeviceKind", "Link", "Server"]
 
 FORMAT = "dapple-cluster/1"
 
-_MOST_DEVICES = 100_000  # of a cluster in a file
-
-
-@dataclass(frozen=True)
-class Server:
-    """A machine and its number of devices."""
-
-    name: str
-    devices: int
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link: ``bandwidth`` in bytes per second, ``latency`` in seconds."""
-
-    bandwidth: float
-    latency: float
+EXECUTIONS = ("sync", "async")
 
 
 # Between devices of one process, which share its memory: a tensor is not copied.
@@ -58,28 +59,32 @@ _BETWEEN_PROCESSES = Link(bandwidth=2.5e9, latency=0.5e-3)
 class Cluster:
     """Servers and their links. Devices are numbered from 0, server by server.
 
-    ``device_memory``: bytes of each device. ``intra_server``: the link between devices of one server.
-    ``inter_server``: the network interface of each server. ``links``: pairs of server names that have a link of their
-    own, in either order; a pair of one name twice is the link inside that server. Raises ClusterError naming the field
-    that is wrong.
+    ``device_memory``: bytes of each device whose kind gives none; None where every kind gives its own.
+    ``intra_server``: the link between devices of one server. ``inter_server``: the network interface of each server.
+    ``links``: pairs of server names that have a link of their own, in either order; a pair of one name twice is the
+    link inside that server. ``kinds``: by the names that servers use. ``execution``: "async" where communication leaves
+    the devices free to compute (BaPipe, section 3.2), else "sync". Raises ClusterError naming the field that is wrong.
     """
 
     servers: tuple[Server, ...]
-    device_memory: float
+    device_memory: float | None
     intra_server: Link
     inter_server: Link
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    kinds: Mapping[str, DeviceKind] = field(default_factory=dict)
+    execution: str = "sync"
 
     def __post_init__(self) -> None:
-        _check_servers(self.servers)
-        _check_above_zero("device_memory", self.device_memory)
+        check_servers(self.servers)
+        if self.device_memory is not None:
+            check_above_zero("device_memory", self.device_memory)
+        if self.execution not in EXECUTIONS:
+            raise ClusterError(f"execution is {quote(self.execution)}, not {' or '.join(map(repr, EXECUTIONS))}")
+        check_kinds(self.servers, self.kinds, self.device_memory)
         _check_link("intra_server", self.intra_server)
         _check_link("inter_server", self.inter_server)
-        names = {server.name: None for server in self.servers}
+        _check_names(self.links, [server.name for server in self.servers])
         for (a, b), link in self.links.items():
-            for name in (a, b):
-                if name not in names:
-                    raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {quote(list(names))}")
             if a != b and (b, a) in self.links:
                 raise ClusterError(f"links: {a!r} to {b!r} is given twice: a link has no direction")
             _check_link(f"links: {a!r} to {b!r}", link)
@@ -95,6 +100,62 @@ class Cluster:
     def devices(self) -> int:
         """The number of devices."""
         return len(self.homes)
+
+    @cached_property
+    def device_kinds(self) -> tuple[str | None, ...]:
+        """The kind of each device; None for one without a kind."""
+        return tuple(itertools.chain.from_iterable(server.kinds or [None] * server.devices for server in self.servers))
+
+    @cached_property
+    def memories(self) -> tuple[float, ...]:
+        """The bytes of each device."""
+        of_kind = {kind: self._memory_of_kind(kind) for kind in set(self.device_kinds)}
+        return tuple(of_kind[kind] for kind in self.device_kinds)
+
+    @cached_property
+    def least_memory(self) -> float:
+        """The bytes of the device that has fewest."""
+        return min(self.memories)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all devices are of one kind, or none has a kind."""
+        return len(set(self.device_kinds)) == 1
+
+    def kind_of(self, device: int) -> str | None:
+        """Return the name of a device's kind; None for one without a kind."""
+        return self.device_kinds[device]
+
+    def memory_of(self, device: int) -> float:
+        """Return the bytes of a device's memory."""
+        return self.memories[device]
+
+    def speed_of(self, device: int) -> float | None:
+        """Return a device's speed (see ``DeviceKind``): 1 for one without a kind, None where its kind gives none."""
+        return self.kind_speed(self.device_kinds[device])
+
+    def kind_speed(self, kind: str | None) -> float | None:
+        """Return the speed of the devices of ``kind``; see ``speed_of``."""
+        return 1.0 if kind is None else self.kinds[kind].speed
+
+    def only_kind(self, kind: str | None) -> tuple[Cluster, tuple[int, ...]]:
+        """Return the cluster of the devices of one kind, and which of this cluster's devices they are, in their order.
+
+        The devices of the new cluster have no kind; their memory is its ``device_memory``.
+        """
+        devices = tuple(device for device, own in enumerate(self.device_kinds) if own == kind)
+        counts = collections.Counter(self.homes[device] for device in devices)
+        servers = tuple(Server(self.servers[home].name, count) for home, count in counts.items())
+        names = {server.name for server in servers}
+        links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
+        memory = self._memory_of_kind(kind)
+        return replace(self, servers=servers, device_memory=memory, links=links, kinds={}), devices
+
+    def _memory_of_kind(self, kind: str | None) -> float:
+        own = None if kind is None else self.kinds[kind].memory
+        memory = self.device_memory if own is None else own
+        assert memory is not None, "checked when the cluster was made"
+        return memory
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two servers (by index), or inside one."""
@@ -120,7 +181,9 @@ class Cluster:
     def load(path: str | os.PathLike[str]) -> Cluster:
         """Read a cluster from a JSON or YAML file; ClusterError names the file and the field that is wrong.
 
-        ``inter_server`` may be missing if there is one server, and ``intra_server`` if every server has one device.
+        ``inter_server`` may be missing if there is one server, or if ``links`` and ``switches`` connect all servers: a
+        pair without a link of its own then uses the best way over several (see ``route``). ``intra_server`` may be
+        missing if every server has one device. A switch joins every two of its servers by the same link.
         """
         with naming_file(path, ClusterError):
             return _from_data(_read(path))
@@ -171,43 +234,27 @@ class Cluster:
         )
 
 
-def _check_servers(servers: tuple[Server, ...]) -> None:
-    if not servers:
-        raise ClusterError("servers is empty: a cluster needs at least one server")
-    first: dict[str, int] = {}
-    for index, server in enumerate(servers):
-        if not server.name:
-            raise ClusterError(f"servers[{index}].name is empty: every server needs a name of its own")
-        if first.setdefault(server.name, index) != index:
-            raise ClusterError(
-                f"servers[{index}].name is {server.name!r}, as is that of servers[{first[server.name]}]: every server "
-                "needs a name of its own"
-            )
-        if server.devices < 1:
-            raise ClusterError(f"servers[{index}].devices is {server.devices}; it must be at least 1")
-
-
-def _check_above_zero(where: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ClusterError(f"{where} is {value}, not a finite number above 0")
-
-
 def _check_link(where: str, link: Link) -> None:
-    _check_above_zero(f"{where}.bandwidth", link.bandwidth)
+    check_above_zero(f"{where}.bandwidth", link.bandwidth)
     if not (math.isfinite(link.latency) and link.latency >= 0):
         raise ClusterError(f"{where}.latency is {link.latency}, not a finite number of at least 0")
 
 
 def _to_data(cluster: Cluster) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "device_memory": format_quantity(cluster.device_memory, BYTES),
-        "servers": [{"name": server.name, "devices": server.devices} for server in cluster.servers],
+    data: dict[str, Any] = {"format": FORMAT}
+    if cluster.device_memory is not None:
+        data["device_memory"] = format_quantity(cluster.device_memory, BYTES)
+    data |= {
+        "servers": [{"name": server.name, "devices": devices_to_data(server)} for server in cluster.servers],
         "intra_server": _link_to_data(cluster.intra_server),
         "inter_server": _link_to_data(cluster.inter_server),
     }
     if cluster.links:
         data["links"] = [{"between": list(pair), **_link_to_data(link)} for pair, link in cluster.links.items()]
+    if cluster.kinds:
+        data["kinds"] = {name: kind_to_data(kind) for name, kind in cluster.kinds.items()}
+    if cluster.execution != "sync":
+        data["execution"] = cluster.execution
     return data
 
 
@@ -228,20 +275,36 @@ def _read(path: str | os.PathLike[str]) -> Any:
 
 
 def _from_data(data: Any) -> Cluster:
-    known = ("device_memory", "servers", "intra_server", "inter_server", "links")
+    known = ("device_memory", "servers", "intra_server", "inter_server", "links", "switches", "kinds", "execution")
     top = Fields.of(data, ClusterError, known=known, file_format=FORMAT)
-    servers = tuple(
-        Server(server.text("name"), server.integer("devices"))
-        for server in top.each("servers", known=("name", "devices"))
-    )
-    if sum(server.devices for server in servers) > _MOST_DEVICES:
-        raise ClusterError(f"servers have more than {_MOST_DEVICES} devices together, which is more than is plausible")
+    servers = read_servers(top)
     intra, inter = (_link_of(top, key) for key in ("intra_server", "inter_server"))
-    if inter is None and len(servers) > 1:
-        raise ClusterError(f"inter_server is missing, but there are {len(servers)} servers")
     if intra is None and any(server.devices > 1 for server in servers):
         raise ClusterError("intra_server is missing, but a server has several devices")
-    links: dict[tuple[str, str], Link] = {}
+    links = _read_links(top)
+    names = [server.name for server in servers]
+    if inter is None and len(servers) > 1:
+        if not any(a != b for a, b in links):
+            raise ClusterError(f"inter_server is missing, but there are {len(servers)} servers")
+        _check_names(links, names)
+        links = route(names, links)
+        inter = min((link for (a, b), link in links.items() if a != b), key=lambda link: link.bandwidth)  # of no pair
+    kinds = read_kinds(top)
+    given_by_kinds = not top.has("device_memory") and (bool(kinds) or any(server.kinds for server in servers))
+    return Cluster(
+        servers=servers,
+        device_memory=None if given_by_kinds else parse_field(top, "device_memory", BYTES),
+        intra_server=intra or inter or IN_PROCESS,
+        inter_server=inter or intra or IN_PROCESS,
+        links=links,
+        kinds=kinds,
+        execution=top.text("execution") if top.has("execution") else "sync",
+    )
+
+
+def _read_links(top: Fields) -> Links:
+    """Return the links of pairs of servers: those that the file gives, then those of its switches."""
+    links: Links = {}
     for item in top.each("links", known=("between", "bandwidth", "latency")) if top.has("links") else ():
         pair = item.texts("between")
         if len(pair) != 2:
@@ -249,13 +312,29 @@ def _from_data(data: Any) -> Cluster:
         if pair in links or pair[::-1] in links:
             raise ClusterError(f"{item.where}between: the link of {pair[0]!r} and {pair[1]!r} is given twice")
         links[pair[0], pair[1]] = _parse_link(item)
-    return Cluster(
-        servers=servers,
-        device_memory=_parse(top, "device_memory", BYTES),
-        intra_server=intra or inter or IN_PROCESS,
-        inter_server=inter or intra or IN_PROCESS,
-        links=links,
-    )
+    switch_of: dict[frozenset[str], str] = {}
+    known = ("name", "servers", "bandwidth", "latency")
+    for item in top.each("switches", known=known) if top.has("switches") else ():
+        name, servers = item.text("name"), item.texts("servers")
+        if len(servers) < 2 or len(set(servers)) < len(servers):
+            raise ClusterError(f"{item.where}servers is {quote(list(servers))}: name two or more servers, each once")
+        for pair in itertools.combinations(servers, 2):
+            if (other := switch_of.setdefault(frozenset(pair), name)) != name:
+                raise ClusterError(
+                    f"{item.where}servers: {pair[0]!r} and {pair[1]!r} are both on switch {name!r} and on {other!r}: "
+                    "leave them out of one, or give their link in links"
+                )
+        links = join_by_switch(links, servers, _parse_link(item))
+    return links
+
+
+def _check_names(links: Mapping[tuple[str, str], Link], names: Sequence[str]) -> None:
+    """Raise ClusterError for a link of a server that does not exist."""
+    known = set(names)
+    for a, b in links:
+        for name in (a, b):
+            if name not in known:
+                raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {quote(list(names))}")
 
 
 def _link_of(top: Fields, key: str) -> Link | None:
@@ -263,9 +342,4 @@ def _link_of(top: Fields, key: str) -> Link | None:
 
 
 def _parse_link(item: Fields) -> Link:
-    return Link(_parse(item, "bandwidth", BYTES_A_SECOND), _parse(item, "latency", SECONDS))
-
-
-def _parse(item: Fields, key: str, units: Mapping[str, Any]) -> float:
-    with naming_file(item.where + key, ClusterError):
-        return parse_quantity(item.scalar(key), units)
+    return Link(parse_field(item, "bandwidth", BYTES_A_SECOND), parse_field(item, "latency", SECONDS))

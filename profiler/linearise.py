@@ -57,6 +57,14 @@ def linearise(profile: Profile) -> Chain:
     return cut_chain(profile, _kept_positions(profile))
 
 
+def without_unsplittable_cuts(chain: Chain) -> Chain:
+    """Return the chain without the cuts at which stages of unequal replica counts cannot meet."""
+    if chain.splittable.all():
+        return chain
+    inner = zip(chain.positions[1:-1], chain.splittable.tolist(), strict=True)
+    return cut_chain(chain.profile, [position for position, splittable in inner if splittable])
+
+
 def cut_chain(profile: Profile, inner: Sequence[int]) -> Chain:
     """Return the chain of a profile that is cut at the positions ``inner``, ascending."""
     crossing = profile.crossing_bytes()

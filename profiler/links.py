@@ -65,7 +65,7 @@ def probe(
     hvd.init()
     hosts = find_hosts(_gather(hvd, server or socket.gethostname()))
     here = next(host for host in hosts if hvd.rank() in host.ranks)
-    mine = Cluster.detect(len(here.ranks), environment={}).device_memory if device_memory is None else device_memory
+    mine = Cluster.detect(len(here.ranks), environment={}).least_memory if device_memory is None else device_memory
     memory = min(_gather(hvd, mine))
     timed: dict[Pair, dict[int, list[float]]] = {}
     for pairs in find_rounds(hosts):

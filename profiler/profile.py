@@ -5,11 +5,12 @@ File format ``dapple-profile/1`` (JSON).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +31,21 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class KindSeconds:
+    """Seconds of one layer for the profile's batch on devices of one kind."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """Costs of one layer for the profile's batch.
 
     ``activation_bytes``: outputs that later layers read, each counted once. ``stash_bytes``: tensors that are kept from
     forward for backward. ``parameter_bytes``: weights; these do not grow with the batch. ``weights_seconds``: the part
-    of backward that computes gradients of weights, where it was measured.
+    of backward that computes gradients of weights, where it was measured. ``kinds``: the seconds on devices of other
+    kinds, by the kind's name in a cluster, where they were measured.
     """
 
     name: str
@@ -45,6 +55,7 @@ class LayerCost:
     stash_bytes: float
     parameter_bytes: float
     weights_seconds: float | None = None
+    kinds: Mapping[str, KindSeconds] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,17 @@ class Profile:
         """
         return self.backward_seconds(samples) * self._weights_share
 
+    def of_kind(self, kind: str | None, speed: float | None = 1.0) -> Profile:
+        """Return the profile of the same model on devices of ``kind``, which are ``speed`` times as fast.
+
+        A layer that has seconds of this kind takes these; at other batch sizes they keep their ratio to the profile's
+        own. Any other layer takes its seconds / ``speed``. None is the kind of the device of the profile. Raises
+        ProfileError, naming the layer, where a layer has no seconds of this kind and there is no speed.
+        """
+        if (kind, speed) not in self._of_kinds:
+            self._of_kinds[kind, speed] = _on_kind(self, kind, speed)
+        return self._of_kinds[kind, speed]
+
     def crossing_bytes(self) -> Floats:
         """Return the bytes that cross each cut, for the profile's batch; entry p - 1 is the cut before layer p.
 
@@ -182,6 +204,10 @@ class Profile:
         """Read a profile; ProfileError names the file and the field that is wrong."""
         with naming_file(path, ProfileError):
             return _from_json(read_json(path, ProfileError))
+
+    @cached_property
+    def _of_kinds(self) -> dict[tuple[str | None, float | None], Profile]:
+        return {}
 
     @cached_property
     def _weights_share(self) -> Floats:
@@ -254,7 +280,8 @@ def _interpolate(sizes: Sequence[int], times: Floats, samples: float) -> Floats:
     return line
 
 
-_COSTS = tuple(field.name for field in fields(LayerCost)[1:] if field.name != "weights_seconds")  # all have them
+_SECONDS = ("forward_seconds", "backward_seconds")
+_COSTS = (*_SECONDS, "activation_bytes", "stash_bytes", "parameter_bytes")  # of every layer
 _LARGEST = 1e18  # sums and products of such values are still finite
 
 
@@ -277,6 +304,9 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
             )
         for field in _COSTS:
             _check_figure(f"layers[{index}].{field} ({layer.name})", getattr(layer, field))
+        for kind, seconds in layer.kinds.items():
+            for name in _SECONDS:
+                _check_figure(f"layers[{index}].kinds.{kind}.{name} ({layer.name})", getattr(seconds, name))
         if layer.weights_seconds is not None:
             where = f"layers[{index}].weights_seconds ({layer.name})"
             _check_figure(where, layer.weights_seconds)
@@ -285,6 +315,39 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
                     f"{where} is {layer.weights_seconds:g}, more than its backward_seconds "
                     f"{layer.backward_seconds:g}, of which it is a part"
                 )
+
+
+def _on_kind(profile: Profile, kind: str | None, speed: float | None) -> Profile:
+    """Return ``profile.of_kind(kind, speed)``; the profile itself where nothing differs."""
+    if kind is None or (speed == 1.0 and not any(kind in layer.kinds for layer in profile.layers)):
+        return profile
+    layers = []
+    for index, layer in enumerate(profile.layers):
+        own = layer.kinds.get(kind)
+        if own is None and speed is None:
+            raise ProfileError(
+                f"layers[{index}].kinds ({layer.name}) has no seconds of {kind!r}, and the cluster gives that kind no "
+                f"speed: add kinds.{kind}.speed to the cluster, or the layer's seconds on such a device to the profile"
+            )
+        own = own or KindSeconds(layer.forward_seconds / (speed or 1.0), layer.backward_seconds / (speed or 1.0))
+        weights = layer.weights_seconds
+        if weights:  # keeps its share of backward
+            weights = min(own.backward_seconds, weights / layer.backward_seconds * own.backward_seconds)
+        layers.append(replace(layer, **asdict(own), weights_seconds=weights, kinds={}))
+    timings = tuple(
+        Timing(timing.batch_size, *(_on_kind_at(profile, layers, timing, seconds) for seconds in _SECONDS))
+        for timing in profile.timings
+    )
+    return replace(profile, device=kind, layers=tuple(layers), timings=timings, whole=None, error=None)
+
+
+def _on_kind_at(profile: Profile, on_kind: Sequence[LayerCost], timing: Timing, seconds: str) -> tuple[float, ...]:
+    """Return the seconds of every layer on devices of a kind at another batch size; ``on_kind``: at the profile's."""
+    found = []
+    for layer, own, value in zip(profile.layers, on_kind, getattr(timing, seconds), strict=True):
+        before, after = getattr(layer, seconds), getattr(own, seconds)
+        found.append(value * (after / before) if before else after * timing.batch_size / profile.batch_size)
+    return tuple(found)
 
 
 def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> None:
@@ -325,31 +388,42 @@ def _to_json(profile: Profile) -> dict[str, Any]:
     for layer in data["layers"]:
         if layer["weights_seconds"] is None:
             del layer["weights_seconds"]
+        if not layer["kinds"]:
+            del layer["kinds"]
     return {"format": FORMAT, **data}
 
 
 def _from_json(data: Any) -> Profile:
     top = Fields.of(data, ProfileError, known=[field.name for field in fields(Profile)], file_format=FORMAT)
-    seconds = ("forward_seconds", "backward_seconds")
-    whole = top.inner("whole", known=seconds) if top.has("whole") else None
+    whole = top.inner("whole", known=_SECONDS) if top.has("whole") else None
     return Profile(
         model=top.text("model"),
         batch_size=top.integer("batch_size"),
         device=top.text("device"),
         layers=tuple(
-            replace(
-                LayerCost(layer.text("name"), *(layer.number(field) for field in _COSTS)),
+            LayerCost(
+                name=layer.text("name"),
+                **{field: layer.number(field) for field in _COSTS},
                 weights_seconds=layer.number("weights_seconds") if layer.has("weights_seconds") else None,
+                kinds=_read_kinds(layer),
             )
-            for layer in top.each("layers", known=("name", *_COSTS, "weights_seconds"))
+            for layer in top.each("layers", known=("name", *_COSTS, "weights_seconds", "kinds"))
         ),
         edges=top.pairs("edges") if top.has("edges") else None,
         timings=tuple(
-            Timing(timing.integer("batch_size"), *(timing.numbers(field) for field in seconds))
-            for timing in (top.each("timings", known=("batch_size", *seconds)) if top.has("timings") else ())
+            Timing(timing.integer("batch_size"), *(timing.numbers(name) for name in _SECONDS))
+            for timing in (top.each("timings", known=("batch_size", *_SECONDS)) if top.has("timings") else ())
         ),
         uncuttable=top.integers("uncuttable") if top.has("uncuttable") else (),
         unsplittable=top.integers("unsplittable") if top.has("unsplittable") else (),
-        whole=None if whole is None else WholeModel(*(whole.number(field) for field in seconds)),
+        whole=None if whole is None else WholeModel(*(whole.number(name) for name in _SECONDS)),
         error=top.number("error") if top.has("error") else None,
     )
+
+
+def _read_kinds(layer: Fields) -> dict[str, KindSeconds]:
+    found = {}
+    for name in layer.mapping("kinds") if layer.has("kinds") else ():
+        kind = Fields(layer.mapping("kinds"), ProfileError, f"{layer.where}kinds.").inner(name, known=_SECONDS)
+        found[name] = KindSeconds(*(kind.number(seconds) for seconds in _SECONDS))
+    return found

@@ -29,6 +29,7 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
+from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.window_stages import check_window_size, window_plan
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.timeline import Timeline
@@ -241,6 +242,8 @@ class Autoplan:
         if self._request.stages_are_auto:
             check_enough_layers(self._request, layers)
             decision = choose_stages(inputs)
+            if self._request.recompute is False:
+                return decision  # the planner re-computes where memory is short
             recompute = choose_recompute(self._request.recompute, layers, decision.plan.stages)
             return decision.with_recompute(recompute)
         plan = plan_requested_stages(self._request, layers, costs, inputs.samples, inputs.devices)
@@ -262,6 +265,7 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
         check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
+        check_shares(plan, min(sizes, default=samples // plan.micro_batches))
     except PlanError as error:
         if samples == plan.global_batch_size:
             raise

@@ -43,21 +43,27 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     """Return ``plan`` for a batch of ``samples``: with fewer micro-batches, then fewer replicas, where it is too small.
 
     Micro-batches of given sizes keep their proportion, or become equal where one would be too small. Every replica of
-    every stage then gets at least one sample of every micro-batch. An asynchronous window keeps its plan; raises
-    PlanError where the batch is too small for it.
+    every stage then gets at least one sample of every micro-batch. A batch too small for the shares of some replica is
+    shared equally. An asynchronous window keeps its plan; raises PlanError where the batch is too small for it.
     """
     if plan.window is not None:
         check_window_size(samples, plan.micro_batches, (1,) if plan.window.in_turn else plan.replicas)
         return plan
-    if fit_sizes(samples, plan.sizes, max(plan.replicas)):
+    if fit_sizes(samples, plan.sizes, plan.least_samples):
         return plan
     if plan.sizes:
         equal = -(-plan.global_batch_size // plan.micro_batches)
         plan = dataclasses.replace(plan, micro_batch_size=equal, micro_batch_sizes=None)
+    if samples < plan.least_samples and plan.shares:
+        plan = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, shares=None) for s in plan.stages))
     replicas = min(max(plan.replicas), samples)
-    micro_batches = fit_micro_batches(samples, plan.micro_batches, max(plan.replicas))
+    micro_batches = fit_micro_batches(samples, plan.micro_batches, plan.least_samples)
     if micro_batches == plan.micro_batches and replicas == max(plan.replicas):
         return plan
-    stages = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages)
+    stages = plan.stages
+    if replicas < max(plan.replicas):
+        stages = tuple(
+            StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages
+        )
     schedule = truncate_schedule(plan.schedule, micro_batches)
     return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)

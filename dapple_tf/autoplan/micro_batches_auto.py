@@ -24,7 +24,7 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
     problem = dataclasses.replace(problem, recompute=plan.recompute)
-    sizes = [size for size in problem.micro_batch_sizes if size >= max(plan.replicas)]
+    sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
     choice = choose_profiled_schedule(problem, plan.stages, sizes)
     size = problem.global_batch_size // choice.micro_batches
     chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")

@@ -212,6 +212,12 @@ def check_conflicts(request: Request, plan: Plan | None, cluster: Cluster | None
         raise PlanError("give a plan, or slice, not both: a plan's schedule and micro_batch_sizes say what is sliced")
     if plan is None and request.slice is not None and request.stages_are_auto:
         raise PlanError(f"slice={request.slice!r} with stages='auto': give a number, or the layers that start a stage")
+    if plan is not None and plan.virtual_workers:
+        raise PlanError(
+            f"the plan has {len(plan.virtual_workers)} virtual workers, which cut the model each in its own way: a "
+            "layer would have its weights in several stages, which is simulated but does not run; make a plan with "
+            "planner 'best', or with planner 'hetpipe' and policy='ED', whose virtual workers may be equal"
+        )
     if plan is not None and plan.window is not None and request.window is None:
         raise PlanError(
             f"the plan is for asynchronous windows of {plan.window.minibatches} minibatches: give mode='async' (on the "

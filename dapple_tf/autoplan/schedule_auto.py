@@ -13,10 +13,13 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import StagePlan
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import POLICIES, fastest_schedule, stage_cost_arrays
+from dapple_tf.planner.pricing import POLICIES, fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
+from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import (
@@ -84,13 +87,18 @@ class ScheduleChoice:
 
 
 def choose_schedule(
-    costs: Mapping[int, Sequence[StageCosts]], memory: float, *, policies: Sequence[str] = POLICIES, measured: bool
+    costs: Mapping[int, Sequence[StageCosts]],
+    memory: float,
+    *,
+    policies: Sequence[str] = POLICIES,
+    measured: bool,
+    flows: Flows | None = None,
 ) -> ScheduleChoice:
     """Return the fastest of ``policies`` over all numbers of micro-batches M; of equally fast ones the first.
 
-    ``costs``: of each stage, by M. ``memory``: bytes of a device. D is what the memory holds (DAPPLE, V.C). Raises
-    PlanError where no M fits the memory, naming the stage, the missing bytes and the remedies; and ScheduleError for
-    explicit K_i, or explicit actions, that cannot run.
+    ``costs``: of each stage, by M. ``memory``: bytes of a device. ``flows``: what the stages share. D is what the
+    memory holds (DAPPLE, V.C). Raises PlanError where no M fits the memory, naming the stage, the missing bytes and the
+    remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot run.
     """
     for policy in policies:
         if count_stages(policy):
@@ -98,8 +106,8 @@ def choose_schedule(
             build_schedule(policy, len(costs[largest]), count_micro_batches(policy, costs) or largest)
     best: ScheduleChoice | None = None
     for m, stages in sorted(costs.items()):
-        rows = stage_cost_arrays(stages)
-        found = [fastest_schedule(rows, m, usable_bytes(memory), policy) for policy in policies]
+        rows, network = stage_cost_arrays(stages), make_network(flows, stages)
+        found = [fastest_schedule(rows, m, usable_bytes(memory), policy, network) for policy in policies]
         seconds = {entry.schedule: entry.seconds for entry in found if entry.seconds < float("inf")}
         if not seconds:
             continue
@@ -121,26 +129,30 @@ def choose_profiled_schedule(
 
     Raises PlanError where the stages do not fit the profile or the cluster.
     """
-    memory = problem.cluster.device_memory
+    memory, flows = problem.cluster.least_memory, problem.find_flows(stages)
     if problem.schedule != "auto":
         costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, problem.schedule)
-        choice = choose_schedule(costs, memory, policies=(problem.schedule,), measured=True)
-        return with_found_order(choice, stages, costs) if is_searched(problem.schedule) else choice
+        choice = choose_schedule(costs, memory, policies=(problem.schedule,), measured=True, flows=flows)
+        return with_found_order(choice, stages, costs, flows) if is_searched(problem.schedule) else choice
     costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, POLICIES[0])
-    choice = choose_schedule(costs, memory, measured=True)
+    choice = choose_schedule(costs, memory, measured=True, flows=flows)
     if len(stages) == 1:
         return choice
     size = problem.global_batch_size // choice.micro_batches
-    return _with_split_backward(choice, _costs_by_micro_batches(problem, stages, [size], STRAIGHT_ZERO_BUBBLE[0]))
+    split = _costs_by_micro_batches(problem, stages, [size], STRAIGHT_ZERO_BUBBLE[0])
+    return _with_split_backward(choice, split, flows)
 
 
 def with_found_order(
-    choice: ScheduleChoice, stages: Sequence[StagePlan], costs: Mapping[int, Sequence[StageCosts]]
+    choice: ScheduleChoice,
+    stages: Sequence[StagePlan],
+    costs: Mapping[int, Sequence[StageCosts]],
+    flows: Flows | None = None,
 ) -> ScheduleChoice:
-    """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M."""
-    workers = worker_map_of(choice.schedule, len(stages))
-    found = search_order(workers, choice.micro_batches, costs[choice.micro_batches], choice.memory)
-    seconds = {**choice.seconds, choice.schedule: found.seconds}
+    """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M, without contention."""
+    workers, own = worker_map_of(choice.schedule, len(stages)), costs[choice.micro_batches]
+    found = search_order(workers, choice.micro_batches, own, choice.memory)
+    seconds = {**choice.seconds, choice.schedule: _seconds_of(found, own, flows)}
     return dataclasses.replace(choice, seconds=seconds, found=found)
 
 
@@ -158,19 +170,26 @@ def _costs_by_micro_batches(
     return costs
 
 
-def _with_split_backward(choice: ScheduleChoice, costs: Mapping[int, Sequence[StageCosts]]) -> ScheduleChoice:
+def _seconds_of(found: FoundOrder, costs: Sequence[StageCosts], flows: Flows | None) -> float:
+    """Return the seconds of a step in this order, with contention."""
+    return execute(encode(found.schedule), costs, flows).step_seconds
+
+
+def _with_split_backward(
+    choice: ScheduleChoice, costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
+) -> ScheduleChoice:
     """Return the choice, or the fastest schedule that splits backwards, for the same M, where that gains enough.
 
     ``costs``: of each stage where backwards are split.
     """
     m = choice.micro_batches
-    rows = stage_cost_arrays(costs[m])
-    tried = [fastest_schedule(rows, m, usable_bytes(choice.memory), policy) for policy in STRAIGHT_ZERO_BUBBLE]
+    rows, network, memory = stage_cost_arrays(costs[m]), make_network(flows, costs[m]), usable_bytes(choice.memory)
+    tried = [fastest_schedule(rows, m, memory, policy, network) for policy in STRAIGHT_ZERO_BUBBLE]
     seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
     found = None
     if any(entry.seconds < float("inf") for entry in tried):
         found = search_order(WorkerMap.straight(len(costs[m])), m, costs[m], choice.memory)
-        seconds[ZERO_BUBBLE_AUTO] = found.seconds
+        seconds[ZERO_BUBBLE_AUTO] = _seconds_of(found, costs[m], flows)
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
     least = min(split.values(), default=float("inf"))
     if least > choice.seconds[choice.schedule] * (1 - _MIN_SPLIT_GAIN):

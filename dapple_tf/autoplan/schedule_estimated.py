@@ -18,7 +18,8 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.plan import Plan
 from dapple_tf.planner.pricing import POLICIES
-from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.contention import plan_flows
+from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.analysis.variable_use import find_variables
@@ -62,16 +63,17 @@ def choose_estimated_schedule(
     stages = _estimate_stage_costs(planned.plan, planned.model, costs, cluster, slots, shapes)
     m = planned.plan.micro_batches
     largest = max(stage.fixed_bytes + stage.working_bytes + m * stage.stash_bytes for stage in stages)
-    if largest * _AMPLE_MEMORY >= cluster.device_memory:
+    if largest * _AMPLE_MEMORY >= cluster.least_memory:
         stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks))
+    flows = plan_flows(planned.plan.stages, cluster)
     if is_searched(planned.plan.schedule):
         # W is estimated to take as long as F: half of a backward without re-computation.
         split = [dataclasses.replace(stage, weights_seconds=stage.forward_seconds) for stage in stages]
         policy = (planned.plan.schedule,)
-        choice = choose_schedule({m: split}, cluster.device_memory, policies=policy, measured=False)
-        return with_found_order(choice, planned.plan.stages, {m: split})
+        choice = choose_schedule({m: split}, cluster.least_memory, policies=policy, measured=False, flows=flows)
+        return with_found_order(choice, planned.plan.stages, {m: split}, flows)
     policies = _POLICIES_OF_RANKS if ranks else POLICIES
-    return choose_schedule({m: stages}, cluster.device_memory, policies=policies, measured=False)
+    return choose_schedule({m: stages}, cluster.least_memory, policies=policies, measured=False, flows=flows)
 
 
 def _estimate_stage_costs(
@@ -101,7 +103,7 @@ def _estimate_stage_costs(
         stash = sum(port_bytes(port) for port in stashed) / stage.replicas
         owned = variables.owned(index)
         trained = sum(_variable_bytes(model.variables[name]) for name in owned if name in model.trained)
-        allreduce = allreduce_cost(homes[index], tables) * trained
+        allreduce = ring_seconds(*allreduce_cost(homes[index], tables), trained)
         found.append(
             StageCosts(
                 forward_seconds=forward,

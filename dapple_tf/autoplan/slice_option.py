@@ -72,7 +72,7 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
     if wanted == "auto":
         forward = [sum(layers[s.first_layer : s.last_layer + 1]) / s.replicas for s in plan.stages]
         backward = [BACKWARD_OVER_FORWARD * seconds for seconds in forward]
-        count = _fit_slices(count_slices(forward, backward, 0.0), rows, max(plan.replicas))
+        count = _fit_slices(count_slices(forward, backward, 0.0), rows, plan.least_samples)
     else:
         count = int(wanted)
     if not count:
@@ -82,10 +82,11 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
         sizes = slice_sizes(rows, count)
     except ScheduleError as error:
         raise PlanError(str(error)) from error
-    if min(sizes) < max(plan.replicas):
+    if min(sizes) < plan.least_samples:
+        shares = " with their shares" if plan.shares else ""
         raise PlanError(
             f"slice={wanted!r}: half a micro-batch has {min(sizes)} sample{'s' * (min(sizes) > 1)}, too few for "
-            f"{max(plan.replicas)} replicas: use fewer micro-batches, or a larger batch"
+            f"{max(plan.replicas)} replicas{shares}: use fewer micro-batches, or a larger batch"
         )
     return dataclasses.replace(
         plan,

@@ -41,7 +41,7 @@ def _own_rows_before(size: Any, node: Node) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
     points, m = cut_points(node.integer("micro_batches"), _sizes(node)), _micro_batch(node)
     rows = cut_at(size, tf.constant(list(points[: m + 1]), tf.int64), points[-1])
-    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node))
+    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), _shares(node))
     return tf.reduce_sum(high - low)
 
 
@@ -65,9 +65,10 @@ def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     low, high = _bounds(size, node)
     begin, end = micro_batch_bounds(size, _micro_batch(node), node.integer("micro_batches"), _sizes(node))
     receivers, outputs = node.integer("of"), []
+    of_shares = _shares(node, "of_shares")
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
-            first, last = share_bounds(begin, end, j, receivers)
+            first, last = share_bounds(begin, end, j, receivers, of_shares)
             outputs.append(slice_axis(tensor, axis, tf.maximum(low, first) - low, tf.minimum(high, last) - low))
     return outputs, []
 
@@ -153,7 +154,8 @@ def _merge_minibatches(context: Context, node: Node, inputs: list[Any]) -> Outco
 
 def _bounds(size: Any, node: Node) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
-    return replica_bounds(size, _micro_batch(node), node.integer("micro_batches"), *_replica(node), _sizes(node))
+    cut = node.integer("micro_batches"), *_replica(node), _sizes(node), _shares(node)
+    return replica_bounds(size, _micro_batch(node), *cut)
 
 
 def _micro_batch(node: Node) -> int:
@@ -168,6 +170,11 @@ def _replica(node: Node) -> tuple[int, int]:
 def _sizes(node: Node) -> tuple[int, ...]:
     """Return the given samples of each micro-batch; none where they are equal."""
     return node.integers("sizes") if node.has("sizes") else ()
+
+
+def _shares(node: Node, name: str = "shares") -> tuple[int, ...]:
+    """Return how the replicas of a stage share rows; empty where equally."""
+    return node.integers(name) if node.has(name) else ()
 
 
 def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: the best divisor)."
 )
-@click.option("--planner", default="best", show_default=True, help="best, dapple, dp, gpipe or pipedream.")
+@click.option("--planner", default="best", show_default=True, help="A name that `dapple compare` lists.")
 @SCHEDULE_OPTION
 @click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
 @click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 )
 @click.option("--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window.")
 @click.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64).")
+@click.option(
+    "--contention/--no-contention",
+    default=True,
+    help="Whether transfers and AllReduces share the servers' network interfaces (default), or each has them alone.",
+)
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Write the plan to this file (dapple-plan/1).")

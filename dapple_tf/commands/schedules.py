@@ -116,13 +116,17 @@ def _cost(units: Units) -> StageCosts:
     """Return the costs of a stage where a unit of time is a second, and a stash is a byte."""
     from dapple_tf.timeline.stage_costs import StageCosts
 
-    links = ("send_forward_seconds", "send_backward_seconds", "allreduce_seconds", "exposed_seconds")
     return StageCosts(
         forward_seconds=units.forward,
         backward_seconds=units.backward,
-        weights_seconds=units.weights,
+        send_forward_seconds=0.0,
+        send_backward_seconds=0.0,
+        allreduce_seconds=0.0,
+        exposed_seconds=0.0,
+        fixed_bytes=0.0,
         stash_bytes=1.0,
-        **dict.fromkeys((*links, "fixed_bytes", "working_bytes"), 0.0),
+        working_bytes=0.0,
+        weights_seconds=units.weights,
     )
 
 

@@ -20,6 +20,11 @@ from profiler.importers import read_profile
 @click.option(
     "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
 )
+@click.option(
+    "--contention/--no-contention",
+    default=True,
+    help="Whether transfers and AllReduces share the servers' network interfaces (default), or each has them alone.",
+)
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")
@@ -29,6 +34,7 @@ def simulate(
     profile: str,
     cluster: str,
     optimizer_slots: int,
+    contention: bool,
     profile_batch_size: int | None,
     size_scale: float,
     output: str | None,
@@ -43,7 +49,7 @@ def simulate(
     if output:
         check_path(output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
-    timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots)
+    timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots, contention=contention)
     print_result(describe_plan(planned, costs, timeline))
     if output:
         timeline.save(output)

@@ -107,6 +107,11 @@ class RankTarget:
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
         """Raise BatchError if a batch of ``batch_size`` samples leaves a rank of a stage without samples."""
+        if fitted.shares != plan.shares:
+            raise BatchError(
+                f"the batch has {format_samples(batch_size)}, too few for the shares of the ranks of a stage, which "
+                f"need {plan.least_samples}: leave it out, or join it to another"
+            )
         if fitted.replicas != plan.replicas:
             raise BatchError(
                 f"the batch has {format_samples(batch_size)}, too few for the {max(plan.replicas)} ranks of a stage: "

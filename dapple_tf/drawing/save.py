@@ -18,11 +18,11 @@ from profiler.files import atomic_replacement, find_write_problem, write_atomica
 _SUFFIXES = (".png", ".html", ".json")
 
 
-def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path. Raises UsageError if a timeline cannot be saved there: call it before any work is done."""
+def check_path(path: str | os.PathLike[str], content: str = "a timeline") -> Path:
+    """Return the path. Raises UsageError if ``content`` cannot be saved there: call it before any work is done."""
     target = Path(path)
     if target.suffix not in _SUFFIXES:
-        raise UsageError(f"{target}: a timeline is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+        raise UsageError(f"{target}: {content} is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
     if problem := find_write_problem(target):
         raise UsageError(problem)
     return target

@@ -18,7 +18,7 @@ from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.row_bounds import micro_batch_sizes
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Function, Graph, Value
-from graph_passes.ir.names import at, micro_batch_count, replica_counts
+from graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
 from graph_passes.ir.ops import OpName
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
@@ -146,7 +146,11 @@ def predict_memory(
     the largest. ``ranks``: each device is a process of a job, so messages between stages take memory.
     """
     replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
-    samples = [-(-max(micro_batch_sizes(batch_size, micro_batches, sizes)) // r) for r in replicas]
+    largest = max(micro_batch_sizes(batch_size, micro_batches, sizes))
+    shares = [replica_shares(graph, stage) for stage in range(len(replicas))]
+    samples = [
+        -(-largest * (max(own) if own else 1) // (sum(own) or r)) for r, own in zip(replicas, shares, strict=True)
+    ]
     bytes_of = infer_sizes(graph, model, samples)
     variables = find_variables(graph)
     functions = [

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
+from dapple_tf.planner.alpa_inter import plan_alpa_inter
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
+from dapple_tf.planner.autopipe import plan_autopipe
+from dapple_tf.planner.bapipe import plan_bapipe
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_shapes import least_stages
 from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.dp import plan_dp
+from dapple_tf.planner.even import plan_even
 from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.hetpipe import plan_hetpipe
+from dapple_tf.planner.memory_fit import fits_memory
 from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
+from dapple_tf.planner.piper import plan_piper
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.searched_order import search_plan_order, with_order
+from dapple_tf.planner.spp import plan_spp
+from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from dapple_tf.simulator.named_orders import check_priced
-from dapple_tf.simulator.simulate import simulate
+from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 from graph_passes.schedules.policies import (
@@ -38,7 +48,9 @@ from graph_passes.schedules.policies import (
 )
 from graph_passes.schedules.policies import check_schedule as check_schedule_of
 from profiler.cluster import Cluster
+from profiler.device_costs import profiles_on
 from profiler.profile import Profile
+from profiler.units import format_bytes
 
 # A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
@@ -47,8 +59,18 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "dp": plan_dp,
     "gpipe": plan_gpipe,
     "pipedream": plan_pipedream,
+    "spp": plan_spp,
+    "autopipe": plan_autopipe,
+    "bapipe": plan_bapipe,
+    "even": plan_even,
+    "torchgpipe": plan_torchgpipe,
+    "alpa-inter": plan_alpa_inter,
+    "piper": plan_piper,
+    "hetpipe": plan_hetpipe,
 }
-_OF_SHARED_DEVICES = ("best", "gpipe")  # the planners that know schedules with several stages per device
+# The planners that know devices of different kinds, and those that know schedules with several stages per device.
+_OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
+_OF_SHARED_DEVICES = ("best", "even", "gpipe")
 
 
 def plan(
@@ -64,17 +86,19 @@ def plan(
     optimizer_slots: int = 2,
     mode: str = "sync",
     minibatches: int | None = None,
+    contention: bool = True,
     **options: Any,
 ) -> Plan:
     """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
 
-    ``planner``: "best", "dapple", "dp", "gpipe" or "pipedream". Sizes are in samples; without ``micro_batch_size``
-    every divisor of the global batch is tried. ``schedule``: a name, or "auto" for the fastest policy. ``recompute``:
+    ``planner``: a name of ``PLANNERS``. Sizes are in samples; without ``micro_batch_size`` every divisor of the
+    global batch is tried. ``schedule``: a name, or "auto" for the fastest policy. ``recompute``:
     stages stash only their inputs. ``overlap``: AllReduce runs during the last backward. ``optimizer_slots``: values
     that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or "async" for windows of ``minibatches``
     minibatches (by default 64), of which ``global_batch_size`` is then the samples of one; see ``plan_windows``.
+    ``contention``: as in ``dapple.simulate``.
     ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
-    one; "pipedream": ``minibatch_size`` and ``flat``, see ``plan_pipedream``). Raises PlanError for invalid arguments,
+    one; those of another planner NAME are told by its function ``plan_NAME``). Raises PlanError for invalid arguments,
     and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
     """
     if mode != "sync" or minibatches is not None:
@@ -88,6 +112,7 @@ def plan(
             micro_batch_size=size,
             recompute=recompute,
             optimizer_slots=optimizer_slots,
+            contention=contention,
         )
         return plan_windows(problem, planner, window, **options)[0].plan
     problem = make_problem(
@@ -99,6 +124,7 @@ def plan(
         recompute=recompute,
         overlap=overlap,
         optimizer_slots=optimizer_slots,
+        contention=contention,
     )
     result = run_planner(problem, planner, **options)
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
@@ -113,6 +139,11 @@ def plan_windows(
     what it finds with PipeDream's plan, DP, one device, and straight pipelines, by the simulated seconds of a minibatch
     in the steady state; another planner has its own plan only. Raises what ``run_planner`` and ``rank_windows`` raise.
     """
+    if not problem.cluster.is_uniform:
+        raise PlanError(
+            "the cluster has devices of different kinds, and plans of asynchronous windows are for equal devices: "
+            "leave out mode='async' (--async), or plan for the devices of one kind"
+        )
     candidates: list[Candidate] = []
     if planner == "best":
         options = {"chunks": (), **options}  # no stages that share devices
@@ -146,8 +177,13 @@ def make_problem(
     recompute: bool = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
+    contention: bool = True,
 ) -> PlanningProblem:
-    """Return the planning problem of the arguments of ``plan``; PlanError or ScheduleError for invalid ones."""
+    """Return the planning problem of the arguments of ``plan``; PlanError or ScheduleError for invalid ones.
+
+    Raises ProfileError for a kind of devices without costs. Where all devices are of one kind, the problem is that of
+    the profile on this kind.
+    """
     for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
         if not isinstance(value, kind):
             raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
@@ -162,8 +198,20 @@ def make_problem(
     micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
         check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
+    if cluster.is_uniform:
+        (profile,), (cluster, _) = profiles_on(profile, cluster), cluster.only_kind(cluster.kind_of(0))
+    else:
+        profiles_on(profile, cluster)
     problem = PlanningProblem(
-        profile, cluster, global_batch_size, micro_batch_sizes, schedule, recompute, optimizer_slots, overlap
+        profile,
+        cluster,
+        global_batch_size,
+        micro_batch_sizes,
+        schedule,
+        recompute,
+        optimizer_slots,
+        overlap,
+        contention,
     )
     _check_blocks(problem)
     return problem
@@ -208,6 +256,17 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
 
     Raises PlanError if there is no such planner, if it does not have one of the ``options``, or if nothing fits.
     """
+    result = find_result(problem, planner, **options)
+    if result is None:
+        raise PlanError(_explain_failure(problem, planner))
+    return result
+
+
+def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
+    """Return the result of ``planner``; None if nothing that it may choose fits.
+
+    Raises PlanError if there is no such planner, or if it does not have one of the ``options``.
+    """
     if planner not in PLANNERS:
         near = difflib.get_close_matches(planner, PLANNERS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -220,28 +279,53 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
         raise PlanError(
             f"schedule {abbreviate_schedule(problem.schedule)!r} runs several stages on a device, and planner "
-            f"{planner!r} makes plans of one stage per device: use planner {' or '.join(map(repr, _OF_SHARED_DEVICES))}"
+            f"{planner!r} makes plans of one stage per device: use planner {_list(_OF_SHARED_DEVICES)}"
         )
-    result = function(problem, **options)
-    if result is None:
-        raise PlanError(_explain_failure(problem, planner))
-    return result
+    if not problem.cluster.is_uniform and planner not in _OF_UNEQUAL_DEVICES:
+        kinds = ", ".join(str(kind or "no kind") for kind in dict.fromkeys(problem.cluster.device_kinds))
+        raise PlanError(
+            f"the cluster has devices of different kinds ({kinds}), and planner {planner!r} makes plans for equal "
+            f"devices: use planner {_list(_OF_UNEQUAL_DEVICES)}"
+        )
+    # Reason: searches take long to find nothing.
+    may_fit = problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
+    return function(problem, **options) if may_fit else None
+
+
+def _list(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _explain_failure(problem: PlanningProblem, planner: str) -> str:
     """Return why ``planner`` found nothing, and what would help."""
-    if planner != "best" and plan_best(problem) is not None:
+    if not problem.cluster.is_uniform:
+        return _explain_unequal(problem)
+    if problem.schedule == "auto" and not fits_memory(problem):
+        return describe_shortage(problem)
+    if planner != "best" and (problem.schedule == "auto" or plan_best(problem) is not None):
         return (
             f"planner {planner!r} has no plan that fits the devices' memory with at least one sample for each replica: "
             "use planner 'best', which has one"
         )
-    if problem.schedule != "auto":  # under which stages hold fewest micro-batches
-        others = {"schedule 'auto'": replace(problem, schedule="auto"), "recompute": replace(problem, recompute=True)}
-        remedies = [name for name, other in others.items() if plan_best(other) is not None]
-        if remedies:
-            return f"no plan fits the devices' memory under schedule {problem.schedule!r}: use {' or '.join(remedies)}"
-        return f"under schedule 'auto', which needs the least memory, {describe_shortage(problem)}"
-    return describe_shortage(problem)
+    # Under schedule "auto" stages hold fewest micro-batches.
+    auto, again = replace(problem, schedule="auto"), replace(problem, recompute=True)
+    remedies = ["schedule 'auto'"] if fits_memory(auto) else []
+    if problem.shares_devices and plan_best(again) is not None:
+        remedies.append("recompute")
+    if remedies:
+        return f"no plan fits the devices' memory under schedule {problem.schedule!r}: use {' or '.join(remedies)}"
+    return f"under schedule 'auto', which needs the least memory, {describe_shortage(problem)}"
+
+
+def _explain_unequal(problem: PlanningProblem) -> str:
+    """Return that no plan fits unequal devices, and what would help."""
+    memories = Counter(problem.cluster.memories)
+    devices = ", ".join(f"{count} of {format_bytes(memory)}" for memory, count in memories.items())
+    return (
+        f"no plan of {problem.profile.model!r} was found that fits the memory of the devices ({devices}), each with "
+        "its share of the rows: give more devices or devices with more memory, a smaller micro_batch_size, or recompute"
+    )
 
 
 def predict_plan(
@@ -256,14 +340,14 @@ def predict_plan(
     ``sizes``: the samples of each micro-batch of the plan, where they are given. Where the schedule is ``zb-auto``, the
     plan has the order that is found for its stages. ``pipedream``: goes into the plan's prediction, where it is given.
     """
-    bare = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, planner)
+    bare = problem.plan_of(candidate, planner)
     note = ""
     if is_searched(candidate.schedule):
         found = search_plan_order(problem, bare)
         bare, note = with_order(bare, found), str(found)
     if sizes is not None:
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
-    timeline = simulate(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+    timeline = problem.simulate(bare)
     timeline = Timeline(title=timeline.title, simulation=timeline.simulation, note=note) if note else timeline
     prediction: dict[str, Any] = {
         "step_seconds": timeline.step_seconds,
@@ -271,6 +355,8 @@ def predict_plan(
         "bubble": timeline.bubble,
         "peak_memory_bytes": list(timeline.peak_memory_bytes),
     }
+    if bare.virtual_workers:
+        prediction |= predict_workers(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     if pipedream is not None:
         prediction["pipedream"] = asdict(pipedream)
     return replace(bare, predicted=prediction), timeline

@@ -12,7 +12,6 @@ from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_can
 from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.window_stages import window_plan
-from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 from profiler.units import format_seconds_fixed
@@ -73,7 +72,7 @@ def rank_windows(
         except (PlanError, ScheduleError) as error:
             reasons.append(str(error))
             continue
-        timeline = simulate(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+        timeline = problem.simulate(plan)
         if not all(timeline.fits):
             reasons.append("the versions of the weights and the stashes of a window do not fit the devices' memory")
             continue

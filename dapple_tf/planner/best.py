@@ -14,17 +14,29 @@ from dapple_tf.planner.baselines import (
     refit_cuts,
 )
 from dapple_tf.planner.chunk_search import interleaved_candidates, plan_chunked
+from dapple_tf.planner.comparators import (
+    comparator_candidates,
+    faster_with_even_layers,
+    interleaved_comparator_candidates,
+    is_beyond_search,
+)
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.dapple import choose_by_formula
+from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.memory_fit import fit_memory
+from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.pricing import simulate_found_plans
+from dapple_tf.planner.pricing import POLICIES, simulate_found_plans
 from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import search_by_bound
-from dapple_tf.planner.search_space import SearchSpace, halve_cluster
+from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
+from dapple_tf.planner.single_moves import move_singly
+from dapple_tf.planner.unequal_search import unequal_candidates
 from graph_passes.schedules.policies import is_searched
+from profiler.device_costs import profile_on
 
 # The work of one search: labels times what may follow them, plans returned, and simulated events.
 _SEARCH_STEPS = 24_000_000
@@ -33,10 +45,13 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_MOVES = 40
-_MOVES_TIMES_DEVICES = 40_000  # if the space is not complete
+_LOCAL_EVENTS = 400_000  # simulated by one local search, for each device
+_LEAST_DEVICES, _MOST_DEVICES = 16, 128
+_FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
+_MOVES = 40  # of single cuts and devices, under schedules that the local search does not know
 _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
+_AMPLE = 1e30  # bytes of a device that any plan fits
 
 
 def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> PlannerResult | None:
@@ -44,26 +59,41 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
 
     Where the schedule is "auto", plans with each number of ``chunks``, stages per device, are considered beside those
     with one, under interleaved 1F1B. Any other schedule says itself which stages share devices. Raises PlanError for
-    ``chunks`` below 2.
+    ``chunks`` below 2. On devices of different kinds the plans searched have one stage per device, unless the schedule
+    says otherwise; see ``unequal_candidates``.
     """
     if is_searched(problem.schedule):
         return plan_searched(problem, plan_best)
     if problem.shares_devices:
-        return plan_chunked(problem)
+        chunked = plan_chunked(problem) if problem.cluster.is_uniform else _plan_chunked_unequal(problem)
+        return faster_with_even_layers(problem, chunked)
     if min(chunks, default=2) < 2:
         raise PlanError(f"chunks={list(chunks)}: one stage per device is always considered, so give numbers from 2 on")
-    candidates, unsearched = _straight_candidates(problem)
+    if not problem.cluster.is_uniform:
+        candidates = [*baseline_candidates(problem), *unequal_candidates(problem)]
+        candidates += _one_kind_candidates(problem, chunks)
+        candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
+        unsearched = 0.0
+    else:
+        candidates, unsearched = _straight_candidates(problem)
     if problem.schedule == "auto" and chunks:
         # Reason: with few micro-batches the bubble of one stage per device is long, and no search above shortens it.
         least = _least_seconds(candidates)
-        candidates += [c for c in interleaved_candidates(problem, chunks, least) if c.seconds < least * (1 - 1e-9)]
+        found = interleaved_candidates(problem, chunks, least) if problem.cluster.is_uniform else []
+        candidates += [c for c in found if c.seconds < least * (1 - 1e-9)]
+        least = _least_seconds(candidates) * (1 - 1e-9)
+        candidates += interleaved_comparator_candidates(problem, chunks, least)
+    fastest = min(candidates, key=lambda c: c.seconds, default=None)
+    if fastest is not None and is_beyond_search(problem, fastest):
+        unsearched = 0.0  # what else there is beyond the search is not known
     return rank_candidates(candidates, unsearched)
 
 
 def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
-    The fastest is proven optimal if no plan of a complete search space can be faster. The effects beside the steps are
+    The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every
+    assignment of devices (``reaches_all_assignments``). The effects beside the steps are
     what removing that one step changes on the published profiles (../shared/profiles, configs A, B and C, with and
     without overlap): 144 cases of 2 to 16 devices, all with a complete search space, and 20 *partial* cases of 32 and
     64 devices, whose search spaces are not complete (VGG-19, GNMT-16, BERT-48 and XLNet-36).
@@ -72,19 +102,35 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     # Reason: DP and straight pipelines must never be faster than the result, and the first ceiling of the search comes
     # from them. Without: 2 of 144 steps are longer, by up to 0.7%.
     candidates = baseline_candidates(problem)
+    if not candidates:
+        candidates = _fitting_candidate(problem)
     # Reason: the plan of planner "dapple" must never be faster than the result. Without: none of the 144 is longer.
     candidates += _formula_candidate(problem, candidates)
+    # Reason: no planner of another system must be faster than the result. Without: 2 of 33 steps of the published
+    # profiles (../shared/profiles with pipedream/, A, B and C) are longer than PipeDream's, by up to 3.5%.
+    candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
     if not complete:
         # Reason: a partial space may have few cuts; these pipelines are cut between all blocks. Without: no step of the
         # 20 partial cases is longer.
         candidates += fitted_baseline_candidates(problem)
+    if complete:
+        # Reason: the better the first ceiling, the less is left to search.
+        candidates += _refined_candidates(problem, candidates, binds=False)
     sizes = promising_sizes(problem, candidates)
     # Reason: finds most plans, and proves the optimum in 115 of 144 cases. Without the search over any number of stages
     # 29 of 144 steps are longer, by up to 56%, and 15 of the 20 partial ones, by up to 12%. The search over two stages
     # has room for more of those; without it none of the 144 is longer.
-    found, unsearched = _search_spaces(problem, sizes, candidates)
+    found, unsearched = _search_spaces(problem, problem.search_spaces, sizes, candidates)
     candidates += found
     if not complete or len(sizes) < len(problem.micro_batch_sizes):
+        unsearched = 0.0
+    binds = not problem.recompute and may_bind(problem) and _memory_costs_time(problem, sizes, candidates)
+    if binds:
+        # Reason: backward that computes activations again is longer, but needs less memory.
+        again = replace(problem, recompute=True)
+        candidates += baseline_candidates(again)
+        candidates += _search_spaces(again, problem.search_spaces, sizes, candidates)[0]
+    if binds or not reaches_all_assignments(problem.cluster):
         unsearched = 0.0
     if not complete:
         # Reason: a partial search may have merged blocks and left out replica counts. Both steps cut between all
@@ -100,10 +146,41 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
         # steps are longer, by up to 0.3%, and none of the partial ones.
         candidates += _other_sizes(problem, candidates)
-        # Reason: a plan that the search left out may be near one that it found. Without: 3 of 144 steps are longer, by
-        # up to 6.9%, and 2 of the 20 partial ones, by up to 2.4%.
-        candidates += _refined_candidates(problem, candidates, complete)
+        # Reason: policies place devices in a few ways only, and a partial search leaves out more.
+        candidates += _refined_candidates(problem, candidates, binds)
     return candidates, unsearched
+
+
+def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
+    """Return the fastest of the even stages and those whose cuts were searched for equal devices.
+
+    Both are priced on the devices as they are; the search of cuts does not know them.
+    """
+    found = [plan_chunked(problem), plan_gpipe(problem)]
+    return rank_candidates(c for result in found if result for c in (result.chosen, *result.runners_up))
+
+
+def _one_kind_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list[Candidate]:
+    """Return the best plan on the devices of each kind alone: using more kinds must never be slower."""
+    found = []
+    for kind in dict.fromkeys(problem.cluster.device_kinds):
+        cluster, devices = problem.cluster.only_kind(kind)
+        profile = profile_on(problem.profile, problem.cluster, devices[0])
+        result = plan_best(replace(problem, profile=profile, cluster=cluster), chunks=chunks)
+        for candidate in (result.chosen,) if result else ():
+            stages = [replace(stage, devices=tuple(devices[d] for d in stage.devices)) for stage in candidate.stages]
+            origin, schedule = f"only {kind or 'devices without kind'}", candidate.schedule
+            found.append(problem.evaluate(stages, candidate.micro_batch_size, origin, schedule))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _fitting_candidate(problem: PlanningProblem) -> list[Candidate]:
+    """Return the plan of the fewest devices, whose stages fit the memory where those of equal compute do not."""
+    stages = fit_memory(problem)
+    if stages is None or sum(stage.replicas for stage in stages) > problem.cluster.devices:
+        return []
+    found = problem.evaluate(stages, problem.micro_batch_sizes[0], "straight")
+    return [found] if found else []
 
 
 def _formula_candidate(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -113,16 +190,23 @@ def _formula_candidate(problem: PlanningProblem, candidates: Sequence[Candidate]
 
 
 def _search_spaces(
-    problem: PlanningProblem, sizes: Sequence[int], known: Sequence[Candidate]
+    problem: PlanningProblem,
+    spaces: Sequence[SearchSpace],
+    sizes: Sequence[int],
+    known: Sequence[Candidate],
+    memory_bytes: float | None = None,
 ) -> tuple[list[Candidate], float]:
     """Search every space at every micro-batch size, below the fastest of the ``known`` candidates.
 
-    Returns what is faster, and the least bound (seconds) of the plans that were not simulated.
+    ``memory_bytes``: of a device, where it is not the cluster's. Returns what is faster, and the least bound (seconds)
+    of the plans that were not simulated.
     """
     ceiling, unsearched, candidates = _least_seconds(known), math.inf, list[Candidate]()
     for size in sizes:
-        for space in problem.search_spaces:
+        for space in spaces:
             tables = problem.cost_tables(space, size)
+            if memory_bytes is not None:
+                tables = tables._replace(memory_bytes=memory_bytes)
             for origin, max_stages in (("search", None), ("two stages", 2)):
                 found, least = _search(problem, space, size, tables, origin, max_stages, ceiling)
                 candidates += found
@@ -147,13 +231,13 @@ def _search(
     """Return the fastest plan of one search if it is below the ceiling, and the least bound of those not simulated."""
     width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
     found = search_by_bound(tables, ceiling=ceiling, width=width, results=_RESULTS, max_stages=max_stages)
-    fastest = simulate_found_plans(tables, found, ceiling, problem.schedule, _EVENTS)
+    fastest = simulate_found_plans(tables, found, ceiling, problem.schedule, _EVENTS, contention=problem.contention)
     least_left = float(found.scores[fastest.simulated]) if fastest.simulated < len(found) else math.inf
     unsearched = min(found.exhaustive_below, least_left)
     if fastest.row < 0:
         return [], unsearched
     stages = problem.stage_plans(space, found.plan(fastest.row))
-    return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin)], unsearched
+    return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin, problem.recompute)], unsearched
 
 
 def _half_cluster_candidate(problem: PlanningProblem) -> list[Candidate]:
@@ -161,19 +245,39 @@ def _half_cluster_candidate(problem: PlanningProblem) -> list[Candidate]:
     half = halve_cluster(problem.cluster)
     result = plan_best(replace(problem, cluster=half), chunks=()) if half else None
     chosen = result and result.chosen
-    found = chosen and problem.evaluate(chosen.stages, chosen.micro_batch_size, chosen.origin)
+    found = chosen and problem.evaluate(
+        chosen.stages, chosen.micro_batch_size, chosen.origin, recompute=chosen.recompute
+    )
     return [found] if found else []
 
 
 def _other_sizes(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the fastest few candidates at every micro-batch size."""
-    return [c for found in _fastest_few(candidates) for c in problem.evaluate_all_sizes(found.stages, found.origin)]
+    return [
+        c
+        for found in _fastest_few(candidates)
+        for c in problem.evaluate_all_sizes(found.stages, found.origin, found.recompute)
+    ]
 
 
-def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], complete: bool) -> list[Candidate]:
-    """Return the fastest few candidates, improved by small moves."""
-    moves = _MOVES if complete else _MOVES_TIMES_DEVICES // problem.cluster.devices
-    return [refine(problem, candidate, moves) for candidate in _fastest_few(candidates)]
+def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], binds: bool) -> list[Candidate]:
+    """Return what local search finds; ``binds``: whether memory makes re-computation of single stages worth a try."""
+    if problem.schedule in (*POLICIES, "auto"):
+        blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
+        events = int(
+            _LOCAL_EVENTS * min(max(devices, _LEAST_DEVICES), _MOST_DEVICES) * min(1.0, blocks * devices / _FEW_PLACES)
+        )
+        found = refine(problem, candidates, events, may_recompute=binds)
+        # Reason: the local search prices without contention, which moves cuts by a few blocks.
+        busy = [c for c in _fastest_few([*candidates, *found])[:1] if problem.find_flows(c.stages) is not None]
+        return [*found, *(move_singly(problem, candidate, _MOVES) for candidate in busy)]
+    return [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
+
+
+def _memory_costs_time(problem: PlanningProblem, sizes: Sequence[int], known: Sequence[Candidate]) -> bool:
+    """Return whether some plan would be faster than the fastest ``known`` if the devices had any amount of memory."""
+    found, least = _search_spaces(problem, problem.search_spaces, sizes, known, _AMPLE)
+    return bool(found) or least < _least_seconds(known) * (1 - 1e-9)
 
 
 def _least_seconds(candidates: Iterable[Candidate]) -> float:

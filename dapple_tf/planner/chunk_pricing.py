@@ -19,7 +19,7 @@ from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
-from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost
 from graph_passes.schedules.policies import splits_backward
 from graph_passes.schedules.worker_map import WorkerMap
 
@@ -50,7 +50,7 @@ class BlockCosts(NamedTuple):
 
 
 class WorkerLinks(NamedTuple):
-    """Costs of communication by stage: of the transfer to the next stage, latency and seconds per byte, and AllReduce.
+    """Costs of communication by stage: latency and seconds per byte of the transfer to the next stage and of AllReduce.
 
     0 between stages of one worker, and after the last stage.
     """
@@ -58,6 +58,7 @@ class WorkerLinks(NamedTuple):
     worker_of: Integers
     latency: Floats
     per_byte: Floats
+    allreduce_latency: Floats
     allreduce_per_byte: Floats
 
 
@@ -87,7 +88,7 @@ class CostSource:
         self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
         self._places: dict[tuple[int, int, int], Sequence[Groups]] = {}
         self._transfers: dict[tuple[Servers, Servers], tuple[float, float]] = {}
-        self._rings: dict[Servers, float] = {}
+        self._rings: dict[Servers, tuple[float, float]] = {}
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return seconds that no cuts for micro-batches of ``size`` samples go below: all work, spread evenly."""
@@ -129,15 +130,14 @@ class CostSource:
             if here != there:
                 moved[stage] = self._transfer(servers[here], servers[there])
         rings = [self._ring(servers[worker]) for worker in worker_of]
-        latency, per_byte = np.array(moved).T.copy()
-        return WorkerLinks(np.array(worker_of, np.int64), latency, per_byte, np.array(rings))
+        return WorkerLinks(np.array(worker_of, np.int64), *np.array(moved).T.copy(), *np.array(rings).T.copy())
 
     def _transfer(self, senders: Servers, receivers: Servers) -> tuple[float, float]:
         if (senders, receivers) not in self._transfers:
             self._transfers[senders, receivers] = transfer_cost(senders, receivers, self._links)
         return self._transfers[senders, receivers]
 
-    def _ring(self, servers: Servers) -> float:
+    def _ring(self, servers: Servers) -> tuple[float, float]:
         if servers not in self._rings:
             self._rings[servers] = allreduce_cost(servers, self._links)
         return self._rings[servers]
@@ -155,7 +155,7 @@ class CutPricer:
         self.least_seconds = source.least_seconds(shape, size)
         self._problem, self._devices, self._links = source.problem, devices, links
         self._blocks = source.blocks(size, shape.replicas, splits_backward(shape.schedule))
-        self._memory = usable_bytes(source.problem.cluster.device_memory)
+        self._memory = usable_bytes(source.problem.cluster.least_memory)
 
     @property
     def calls(self) -> int:
@@ -260,12 +260,14 @@ def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCo
         costs.backward_seconds[s] = b.backward[end] - b.backward[first]
         costs.weights_seconds[s] = b.weights[end] - b.weights[first]
         costs.send_seconds[s] = links.latency[s] + links.per_byte[s] * b.boundary_bytes[end]
-        ring = b.parameter_bytes[b.positions[first] : b.positions[end]] * links.allreduce_per_byte[s]
+        parameters = b.parameter_bytes[b.positions[first] : b.positions[end]]
+        latency, per_byte = links.allreduce_latency[s], links.allreduce_per_byte[s]
         if len(b.gradients):
             gradients = b.gradients[b.positions[first] : b.positions[end]]
-            costs.exposed_seconds[s] = exposed_of(gradients, ring, 0, len(ring))
+            rings = np.where(parameters > 0, latency + per_byte * parameters, 0.0)
+            costs.exposed_seconds[s] = exposed_of(gradients, rings, 0, len(rings))
         else:
-            costs.exposed_seconds[s] = ring.sum()
+            costs.exposed_seconds[s] = ring_seconds(latency, per_byte, parameters.sum())
         stash = b.stash_bytes[end] - b.stash_bytes[first]
         costs.fixed_bytes[s] = b.fixed_bytes[end] - b.fixed_bytes[first]
         costs.working_bytes[s] = b.working_bytes[first:end].max()

@@ -28,6 +28,7 @@ _INTERLEAVED_MOVES, _INTERLEAVED_PLANS, _INTERLEAVED_EVENTS = 24, 48, 4_000_000
 _ACTIONS = 400_000
 _BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated
 _BYTES_SHARES = (0.25, 0.5, 0.75, 1.0)  # of cuts tried where memory is lacking
+_SIMULATED = 3  # entries, found without contention, that are simulated with it
 _ALMOST = 1 - 1e-9  # seconds that are equal but for rounding
 
 
@@ -84,12 +85,11 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     entries = _search(
         problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _MOVES, _EVENTS)
     )
-    by_workers: dict[int, Candidate] = {}
+    of_workers: dict[int, list[_Entry]] = {}
     for entry in entries:
-        workers = entry.pricer.shape.workers.workers
-        if workers not in by_workers and (candidate := _candidate(problem, entry)):
-            by_workers[workers] = candidate
-    ranked = sorted(by_workers.values(), key=lambda c: (c.seconds, len(c.stages), c.device_count))
+        of_workers.setdefault(entry.pricer.shape.workers.workers, []).append(entry)
+    found = [min(few, key=_sort_key) for own in of_workers.values() if (few := _fastest_candidates(problem, own))]
+    ranked = sorted(found, key=_sort_key)
     return PlannerResult(ranked[0], tuple(ranked[1:3])) if ranked else None
 
 
@@ -103,14 +103,21 @@ def interleaved_candidates(problem: PlanningProblem, chunks: Sequence[int], ceil
     for shapes in list_interleaved_shapes(problem, chunks):
         budget = _Budget(_INTERLEAVED_PLANS, _INTERLEAVED_MOVES, _INTERLEAVED_EVENTS)
         entries = _search(problem, shapes, ceiling, budget)
-        found += [candidate for entry in entries[:1] if (candidate := _candidate(problem, entry))]
+        found += _fastest_candidates(problem, entries)
     return found
 
 
-def _candidate(problem: PlanningProblem, entry: _Entry) -> Candidate | None:
-    """Return the entry's plan, simulated with the costs of its layers."""
-    pricer = entry.pricer
-    return problem.evaluate(pricer.stage_plans(entry.starts), pricer.size, "chunks", pricer.shape.schedule)
+def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> list[Candidate]:
+    """Return the plans of the fastest few entries, simulated with the costs of their layers, and with contention."""
+    found = []
+    for entry in entries[: _SIMULATED if problem.contention else 1]:
+        pricer = entry.pricer
+        found.append(problem.evaluate(pricer.stage_plans(entry.starts), pricer.size, "chunks", pricer.shape.schedule))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _sort_key(candidate: Candidate) -> tuple[float, int, int]:
+    return candidate.seconds, len(candidate.stages), candidate.device_count
 
 
 def _search(problem: PlanningProblem, shapes: Sequence[ChunkShape], ceiling: float, budget: _Budget) -> list[_Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from dapple_tf.planner.search_space import SearchSpace
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.transfer import LinkTables, ring_seconds
 
 
 class CostTables(NamedTuple):
@@ -25,12 +27,14 @@ class CostTables(NamedTuple):
     weights: Floats  # [R, N + 1] seconds, sums: gradients of weights if the schedule runs them on their own, else 0
     least_remaining: Floats  # [N + 1] least device-seconds of the blocks from here on, gradients of weights excluded
     parameter_bytes: Floats  # [N + 1] sums
+    trained: Integers  # [N + 1] sums: blocks with parameters
     stash_bytes: Floats  # [N + 1] sums
     working_bytes: Floats  # [N]
     boundary_bytes: Floats  # [N + 1] bytes that cross the cut before each block; 0 at both ends
     splittable: NDArray[np.bool_]  # [N + 1] whether stages of unequal replica counts can meet before each block
     replicas: Integers  # [P]
     seconds_row: Integers  # [P] the row of its replica count in forward, backward and weights
+    allreduce_latency: Floats  # [P] seconds
     allreduce_seconds_per_byte: Floats  # [P]
     exposed: Floats  # [rows, N, N + 1] seconds of AllReduce after a stage's last gradients; of size 0 without overlap
     exposed_row: Integers  # [P]
@@ -41,6 +45,12 @@ class CostTables(NamedTuple):
     rest_transition: Integers  # [P] the transition that gives all devices left to the next stage; -1 if none is left
     transfer_latency: Floats  # [E] seconds
     transfer_seconds_per_byte: Floats  # [E]
+    server_offsets: Integers  # [P + 1] where the servers of each placement's devices begin
+    servers: Integers
+    links: LinkTables
+    layer_gradients: Floats  # [R, L] seconds of each layer's gradients, for rings; of size 0 without overlap
+    layer_parameter_bytes: Floats  # [L]
+    positions: Integers  # [N + 1] the first layer of each block
     micro_batches: int
     micro_batch_size: int
     memory_bytes: float  # usable bytes of one device
@@ -71,7 +81,9 @@ def make_cost_tables(
     weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits_backward
     device_seconds = (counts[:, None] * (forward + backward - weights)).min(axis=0)
     row = np.searchsorted(counts, replicas)
-    exposed, exposed_row = _exposed_tables(space, micro_batch_size / counts, row, overlap, splits_backward)
+    profile, slices = chain.profile, micro_batch_size / counts
+    gradients = [profile.weights_seconds(n) if splits_backward else profile.backward_seconds(n) for n in slices]
+    exposed, exposed_row = _exposed_tables(space, gradients, row, overlap)
     scale = micro_batch_size / chain.batch_size
     return CostTables(
         forward=_prefix_sums(forward),
@@ -79,44 +91,52 @@ def make_cost_tables(
         weights=_prefix_sums(weights),
         least_remaining=np.append(np.cumsum(device_seconds[::-1])[::-1], 0.0),
         parameter_bytes=_prefix_sums(chain.parameter_bytes),
+        trained=np.concatenate([[0], np.cumsum(chain.parameter_bytes > 0)]),
         stash_bytes=_prefix_sums(chain.stash_bytes) * scale,
         working_bytes=chain.working_bytes * scale,
         boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
         splittable=np.concatenate([[True], chain.splittable, [True]]),
         replicas=replicas,
         seconds_row=row,
-        allreduce_seconds_per_byte=space.allreduce_seconds_per_byte,
+        allreduce_latency=space.allreduce[:, 0].copy(),
+        allreduce_seconds_per_byte=space.allreduce[:, 1].copy(),
         exposed=exposed,
         exposed_row=exposed_row,
         devices_left=space.devices_left,
         **space.transitions._asdict(),
+        server_offsets=space.home_servers[0],
+        servers=space.home_servers[1],
+        links=space.links,
+        layer_gradients=np.array(gradients, np.float64) if overlap else np.zeros((len(counts), 0)),
+        layer_parameter_bytes=np.asarray(profile.parameter_bytes, np.float64),
+        positions=np.array(chain.positions, np.int64),
         micro_batches=global_batch_size // micro_batch_size,
         micro_batch_size=micro_batch_size,
-        memory_bytes=usable_bytes(space.cluster.device_memory),
+        memory_bytes=usable_bytes(space.cluster.least_memory),
         fixed_bytes_per_parameter_byte=2.0 + optimizer_slots,
         recompute=recompute,
     )
 
 
 def _exposed_tables(
-    space: SearchSpace, slices: Floats, seconds_row: Integers, overlap: bool, splits_backward: bool
+    space: SearchSpace, gradients: Sequence[Floats], seconds_row: Integers, overlap: bool
 ) -> tuple[Floats, Integers]:
-    """Return ``exposed`` and ``exposed_row``: a row for each distinct pair of replica count and AllReduce speed.
+    """Return ``exposed`` and ``exposed_row``: a row for each distinct replica count, AllReduce latency and speed.
 
-    ``slices``: samples of one replica's share of a micro-batch, by replica count.
+    ``gradients``: seconds of each layer's, by replica count. As in ``simulator.costs`` the ring of
+    each layer with parameters pays the latency.
     """
     if not overlap:
         return np.zeros((0, 0, 0)), np.zeros(len(seconds_row), np.int64)
     profile, positions = space.chain.profile, np.array(space.chain.positions)
-    pairs = list(zip(seconds_row.tolist(), space.allreduce_seconds_per_byte.tolist(), strict=True))
-    rows = {pair: index for index, pair in enumerate(sorted(set(pairs)))}
+    keys = list(zip(seconds_row.tolist(), *space.allreduce.T.tolist(), strict=True))
+    rows = {key: index for index, key in enumerate(sorted(set(keys)))}
     blocks = len(positions) - 1
     exposed = np.zeros((len(rows), blocks, blocks + 1))
-    for (count, seconds_per_byte), index in rows.items():
-        samples = slices[count]
-        gradients = profile.weights_seconds(samples) if splits_backward else profile.backward_seconds(samples)
-        _fill_exposed(exposed[index], gradients, seconds_per_byte * profile.parameter_bytes, positions)
-    return exposed, np.array([rows[pair] for pair in pairs], np.int64)
+    for (count, latency, seconds_per_byte), index in rows.items():
+        of_layers = [ring_seconds(latency, seconds_per_byte, amount) for amount in profile.parameter_bytes]
+        _fill_exposed(exposed[index], gradients[count], np.array(of_layers), positions)
+    return exposed, np.array([rows[key] for key in keys], np.int64)
 
 
 @compiled

@@ -12,6 +12,7 @@ from dapple_tf.planner.latency import pipeline_latency
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search import search_by_formula
+from dapple_tf.planner.unequal_search import unequal_candidates
 from dapple_tf.simulator.costs import stage_costs
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
@@ -24,8 +25,11 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
 
     DP and straight plans are in the search space. The formulas do not model waiting for memory. So if the stages of
     some plan can hold the warm-up of policy A, only such plans count; else those whose stages can hold one micro-batch.
-    The schedule is the fastest policy in the simulator.
+    The schedule is the fastest policy in the simulator. On devices of different kinds, which the paper does not have,
+    it is the candidate of ``unequal_candidates`` with the least latency.
     """
+    if not problem.cluster.is_uniform:
+        return _choose_unequal(problem)
     return choose_by_formula(problem, baseline_candidates(problem))
 
 
@@ -38,6 +42,21 @@ def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> P
             candidate, latency = found
             return PlannerResult(candidate, tuple(c for c in known if c.origin == "DP"), formula_seconds=latency)
     return None
+
+
+def _choose_unequal(problem: PlanningProblem) -> PlannerResult | None:
+    """Return the candidate on unequal devices with the least latency; those that can hold policy A's warm-up first."""
+    known = [*baseline_candidates(problem), *unequal_candidates(problem)]
+    if not known:
+        return None
+    latency, _, chosen = min((_latency(problem, c), index, c) for index, c in enumerate(known) if _warms_up(c, known))
+    runners_up = tuple(c for c in known if c.origin == "DP" and c.stages != chosen.stages)
+    return PlannerResult(chosen, runners_up[:1], formula_seconds=latency)
+
+
+def _warms_up(candidate: Candidate, known: Sequence[Candidate]) -> bool:
+    """Return whether memory does not limit the candidate's schedule, or limits that of every one that is known."""
+    return ":D=" not in candidate.schedule or all(":D=" in other.schedule for other in known)
 
 
 def _search(

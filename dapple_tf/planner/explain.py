@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.timeline.timeline import Timeline
@@ -16,6 +16,8 @@ def notation(plan: Plan) -> str:
 
     Where devices run several stages, the replicas of each worker, and how many stages: ``8:8, 2 stages per device``.
     """
+    if plan.virtual_workers:
+        return f"{len(plan.virtual_workers)} virtual workers, {'|'.join(map(notation, plan.virtual_workers))}"
     chunks = plan.worker_map.chunks
     replicas = [plan.replicas[stages[0]] for stages in chunks]
     text = ":".join(map(str, replicas))
@@ -39,18 +41,25 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.describe_micro_batches()}, "
         f"schedule {abbreviate_schedule(plan.schedule)}"
-        + _recomputed(plan)
+        + describe_recompute(plan)
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),
     ]
     for index, stage in enumerate(plan.stages):
         first, last = profile.layers[stage.first_layer].name, profile.layers[stage.last_layer].name
-        lines.append(f"stage {index}: {_short(first)} .. {_short(last)}")
+        lines.append(f"stage {index}: {_short(first)} .. {_short(last)}{_rows(stage)}")
     return "\n".join(lines)
 
 
-def _recomputed(plan: Plan) -> str:
-    """Return what is re-computed, for the plan's first line."""
+def _rows(stage: StagePlan) -> str:
+    """Return how a stage's devices share the rows, where their shares are unequal."""
+    if not stage.row_shares:
+        return ""
+    return f", rows {':'.join(map(str, stage.row_shares))} on devices {', '.join(map(str, stage.devices))}"
+
+
+def describe_recompute(plan: Plan) -> str:
+    """Return what is re-computed, as an appendix of the schedule: ``, recompute``; empty where nothing is."""
     if isinstance(plan.recompute, bool):
         return ", recompute" if plan.recompute else ""
     return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
@@ -70,9 +79,11 @@ def describe_result(
     for candidate, (plan, timeline) in zip(result.runners_up, runners_up, strict=True):
         lines.append(f"{_name(candidate, plan)}: {_difference(chosen, (plan, timeline))}")
     if result.formula_seconds is not None:
-        lines.append(f"latency by the paper's formulas 1 to 3: {format_seconds_fixed(result.formula_seconds)}")
+        lines.append(f"{result.formula}: {format_seconds_fixed(result.formula_seconds)}")
     if result.pipedream is not None:
         lines.append(_describe_prediction(result.pipedream))
+    if chosen[0].recompute and not problem.recompute:
+        lines.append("recompute was chosen, not asked for: in this memory no plan was found without it that is as fast")
     if result.proven_optimal:
         lines.append("no plan of one stage per device is faster in the simulator")
     batch_size, plan = problem.profile.batch_size, chosen[0]
@@ -99,30 +110,40 @@ def _name(candidate: Candidate, plan: Plan) -> str:
 
 
 def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
+    """Return the other plan's step, by how much it is slower, and where it loses most."""
+    return f"{format_seconds_fixed(other[1].step_seconds)}, {describe_loss(chosen, other)}"
+
+
+def describe_loss(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
     """Return by how much the other plan is slower, and the part of the step where it loses most."""
-    parts, other_parts = _parts(*chosen), _parts(*other)
+    parts, other_parts = step_parts(*chosen), step_parts(*other)
     least, seconds = chosen[1].step_seconds, other[1].step_seconds
     if seconds - least <= least * 1e-6:
-        return f"{format_seconds_fixed(seconds)}, as fast"
+        return "as fast"
     part = max(other_parts, key=lambda name: other_parts[name] - parts[name])
     more = f"{seconds / least - 1:.1%} " if least else ""  # the step of a model whose layers take no time can be 0 s
-    loss = f"{part} {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
-    return f"{format_seconds_fixed(seconds)}, {more}slower: {loss}"
+    loss = f"{_PARTS[part]} takes {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
+    return f"{more}slower: {loss}"
 
 
-def _parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of the step, divided among computation, AllReduce and waiting."""
+def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of the step, divided among "compute", "allreduce" and "wait"."""
     costs = timeline.costs
     compute = [
         plan.micro_batches * sum(costs[s].forward_seconds + costs[s].backward_seconds for s in stages)
-        for stages in plan.worker_map.chunks
+        for stages in timeline.plan.worker_map.chunks  # of the last one of virtual workers
     ]
-    exposed = max(c.exposed_seconds for c in costs)
-    return {
-        "computing on the busiest device takes": max(compute),
-        "AllReduce after the last backward takes": exposed,
-        "waiting for other stages and transfers takes": max(0.0, timeline.step_seconds - max(compute) - exposed),
-    }
+    # Stages of virtual workers count waiting for other workers too: the last one to end its backward waits least.
+    exposed = (min if plan.virtual_workers else max)(c.exposed_seconds for c in costs)
+    wait = max(0.0, timeline.step_seconds - max(compute) - exposed)
+    return {"compute": max(compute), "allreduce": exposed, "wait": wait}
+
+
+_PARTS = {
+    "compute": "computing on the busiest device",
+    "allreduce": "AllReduce after the last backward",
+    "wait": "waiting for other stages and transfers",
+}
 
 
 def _short(name: str) -> str:

@@ -22,7 +22,7 @@ class _CutCosts(NamedTuple):
     compute: Floats  # [replica counts, N] seconds of forward and backward
     row: Integers  # [S] row of each stage's replica count
     replicas: Integers  # [S]
-    allreduce_seconds_per_byte: Floats  # [S]
+    allreduce: Floats  # [S, 2] latency (seconds) and seconds per byte
     transfer: Floats  # [S, 2] latency (seconds) and seconds per byte of the transfer into each stage
     parameter_bytes: Floats  # [N]
     boundary_bytes: Floats  # [N] that cross the cut before each block
@@ -69,7 +69,7 @@ def _cut_costs(problem: PlanningProblem, devices: Sequence[Sequence[int]], micro
         compute=np.array(compute),
         row=row,
         replicas=replicas,
-        allreduce_seconds_per_byte=np.array([allreduce_cost(stage, links) for stage in servers]),
+        allreduce=np.array([allreduce_cost(stage, links) for stage in servers]),
         transfer=np.array([(0.0, 0.0), *(transfer_cost(a, b, links) for a, b in itertools.pairwise(servers))]),
         parameter_bytes=chain.parameter_bytes,
         boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes]) * scale,
@@ -78,7 +78,7 @@ def _cut_costs(problem: PlanningProblem, devices: Sequence[Sequence[int]], micro
         splittable=np.concatenate([[True], chain.splittable]),
         micro_batches=problem.global_batch_size // micro_batch_size,
         fixed_bytes_per_parameter_byte=2.0 + problem.optimizer_slots,
-        memory_bytes=usable_bytes(problem.cluster.device_memory),
+        memory_bytes=usable_bytes(problem.cluster.least_memory),
         recompute=bool(problem.recompute),
     )
 
@@ -101,7 +101,9 @@ def _fit(c: _CutCosts) -> Integers:
             busy, fixed, stash, work = 0.0, 0.0, 0.0, 0.0
             for end in range(start + 1, n + 1 - (stages - 1 - s)):
                 parameters = c.parameter_bytes[end - 1]
-                busy += c.micro_batches * c.compute[c.row[s], end - 1] + c.allreduce_seconds_per_byte[s] * parameters
+                if fixed == 0.0 and parameters > 0:
+                    busy += c.allreduce[s, 0]
+                busy += c.micro_batches * c.compute[c.row[s], end - 1] + c.allreduce[s, 1] * parameters
                 fixed += parameters * c.fixed_bytes_per_parameter_byte
                 stash += c.stash_bytes[end - 1] / r
                 work = max(work, c.working_bytes[end - 1] / r)

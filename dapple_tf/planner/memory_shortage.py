@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 from dapple_tf.planner.balanced_cuts import even_starts
+from dapple_tf.planner.memory_fit import devices_needed
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.memory import usable_bytes
@@ -17,7 +17,7 @@ def describe_shortage(problem: PlanningProblem) -> str:
     size = problem.micro_batch_sizes[0]
     need, first, last = _largest_stage(problem, size, problem.cluster.devices)
     layers = problem.profile.layers
-    memory = problem.cluster.device_memory
+    memory = problem.cluster.least_memory
     text = (
         f"{problem.profile.model!r} does not fit {problem.cluster.devices} devices of {format_bytes(memory)}: with "
         f"stages balanced by memory and one micro-batch of {format_samples(size)} in flight, the stage of layers "
@@ -35,21 +35,30 @@ def describe_shortage(problem: PlanningProblem) -> str:
     )
 
 
+def may_bind(problem: PlanningProblem) -> bool:
+    """Return whether the memory can rule a plan out: one device cannot hold the model and all of a step's stash."""
+    chain, scale = problem.chain, problem.global_batch_size / problem.profile.batch_size
+    fixed = float(chain.parameter_bytes.sum()) * (2 + problem.optimizer_slots)
+    held = float(chain.stash_bytes.sum() + chain.working_bytes.max()) * scale
+    return fixed + held > usable_bytes(problem.cluster.least_memory)
+
+
 def _remedies(problem: PlanningProblem, size: int) -> list[str]:
-    """Return what would be enough, each on its own; else smaller micro-batches and more devices together."""
-    memory, devices = usable_bytes(problem.cluster.device_memory), problem.cluster.devices
+    """Return what would be enough: each on its own, or smaller micro-batches and more devices together."""
+    devices = problem.cluster.devices
     smaller = [divisor for divisor in list_micro_batch_sizes(problem.global_batch_size, None) if divisor < size][::-1]
-    more = range(devices + 1, len(problem.chain.parameter_bytes) + 1)
-    less = next((b for b in smaller if _largest_stage(problem, b, devices)[0] <= memory), None)
-    count = next((n for n in more if _largest_stage(problem, size, n)[0] <= memory), None)
+    needed = {b: devices_needed(problem, b) for b in smaller}
+    less = next((b for b, count in needed.items() if count is not None and count <= devices), None)
+    count = devices_needed(problem, size)
     found = [] if less is None else [f"micro-batches of {format_samples(less)}"]
     if count is not None:
         found.append(f"{count} devices")
-    if problem.recompute and _largest_stage(replace(problem, recompute=False), size, devices)[0] <= memory:
+    kept = devices_needed(replace(problem, recompute=False), size) if problem.recompute else None
+    if kept is not None and kept <= devices:
         found.append("no recompute")  # the stashed input of a stage, beside all that is computed again, is too much
-    if not found:
-        both = ((b, n) for b in smaller for n in more if _largest_stage(problem, b, n)[0] <= memory)
-        found = [f"micro-batches of {format_samples(b)} and {n} devices" for b, n in itertools.islice(both, 1)]
+    if less is None and count is not None:
+        fewer = [(n, -b) for b, n in needed.items() if n is not None and n < count]
+        found += [f"micro-batches of {format_samples(-b)} and {n} devices" for n, b in sorted(fewer)[:1]]
     return found
 
 

@@ -11,7 +11,7 @@ from dapple_tf.planner.pipedream_formula import check_minibatch_size, predict_th
 from dapple_tf.planner.pipedream_search import BlockCosts, count_steps, find_stages
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
-from profiler.linearise import Chain, cut_chain
+from profiler.linearise import Chain, without_unsplittable_cuts
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 4_000_000_000  # of the dynamic program: some seconds
@@ -38,7 +38,7 @@ def plan_pipedream(
         )
     hierarchy = derive_hierarchy(problem.cluster)
     hierarchy = hierarchy.flatten() if flat else hierarchy
-    stages = _find_stages(_limit_blocks(_splittable_chain(problem.chain), hierarchy), hierarchy, size)
+    stages = _find_stages(_limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy), hierarchy, size)
     found = problem.evaluate_all_sizes(stages, "PipeDream's formulas")
     if not found:
         return None
@@ -59,14 +59,6 @@ def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tup
         )
         for stage in found
     )
-
-
-def _splittable_chain(chain: Chain) -> Chain:
-    """Return the chain without the cuts at which stages of unequal replica counts cannot meet."""
-    if chain.splittable.all():
-        return chain
-    inner = zip(chain.positions[1:-1], chain.splittable.tolist(), strict=True)
-    return cut_chain(chain.profile, [position for position, splittable in inner if splittable])
 
 
 def _limit_blocks(chain: Chain, hierarchy: Hierarchy) -> Chain:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.errors import PlanError, ScheduleError
@@ -11,15 +11,23 @@ from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.placement import device_indices
-from dapple_tf.planner.pricing import fastest_schedule, stage_cost_arrays
+from dapple_tf.planner.pricing import fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
+from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory_limit import fit_to_one_limit
+from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.timeline import Timeline
+from graph_passes.analysis.row_bounds import least_rows
 from graph_passes.schedules.policies import runs_several_stages, splits_backward
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
+
+_KEPT_FLOWS = 64  # on thousands of devices each takes some megabytes
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class PlanningProblem:
 
     ``schedule``: a name, or "auto" for the fastest policy. ``recompute``: as in ``Plan``, but the searches re-compute
     all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs
-    during the last backward.
+    during the last backward. ``contention``: steps are simulated with contention for the servers' network interfaces.
     """
 
     profile: Profile
@@ -39,6 +47,7 @@ class PlanningProblem:
     recompute: bool | tuple[int, ...] = False
     optimizer_slots: int = 2
     overlap: bool = False
+    contention: bool = True
 
     @cached_property
     def chain(self) -> Chain:
@@ -76,46 +85,112 @@ class PlanningProblem:
             for first, end, placement in zip(bounds, bounds[1:], found.placements, strict=False)
         )
 
-    def make_plan(self, stages: Sequence[StagePlan], micro_batch_size: int, schedule: str, planner: str) -> Plan:
-        """Return the plan with these stages, without a prediction; ``planner``: the name in its file."""
+    def make_plan(
+        self,
+        stages: Sequence[StagePlan],
+        micro_batch_size: int,
+        schedule: str,
+        planner: str,
+        recompute: bool | tuple[int, ...] = False,
+    ) -> Plan:
+        """Return the plan with these stages, without a prediction; ``planner``: the name in its file.
+
+        ``recompute``: as in ``Plan``; the problem's own goes before it. Where stages have virtual workers, each runs
+        micro-batches of that size.
+        """
         return Plan(
             model=self.profile.model,
             planner=planner,
             global_batch_size=self.global_batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batches=self.global_batch_size // micro_batch_size,
+            micro_batches=self.global_batch_size // micro_batch_size // (1 + (stages[-1].worker or 0)),
             schedule=schedule,
-            recompute=self.recompute,
+            recompute=self.recompute or recompute,
             stages=tuple(stages),
             overlap=self.overlap,
         )
 
+    def plan_of(self, candidate: Candidate, planner: str) -> Plan:
+        """Return the candidate as a plan, without a prediction; ``planner``: the name in its file."""
+        stages, size = candidate.stages, candidate.micro_batch_size
+        if candidate.sizes is None:
+            return self.make_plan(stages, size, candidate.schedule, planner, candidate.recompute)
+        bare = self.make_plan(stages, size, "dapple-a", planner, candidate.recompute)
+        return replace(
+            bare,
+            micro_batch_size=max(candidate.sizes),
+            micro_batches=len(candidate.sizes),
+            schedule=candidate.schedule,
+            micro_batch_sizes=candidate.sizes,
+        )
+
+    def simulate(self, plan: Plan) -> Timeline:
+        """Return the timeline of a step or window of ``plan``."""
+        return simulate(
+            plan,
+            self.profile,
+            self.cluster,
+            optimizer_slots=self.optimizer_slots,
+            contention=self.contention,
+        )
+
     def evaluate(
-        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, schedule: str | None = None
+        self,
+        stages: Sequence[StagePlan],
+        micro_batch_size: int,
+        origin: str,
+        schedule: str | None = None,
+        recompute: bool | tuple[int, ...] = False,
     ) -> Candidate | None:
         """Simulate these stages under the fastest schedule allowed, or under ``schedule``.
 
-        None if they do not fit the memory, if some replica would get no sample, or if the schedule has other stages on
-        the same devices. ``origin``: see ``Candidate``.
+        Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
+        None if they do not fit the memory, if some replica would get no sample, if unequal shares would meet where
+        tensors cannot be split, or if the schedule has other stages on the same devices. ``origin``: see ``Candidate``.
+        ``recompute``: see ``make_plan``.
         """
-        if max(stage.replicas for stage in stages) > micro_batch_size:
+        stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
+        if max(least_rows(stage.replicas, stage.row_shares) for stage in stages) > micro_batch_size:
+            return None
+        if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
         wanted = self.schedule if schedule is None else schedule
         policy = "dapple-a" if wanted == "auto" else wanted  # the costs are the same for all policies
-        plan = self.make_plan(stages, micro_batch_size, policy, origin)
+        plan = self.make_plan(stages, micro_batch_size, policy, origin, recompute)
         try:
             check_workers(plan)
         except (PlanError, ScheduleError):
             return None
-        costs = stage_cost_arrays(stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots))
-        found = fastest_schedule(costs, plan.micro_batches, usable_bytes(self.cluster.device_memory), wanted)
+        of_stages = stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots)
+        of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
+        network = make_network(self.find_flows(stages), of_stages)
+        arrays = stage_cost_arrays(of_stages)
+        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network)
         if found.seconds == float("inf"):
             return None
-        return Candidate(tuple(stages), micro_batch_size, found.schedule, found.seconds, origin)
+        return Candidate(stages, micro_batch_size, found.schedule, found.seconds, origin, plan.recompute)
 
-    def evaluate_all_sizes(self, stages: Sequence[StagePlan], origin: str) -> list[Candidate]:
-        """Simulate these stages at every micro-batch size; return what fits."""
-        found = [self.evaluate(stages, size, origin) for size in self.micro_batch_sizes]
+    def find_flows(self, stages: Sequence[StagePlan]) -> Flows | None:
+        """Return what these stages share on the servers' interfaces; None if that is nothing, or does not count."""
+        if not self.contention:
+            return None
+        key = tuple((stage.devices, stage.row_shares) for stage in stages)
+        if key not in self._flows:  # a search moves cuts far more often than devices
+            if len(self._flows) == _KEPT_FLOWS:
+                self._flows.clear()
+            self._flows[key] = plan_flows(stages, self.cluster)
+        flows = self._flows[key]
+        return flows if flows.directions else None
+
+    @cached_property
+    def _flows(self) -> dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Flows]:
+        return {}
+
+    def evaluate_all_sizes(
+        self, stages: Sequence[StagePlan], origin: str, recompute: bool | tuple[int, ...] = False
+    ) -> list[Candidate]:
+        """Simulate these stages at every micro-batch size; return what fits. See ``evaluate``."""
+        found = [self.evaluate(stages, size, origin, recompute=recompute) for size in self.micro_batch_sizes]
         return [candidate for candidate in found if candidate is not None]
 
 
@@ -124,7 +199,10 @@ class Candidate:
     """Stages under a schedule, and the simulated ``seconds`` of a step.
 
     ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages",
-    "DAPPLE's formulas", "PipeDream's formulas" or "chunks" (devices run several stages).
+    "DAPPLE's formulas", "PipeDream's formulas", "SPP's algorithm 3", "AutoPipe's heuristic", "BaPipe's partition",
+    "unequal devices", "only" and a kind, "local search", "chunks" (devices run several stages), or the name of a
+    planner. ``recompute``: as in ``Plan``. ``sizes``: the samples of each micro-batch, where AutoPipe's Slicer has
+    halved some.
     """
 
     stages: tuple[StagePlan, ...]
@@ -132,6 +210,8 @@ class Candidate:
     schedule: str
     seconds: float
     origin: str
+    recompute: bool | tuple[int, ...] = False
+    sizes: tuple[int, ...] | None = None
 
     @property
     def device_count(self) -> int:
@@ -143,13 +223,21 @@ class Candidate:
 class PlannerResult:
     """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
 
-    ``proven_optimal``: no plan of one stage per device in the search space is faster in the simulator.
-    ``formula_seconds``: the latency by formula 2, if the planner chose by it. ``pipedream``: the prediction of
-    PipeDream's formulas, if the planner chose by them.
+    ``proven_optimal``: no plan of one stage per device is faster in the simulator, on any devices, with re-computation
+    or without; it is only said where the search had every assignment of devices, up to equal ones.
+    ``formula_seconds``: of the step by the paper's own costs, if the planner chose by them; ``formula`` says whose.
+    ``pipedream``: the prediction of PipeDream's formulas, if the planner chose by them.
     """
 
     chosen: Candidate
     runners_up: tuple[Candidate, ...] = ()
     proven_optimal: bool = False
     formula_seconds: float | None = None
+    formula: str = "latency by the paper's formulas 1 to 3"
     pipedream: PipedreamPrediction | None = None
+
+    @staticmethod
+    def fastest(candidates: Iterable[Candidate | None]) -> PlannerResult | None:
+        """Return the result that has the fastest candidate alone; None where there is none."""
+        fastest = min((c for c in candidates if c is not None), key=lambda c: c.seconds, default=None)
+        return None if fastest is None else PlannerResult(fastest)

@@ -12,10 +12,13 @@ from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import SearchResult
 from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_bytes, transfer_seconds, working_bytes
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.contention import Flows, measure_flows, no_flows
 from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.execution import make_rings
 from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import Order, early_backward_order
+from dapple_tf.simulator.shared_engine import Rings, layer_rings, shared_step_seconds, whole_rings
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
@@ -24,6 +27,7 @@ POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the fir
 # Schedules that split backwards and have a name, by stages per device: one alone, or two in the shape of a V.
 _STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _GPIPE = POLICIES.index("gpipe")
+_SHARED = 25  # how many times longer a simulation with contention takes, about
 
 
 class StageCostArrays(NamedTuple):
@@ -74,23 +78,44 @@ def policy_warm_ups(stages: int, micro_batches: int) -> Integers:
     return np.array([warm_up(policy, stages, micro_batches) for policy in POLICIES], np.int64)
 
 
+class Network(NamedTuple):
+    """What stages share: the ``flows`` on the servers' interfaces, and the ``rings`` of their AllReduces."""
+
+    flows: Flows
+    rings: Rings
+
+
+def make_network(flows: Flows | None, costs: Sequence[StageCosts]) -> Network | None:
+    """Return what stages with these costs share; None without ``flows``."""
+    return None if flows is None else Network(flows, make_rings(costs))
+
+
 def fastest_schedule(
-    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str = "auto"
+    costs: StageCostArrays,
+    micro_batches: int,
+    memory_bytes: float,
+    schedule: str = "auto",
+    network: Network | None = None,
 ) -> ScheduleSeconds:
     """Return the fastest policy for these stages, or the seconds of ``schedule``; D is added if memory needs it.
+
+    ``network``: for the seconds with contention; None for those without.
 
     Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
     valid (``make_problem`` checks it).
     """
     if is_searched(schedule):
-        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule)
+        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network)
     if schedule not in (*POLICIES, "auto"):
-        return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule)
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network)
     warm_ups = policy_warm_ups(len(costs.forward_seconds), micro_batches)
     best = ScheduleSeconds(np.inf, "")
     for policy, name in enumerate(POLICIES):
         if schedule in (name, "auto"):
-            seconds, limit = policy_seconds(costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE)
+            arguments = costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE
+            seconds, limit = policy_seconds(*arguments)
+            if network is not None and seconds < best.seconds * (1 - 1e-9):
+                seconds, limit = shared_policy_seconds(*arguments, network)
             if seconds < best.seconds * (1 - 1e-9):
                 best = ScheduleSeconds(seconds, _limited(name, limit))
     return best
@@ -102,7 +127,7 @@ def _limited(policy: str, limit: int) -> str:
 
 
 def _named_schedule_seconds(
-    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
+    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str, network: Network | None
 ) -> ScheduleSeconds:
     """Return the seconds of a schedule that is not one of ``POLICIES``; memory may limit ``zb-h1`` and ``zb-h2``."""
     nothing = ScheduleSeconds(np.inf, schedule)
@@ -113,26 +138,26 @@ def _named_schedule_seconds(
     if len(order.actions) < len(costs.forward_seconds):
         peaks = worker_peaks(order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
         fits = (peaks <= memory_bytes).all()
-        return ScheduleSeconds(order_seconds(order, costs), schedule) if fits else nothing
+        return ScheduleSeconds(order_seconds(order, costs, network), schedule) if fits else nothing
     room = memory_bytes - costs.fixed_bytes - costs.working_bytes
     short = in_flight * costs.stash_bytes > room
     if short.any():
         limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
         if schedule not in STRAIGHT_ZERO_BUBBLE or limit < 1:
             return nothing
-        return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}")
-    return ScheduleSeconds(order_seconds(order, costs), schedule)
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}", network)
+    return ScheduleSeconds(order_seconds(order, costs, network), schedule)
 
 
 def _searched_schedule_seconds(
-    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str
+    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str, network: Network | None
 ) -> ScheduleSeconds:
     """Return the seconds of the fastest of a few schedules on the worker map of ``zb-auto``.
 
     The search itself takes far longer. It starts from all of these, so what it finds for the chosen plan is no slower.
     """
     names = (schedule, *find_stand_ins(schedule))
-    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name) for name in names]
+    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network) for name in names]
     return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
 
 
@@ -142,11 +167,13 @@ def find_stand_ins(schedule: str) -> tuple[str, ...]:
     return _STAND_INS.get(chunked[1], ()) if chunked else ()
 
 
-def order_seconds(order: Order, costs: StageCostArrays) -> float:
-    """Return the seconds of a step whose workers run their actions in this ``order``."""
+def order_seconds(order: Order, costs: StageCostArrays, network: Network | None = None) -> float:
+    """Return the seconds of a step whose workers run their actions in this ``order``; ``network``: for contention."""
     forward, backward, weights = costs.forward_seconds, costs.backward_seconds, costs.weights_seconds
     send = costs.send_seconds
-    return float(step_seconds(order, forward, backward, weights, send, send, costs.exposed_seconds))
+    if network is None:
+        return float(step_seconds(order, forward, backward, weights, send, send, costs.exposed_seconds))
+    return float(shared_step_seconds(order, forward, backward, weights, send, send, network.rings, network.flows))
 
 
 @compiled
@@ -158,11 +185,7 @@ def policy_seconds(
     D is the least number of micro-batches that a stage can hold, over the stages that cannot hold K_i (DAPPLE, section
     V.C). Infinite if a stage cannot hold one, or if the policy is not ``limitable`` (gpipe) and memory limits it.
     """
-    limit = micro_batches
-    for s in range(len(warm_up)):
-        room = memory_bytes - costs.fixed_bytes[s] - costs.working_bytes[s]
-        if room < warm_up[s] * costs.stash_bytes[s]:
-            limit = min(limit, int(room / costs.stash_bytes[s])) if room > 0 else 0
+    limit = _memory_limit(costs, warm_up, micro_batches, memory_bytes)
     if limit < 1 or (limit < micro_batches and not limitable):
         return np.inf, 0
     limited = limit if warm_up.max() > limit else 0
@@ -172,6 +195,39 @@ def policy_seconds(
         order, costs.forward_seconds, costs.backward_seconds, no_weights, send, send, costs.exposed_seconds
     )
     return float(seconds), limited
+
+
+@compiled
+def shared_policy_seconds(
+    costs: StageCostArrays,
+    warm_up: Integers,
+    micro_batches: int,
+    memory_bytes: float,
+    limitable: bool,
+    network: Network,
+) -> tuple[float, int]:
+    """Return what ``policy_seconds`` returns, with contention."""
+    limit = _memory_limit(costs, warm_up, micro_batches, memory_bytes)
+    if limit < 1 or (limit < micro_batches and not limitable):
+        return np.inf, 0
+    limited = limit if warm_up.max() > limit else 0
+    order = early_backward_order(np.minimum(warm_up, limit), micro_batches)
+    send, no_weights = costs.send_seconds, costs.weights_seconds[:0]
+    seconds = shared_step_seconds(
+        order, costs.forward_seconds, costs.backward_seconds, no_weights, send, send, network.rings, network.flows
+    )
+    return float(seconds), limited
+
+
+@compiled
+def _memory_limit(costs: StageCostArrays, warm_up: Integers, micro_batches: int, memory_bytes: float) -> int:
+    """Return the least number of micro-batches that a stage which cannot hold K_i can hold; without any, all."""
+    limit = micro_batches
+    for s in range(len(warm_up)):
+        room = memory_bytes - costs.fixed_bytes[s] - costs.working_bytes[s]
+        if room < warm_up[s] * costs.stash_bytes[s]:
+            limit = min(limit, int(room / costs.stash_bytes[s])) if room > 0 else 0
+    return limit
 
 
 @compiled
@@ -196,10 +252,44 @@ def stage_costs_from_tables(t: CostTables, starts: Integers, placements: Integer
     return costs
 
 
+@compiled
+def network_from_tables(t: CostTables, starts: Integers, placements: Integers, costs: StageCostArrays) -> Network:
+    """Return what the stages of a plan that the search found share; ``costs``: of these stages."""
+    stages = len(costs.forward_seconds)
+    offsets = np.zeros(stages + 1, np.int64)
+    for s in range(stages):
+        p = placements[s]
+        offsets[s + 1] = offsets[s] + t.server_offsets[p + 1] - t.server_offsets[p]
+    servers = np.empty(offsets[stages], np.int64)
+    for s in range(stages):
+        p = placements[s]
+        servers[offsets[s] : offsets[s + 1]] = t.servers[t.server_offsets[p] : t.server_offsets[p + 1]]
+    cuts = np.empty(len(servers) + stages, np.int64)  # equal rows
+    for s in range(stages):
+        for i in range(offsets[s], offsets[s + 1] + 1):
+            cuts[i + s] = i - offsets[s]
+    flows = measure_flows(servers, offsets, cuts, np.ones(stages - 1, np.bool_), t.links)
+    if t.layer_gradients.size == 0:
+        return Network(flows, whole_rings(costs.exposed_seconds))
+    gradients, bounds = np.empty((stages, t.layer_gradients.shape[1])), np.empty(stages + 1, np.int64)
+    latency, per_byte = np.empty(stages), np.empty(stages)
+    for s in range(stages):
+        p = placements[s]
+        gradients[s] = t.layer_gradients[t.seconds_row[p]]
+        bounds[s] = t.positions[starts[s]]
+        latency[s], per_byte[s] = t.allreduce_latency[p], t.allreduce_seconds_per_byte[p]
+    bounds[stages] = t.positions[len(t.positions) - 1]
+    return Network(
+        flows, layer_rings(gradients, t.layer_parameter_bytes, bounds, latency, per_byte, costs.exposed_seconds)
+    )
+
+
 def simulate_found_plans(
-    tables: CostTables, found: SearchResult, ceiling: float, schedule: str, max_events: int
+    tables: CostTables, found: SearchResult, ceiling: float, schedule: str, max_events: int, *, contention: bool
 ) -> FastestFound:
     """Return the fastest plan below ``ceiling`` seconds, simulated under ``schedule`` or, for "auto", every policy.
+
+    With ``contention`` a plan is simulated without it first, which takes less time and is never slower.
 
     Plans are simulated by rising score, which must be a lower bound of their step. It ends where the next bound shows
     that no later plan is faster, or after ``max_events`` simulated events.
@@ -211,7 +301,16 @@ def simulate_found_plans(
         for stages in np.unique(found.stages):
             warm_ups[stages, :, :stages] = policy_warm_ups(int(stages), tables.micro_batches)
         index, seconds, policy, limit, simulated = _simulate_policies(
-            tables, found.scores, found.starts, found.placements, found.stages, warm_ups, policies, ceiling, max_events
+            tables,
+            found.scores,
+            found.starts,
+            found.placements,
+            found.stages,
+            warm_ups,
+            policies,
+            ceiling,
+            max_events,
+            contention,
         )
         return FastestFound(index, ScheduleSeconds(seconds, _limited(POLICIES[policy], limit)), simulated)
     best, index = ScheduleSeconds(ceiling, schedule), -1
@@ -220,6 +319,9 @@ def simulate_found_plans(
             return FastestFound(index, best, i)
         costs = stage_costs_from_tables(tables, found.starts[i], found.placements[i], found.stages[i])
         new = fastest_schedule(costs, tables.micro_batches, tables.memory_bytes, schedule)
+        if contention and new.seconds < best.seconds * (1 - 1e-9):
+            network = network_from_tables(tables, found.starts[i], found.placements[i], costs)
+            new = fastest_schedule(costs, tables.micro_batches, tables.memory_bytes, schedule, network)
         if new.seconds < best.seconds * (1 - 1e-9):
             best, index = new, i
     return FastestFound(index, best, len(found))
@@ -236,6 +338,7 @@ def _simulate_policies(
     policies: Integers,
     ceiling: float,
     max_events: int,
+    contention: bool,
 ) -> tuple[int, float, int, int, int]:
     """Return the fastest plan's index (-1: none), seconds, policy and D (0: none), and how many plans were simulated.
 
@@ -247,10 +350,18 @@ def _simulate_policies(
             return index, best, fastest, limit, i
         stages = counts[i]
         costs = stage_costs_from_tables(t, starts[i], placements[i], stages)
+        network, known = Network(no_flows(stages), whole_rings(costs.exposed_seconds)), not contention
         for policy in policies:
             warm_up = warm_ups[stages, policy, :stages]
             seconds, new_limit = policy_seconds(costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE)
             max_events -= 4 * stages * t.micro_batches  # forwards, backwards and a transfer for each
+            if not known and seconds < best * (1 - 1e-9):
+                network, known = network_from_tables(t, starts[i], placements[i], costs), True
+            if network.flows.directions > 0 and seconds < best * (1 - 1e-9):
+                seconds, new_limit = shared_policy_seconds(
+                    costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network
+                )
+                max_events -= _SHARED * 4 * stages * t.micro_batches
             if seconds < best * (1 - 1e-9):
                 best, index, fastest, limit = seconds, i, policy, new_limit
             if seconds <= bounds[i] * (1 + 1e-9):

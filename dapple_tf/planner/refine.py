@@ -1,55 +1,169 @@
-"""Local search in the simulator: small moves that make a good plan faster."""
+"""Local search in the simulator from several starts: cuts, devices, stages, micro-batch sizes change together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from dapple_tf.plan import StagePlan
+from dapple_tf.planner.anneal import FREE, IN_ORDER, SCATTERED, anneal
+from dapple_tf.planner.device_order import order_devices, order_servers
+from dapple_tf.planner.layout import (
+    IDLE,
+    Layout,
+    LayoutTables,
+    Workspace,
+    copy_layout,
+    make_layout,
+    make_layout_tables,
+    make_workspace,
+    price_layout,
+)
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.search_space import server_orders
+from dapple_tf.simulator.compiled import Integers
+from profiler.cluster import Cluster
+
+_SEED = 88172645463325252
+_STARTS, _KEPT = 3, 3
+_DEALT, _NEAR, _FREE, _LAST = 0.35, 0.15, 0.3, 0.2  # shares of the events of each part of the search
+_COLD = 0.0005  # the temperature at the end of a run
+_MOST_SCATTERED = 256  # devices
+_MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 
 
-def refine(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:
-    """Return the candidate after moving cuts, and devices between neighbouring stages, while its step gets shorter.
+def refine(
+    problem: PlanningProblem, candidates: Sequence[Candidate], events: int, *, may_recompute: bool = False
+) -> list[Candidate]:
+    """Return plans that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
-    Each move is one cut by one block, or one device. At most ``moves`` plans are simulated. The micro-batch size stays.
+    First only the numbers of devices are searched, dealt to the stages in order or evenly; then their places, too. The
+    same problem and number of simulated ``events`` give the same plans. ``may_recompute``: whether single stages may be
+    re-computed. Empty without candidates, and for a schedule that is none of the simulated policies.
     """
-    best = candidate
-    improved = True
-    while improved:
-        improved = False
-        for stages in _neighbours(problem, best):
-            if moves == 0:
-                return best
-            moves -= 1
-            found = problem.evaluate(stages, best.micro_batch_size, candidate.origin)
-            if found is not None and found.seconds < best.seconds * (1 - 1e-9):
-                best, improved = found, True
-                break
-    return best
+    search = _Search.of(problem, candidates, may_recompute)
+    if search is None:
+        return []
+    starts = search.starts(candidates, _STARTS)
+    ways = itertools.product(search.orders, search.placings, starts)
+    dealt = [(placing, search.reorder(start, order)) for order, placing, start in ways]
+    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
+    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
+    near = search.run_all([(FREE, layout) for layout in starts], int(events * _NEAR), 0.01)
+    kept = sorted([*dealt, *near], key=search.seconds)[:_KEPT]
+    kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.03)
+    ((_, best),) = search.run_all([(FREE, layout) for _, layout in kept[:1]], int(events * _LAST), 0.005)
+    search.drop_recompute(best)
+    # The search prices without contention; with it another of the last layouts may be the fastest.
+    found = [search.candidate(layout) for layout in (best, *(layout for _, layout in kept[1:]))]
+    return [candidate for candidate in found if candidate is not None]
 
 
-def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
-    """Yield the plans one move away: one cut a block further, or one device on the other side of a boundary."""
-    stages, positions = candidate.stages, problem.chain.positions
-    index_of = {position: index for index, position in enumerate(positions)}
-    unsplittable = set(problem.profile.unsplittable)
-    for index, (left, right) in enumerate(pairwise(stages)):
-        cut, joined, own = index_of[right.first_layer], left.devices + right.devices, left.replicas
-        firsts = [
-            first for first in (positions[cut - 1], positions[cut + 1]) if left.first_layer < first <= right.last_layer
-        ]
-        counts = [count for count in (own - 1, own + 1) if 0 < count < len(joined)]
-        for first, count in [(first, own) for first in firsts] + [(right.first_layer, count) for count in counts]:
-            moved = (
-                StagePlan(left.first_layer, first - 1, joined[:count]),
-                StagePlan(first, right.last_layer, joined[count:]),
-            )
-            changed = (*stages[:index], *moved, *stages[index + 2 :])
-            if _can_split(changed, unsplittable):
-                yield changed
+def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -> Layout:
+    """Return the layout of a candidate, with its devices at the places of their numbers; ``sizes``: of the tables."""
+    blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
+    layout = make_layout(min(devices, blocks), devices)
+    block_of = {position: block for block, position in enumerate(problem.chain.positions)}
+    again = candidate.recompute if isinstance(candidate.recompute, tuple) else ()
+    for index, stage in enumerate(candidate.stages):
+        layout.starts[index] = block_of[stage.first_layer]
+        layout.recompute[index] = candidate.recompute is True or stage.first_layer in again
+        layout.owner[list(stage.devices)] = index
+    layout.starts[len(candidate.stages)] = blocks
+    layout.shape[:] = len(candidate.stages), np.searchsorted(sizes, candidate.micro_batch_size)
+    return layout
 
 
-def _can_split(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
-    """Return whether stages of unequal replica counts meet only at cuts whose tensors can be split."""
-    return not any(a.replicas != b.replicas and b.first_layer in unsplittable for a, b in pairwise(stages))
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What all runs of one local search share; ``orders`` of devices, and how they are dealt to stages."""
+
+    problem: PlanningProblem
+    tables: LayoutTables
+    workspace: Workspace
+    orders: tuple[tuple[int, ...], ...]
+    placings: tuple[int, ...]
+    room: int
+
+    @staticmethod
+    def of(problem: PlanningProblem, candidates: Sequence[Candidate], may_recompute: bool) -> _Search | None:
+        """Return the search for a problem, or None if there is nothing to start from."""
+        cluster = problem.cluster
+        room = min(cluster.devices, len(problem.chain.parameter_bytes))
+        sizes = [b for b in problem.micro_batch_sizes if room * (problem.global_batch_size // b) <= _MOST_ARRIVALS]
+        sizes = sizes or list(problem.micro_batch_sizes[-1:])
+        if not any(c.micro_batch_size in sizes for c in candidates):
+            return None
+        tables = make_layout_tables(problem, np.array(sizes, np.int64), may_recompute)
+        if not len(tables.policies):
+            return None
+        workspace = make_workspace(room, cluster.devices, int(tables.micro_batches.max()))
+        orders = dict.fromkeys(order_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
+        several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
+        return _Search(
+            problem, tables, workspace, tuple(orders), (IN_ORDER, SCATTERED) if several else (IN_ORDER,), room
+        )
+
+    def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
+        """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
+        usable = sorted((c for c in candidates if c.micro_batch_size in self.tables.sizes), key=lambda c: c.seconds)
+        chosen: dict[object, Candidate] = {}
+        for field in ("origin", "micro_batch_size"):
+            best: dict[object, Candidate] = {}
+            for candidate in usable:
+                best.setdefault(getattr(candidate, field), candidate)
+            for candidate in list(best.values())[:most]:
+                chosen.setdefault((candidate.stages, candidate.micro_batch_size), candidate)
+        ranked = sorted(chosen.values(), key=lambda c: c.seconds)
+        return [layout_of(self.problem, self.tables.sizes, candidate) for candidate in ranked]
+
+    def reorder(self, layout: Layout, order: Sequence[int]) -> Layout:
+        """Return a copy whose places have devices in this order, each of the same stage as before."""
+        copy = make_layout(self.room, len(order))
+        copy_layout(layout, copy)
+        copy.device_at[:] = order
+        copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
+        return copy
+
+    def run_all(self, runs: Sequence[tuple[int, Layout]], events: int, hot: float) -> list[tuple[int, Layout]]:
+        """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
+        random = np.array([_SEED], np.uint64)
+        for placing, layout in runs:
+            anneal(self.tables, layout, self.workspace, placing, events // len(runs), hot, _COLD, random)
+        return sorted(runs, key=self.seconds)
+
+    def seconds(self, run: tuple[int, Layout]) -> float:
+        """Return the seconds of a run's layout."""
+        return price_layout(self.tables, run[1], self.workspace, np.inf, False).seconds
+
+    def drop_recompute(self, layout: Layout) -> None:
+        """Stop re-computing every stage, one after the other, where that does not make the step longer."""
+        for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.may_recompute else ():
+            before = self.seconds((FREE, layout))
+            layout.recompute[stage] = False
+            if self.seconds((FREE, layout)) > before * (1 + 1e-12):
+                layout.recompute[stage] = True
+
+    def candidate(self, layout: Layout) -> Candidate | None:
+        """Return the layout as a candidate; the devices of a server are taken in rising order."""
+        problem, count = self.problem, int(layout.shape[0])
+        devices: list[list[int]] = [[] for _ in range(count)]
+        unused = _devices_by_server(problem.cluster)
+        for owner, device in zip(layout.owner.tolist(), layout.device_at.tolist(), strict=True):
+            if owner != IDLE:
+                devices[owner].append(next(unused[problem.cluster.homes[device]]))
+        bounds = [problem.chain.positions[block] for block in layout.starts[: count + 1]]
+        stages = [StagePlan(a, b - 1, tuple(d)) for (a, b), d in zip(itertools.pairwise(bounds), devices, strict=True)]
+        again = [layer for s in np.flatnonzero(layout.recompute[:count]) for layer in range(bounds[s], bounds[s + 1])]
+        recompute = len(again) == len(problem.profile.layers) or (tuple(again) if again else False)
+        size = int(self.tables.sizes[layout.shape[1]])
+        return problem.evaluate(stages, size, "local search", recompute=recompute)
+
+
+def _devices_by_server(cluster: Cluster) -> list[Iterator[int]]:
+    """Return the devices of each server, in rising order."""
+    first = itertools.accumulate((server.devices for server in cluster.servers), initial=0)
+    return [iter(range(a, b)) for a, b in itertools.pairwise(first)]

@@ -23,6 +23,7 @@ _MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
 _MOST_DEVICES_OF_HALF = 128
+_MOST_DEVICES_OF_POLICIES = 128
 
 
 class Transitions(NamedTuple):
@@ -71,8 +72,8 @@ class SearchSpace:
         to_rest = np.full(len(self.replicas), -1, np.int64)
         completing = np.flatnonzero((self.devices_left[following] == 0) & (source < len(self.replicas)))
         to_rest[source[completing]] = completing
-        offsets, servers = self._servers
-        latency, per_byte = _transfer_costs(first, following, offsets, servers, self._links)
+        offsets, servers = self.home_servers
+        latency, per_byte = _transfer_costs(first, following, offsets, servers, self.links)
         return Transitions(first, following, same, to_rest, latency, per_byte)
 
     @cached_property
@@ -81,18 +82,19 @@ class SearchSpace:
         return len(self.chain.parameter_bytes) ** 2 * sum(len(found) for found in self.placements.successors)
 
     @cached_property
-    def allreduce_seconds_per_byte(self) -> Floats:
-        """Seconds of AllReduce per byte of parameters, for each placement."""
-        offsets, servers = self._servers
-        return np.array([measure_allreduce(servers[a:b], self._links) for a, b in itertools.pairwise(offsets)])
+    def allreduce(self) -> Floats:
+        """Latency (seconds) of an AllReduce and its seconds per byte of parameters, for each placement: [P, 2]."""
+        offsets, servers = self.home_servers
+        return np.array([measure_allreduce(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
 
     @cached_property
-    def _links(self) -> LinkTables:
+    def links(self) -> LinkTables:
+        """The cluster's links."""
         return link_tables(self.cluster)
 
     @cached_property
-    def _servers(self) -> tuple[Integers, Integers]:
-        """The server of every device of every placement, and where each placement's begin."""
+    def home_servers(self) -> tuple[Integers, Integers]:
+        """Where the servers of each placement begin, and those of every device of every placement."""
         lists = [sorted(self.order[place] for place in item.servers()) for item in self.placements.items]
         offsets = np.concatenate([[0], np.cumsum([len(servers) for servers in lists])]).astype(np.int64)
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
@@ -114,10 +116,11 @@ def _transfer_costs(
 
 
 def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
-    """Return one complete space, or two smaller ones if searching the complete one takes too long.
+    """Return one complete space, or smaller ones if searching the complete one takes too long.
 
-    The smaller ones are: all plans of two stages; and plans of any number of stages whose devices are taken in order
-    (Append First), with round replica counts and cuts between at least 32 blocks of nearly equal compute. The placement
+    The smaller ones are: all plans of two stages; plans of any number of stages whose devices are taken in order
+    (Append First), with round replica counts and cuts between at least 32 blocks of nearly equal compute; and on up to
+    128 devices the same by all three policies, with fewer replica counts. The placement
     policies take servers in their order in the cluster, and if sizes differ also in order of falling size.
     """
     return tuple(space for order in server_orders(cluster) for space in _spaces_of_order(chain, cluster, order))
@@ -128,6 +131,14 @@ def server_orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     given = tuple(range(len(cluster.servers)))
     largest_first = tuple(sorted(given, key=lambda server: -cluster.servers[server].devices))
     return tuple(dict.fromkeys((given, largest_first)))
+
+
+def reaches_all_assignments(cluster: Cluster) -> bool:
+    """Return whether the placement policies reach every assignment of devices to stages, up to equal devices.
+
+    They do on one server, and on servers of one device whose pairs all have equal links.
+    """
+    return len(cluster.servers) == 1 or (cluster.devices == len(cluster.servers) and not cluster.links)
 
 
 def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
@@ -142,7 +153,21 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
     two_stages = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)
     in_order = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
-    return (_limit_steps(two_stages), _limit_steps(SearchSpace(chain, cluster, in_order, order)))
+    spaces = [two_stages, SearchSpace(chain, cluster, in_order, order)]
+    if 1 < len(sizes) < total <= _MOST_DEVICES_OF_POLICIES:
+        spaces.append(SearchSpace(chain, cluster, _policy_placements(sizes), order))
+    return tuple(_limit_steps(space) for space in spaces)
+
+
+def _policy_placements(sizes: list[int]) -> Placements:
+    """Return what all three policies reach with as many of the round replica counts as keep the placements few."""
+    total = sum(sizes)
+    counts = _round_counts(total, 1)
+    while True:
+        found = find_placements(sizes, counts, most=_MOST_PLACEMENTS)
+        if found.complete or len(counts) < 3:
+            return found
+        counts = counts[1:]  # many stages of few devices make most placements
 
 
 def halve_cluster(cluster: Cluster) -> Cluster | None:
@@ -151,7 +176,7 @@ def halve_cluster(cluster: Cluster) -> Cluster | None:
     servers: list[Server] = []
     for server in cluster.servers:
         if left > 0:
-            servers.append(replace(server, devices=min(server.devices, left)))
+            servers.append(server.first_devices(left))
             left -= server.devices
     names = {server.name for server in servers}
     links = {pair: link for pair, link in cluster.links.items() if names.issuperset(pair)}

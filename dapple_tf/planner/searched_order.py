@@ -13,6 +13,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.pricing import find_stand_ins
 from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from graph_passes.schedules.policies import worker_map_of
 
@@ -39,12 +40,14 @@ def plan_searched(
     found = []
     for candidate in list(fastest.values())[:_SEARCHED]:
         wanted = dataclasses.replace(candidate, schedule=problem.schedule)
-        bare = problem.make_plan(wanted.stages, wanted.micro_batch_size, wanted.schedule, wanted.origin)
+        bare = problem.make_plan(
+            wanted.stages, wanted.micro_batch_size, wanted.schedule, wanted.origin, wanted.recompute
+        )
         try:
             order = search_plan_order(problem, bare)
         except ScheduleError:  # no order fits the memory
             continue
-        found.append(dataclasses.replace(wanted, seconds=order.seconds))
+        found.append(dataclasses.replace(wanted, seconds=problem.simulate(with_order(bare, order)).step_seconds))
     return rank_candidates(found)
 
 
@@ -55,7 +58,7 @@ def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:
     """
     costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     workers = worker_map_of(plan.schedule, len(plan.stages))
-    return search_order(workers, plan.micro_batches, costs, problem.cluster.device_memory)
+    return search_order(workers, plan.micro_batches, *fit_to_one_limit(plan, costs, problem.cluster))
 
 
 def with_order(plan: Plan, found: FoundOrder) -> Plan:

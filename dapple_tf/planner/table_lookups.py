@@ -49,7 +49,9 @@ def exposed_seconds(t: CostTables, first: int, end: int, p: int) -> float:
     """Return the seconds of AllReduce after a stage's last gradients; without overlap that is all of it."""
     if t.exposed.size:
         return float(t.exposed[t.exposed_row[p], first, end])
-    return float(t.allreduce_seconds_per_byte[p] * (t.parameter_bytes[end] - t.parameter_bytes[first]))
+    parameter_bytes = t.parameter_bytes[end] - t.parameter_bytes[first]
+    seconds = t.allreduce_latency[p] + t.allreduce_seconds_per_byte[p] * parameter_bytes
+    return float(seconds if t.trained[end] > t.trained[first] else 0.0)
 
 
 @compiled

@@ -28,10 +28,10 @@ def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
     form, planned = compiled.form, compiled.planned
     if plan.window is not None:
         whole = whole_batch(len(form.paths))
-        needs = InputNeeds(form.paths, whole, plan.micro_batches, max(plan.replicas), planned.batch_size)
+        needs = InputNeeds(form.paths, whole, plan.micro_batches, plan.least_samples, planned.batch_size)
         return (needs,) * len(compiled.program.inputs)
     return tuple(
-        InputNeeds(form.paths, inputs, plan.micro_batches, max(plan.replicas), planned.batch_size, plan.sizes)
+        InputNeeds(form.paths, inputs, plan.micro_batches, plan.least_samples, planned.batch_size, plan.sizes)
         for inputs in compiled.program.inputs
     )
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.compiled import Floats, compiled
-from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.slowest_replica import ReplicaSeconds
+from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import splits_backward, stages_ending_split
 from profiler.cluster import Cluster
@@ -21,50 +22,50 @@ def stage_costs(
     """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``samples``: of
-    the micro-batch; without it, ``plan.micro_batch_size``. Re-computed
+    the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as its slowest device with its share
+    of the rows; its stash is that of the largest share. Re-computed
     layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
-    inputs are stashed (DAPPLE, section VI.E).
+    inputs are stashed (DAPPLE, section VI.E). Raises ProfileError for a kind of devices without costs.
     """
     tables = link_tables(cluster)
     homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
     crossing, working = profile.crossing_bytes(), profile.working_bytes()
     parameters, stash = profile.parameter_bytes, profile.stash_bytes
     samples = plan.micro_batch_size if samples is None else samples
-    slices = {r: samples / r for r in plan.replicas}
-    seconds = {
-        r: (profile.forward_seconds(n), profile.backward_seconds(n), profile.weights_seconds(n))
-        for r, n in slices.items()
-    }
+    seconds = ReplicaSeconds(profile, cluster)
     splits = splits_backward(plan.schedule)
     ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
     scale = samples / profile.batch_size
     found = []
     for index, stage in enumerate(plan.stages):
-        r, layers = stage.replicas, slice(stage.first_layer, stage.last_layer + 1)
-        forward, backward, weights = (row[layers] for row in seconds[r])
+        layers = slice(stage.first_layer, stage.last_layer + 1)
+        runs = plan.runs(index)
+        forward, backward = seconds.slowest(stage, samples, runs)
         send = 0.0
         if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
-            latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables)
+            shares = stage.row_shares, plan.stages[index + 1].row_shares
+            latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables, shares)
             send = latency + per_byte * float(crossing[stage.last_layer]) * scale
-        runs = plan.runs(index)
-        recomputed = sum(float(forward[run.start - layers.start : run.stop - layers.start].sum()) for run in runs)
+        parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
+        trained = float(parameters[layers].sum())
         stashed, work = _memory(layers, runs, stash, working, crossing)
-        ring = allreduce_cost(homes[index], tables) * parameters[layers]
-        total = float(ring.sum())
+        ring_cost = allreduce_cost(homes[index], tables)
+        # Where AllReduce overlaps backward each layer with parameters has a ring of its own, which pays the latency.
+        rings = [ring_seconds(*ring_cost, amount) for amount in (parameters[layers] if plan.overlap else [trained])]
+        total, gradients = float(sum(rings)), backward.weights if index in ends_split else backward.layers
         found.append(
             StageCosts(
-                forward_seconds=float(forward.sum()),
-                backward_seconds=float(backward.sum()) + recomputed,
+                forward_seconds=forward,
+                backward_seconds=backward.total,
                 send_forward_seconds=send,
                 send_backward_seconds=send,
                 allreduce_seconds=total,
-                exposed_seconds=exposed_seconds(weights if index in ends_split else backward, ring)
-                if plan.overlap
-                else total,
-                fixed_bytes=float(parameters[layers].sum()) * (2 + optimizer_slots),
-                stash_bytes=stashed * scale / r,
-                working_bytes=work * scale / r,
-                weights_seconds=float(weights.sum()) if splits else 0.0,
+                exposed_seconds=exposed_seconds(gradients, np.array(rings)) if plan.overlap else total,
+                fixed_bytes=trained * (2 + optimizer_slots),
+                stash_bytes=stashed * scale / parts,
+                working_bytes=work * scale / parts,
+                weights_seconds=float(backward.weights.sum()) if splits else 0.0,
+                rings=overlapped_rings(gradients, rings) if plan.overlap else (),
             )
         )
     return tuple(found)
@@ -91,6 +92,13 @@ def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
     time.
     """
     return float(exposed_of(np.asarray(backward, np.float64), ring, 0, len(ring)))
+
+
+def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Return ``StageCosts.rings``; the arguments are as in ``exposed_seconds``."""
+    before = np.cumsum(backward) - backward  # seconds of the layers whose backward comes later
+    pairs = zip(before.tolist(), rings, strict=True)
+    return tuple((left, seconds) for left, seconds in reversed(list(pairs)) if seconds > 0)
 
 
 @compiled

@@ -10,8 +10,10 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
+from dapple_tf.simulator.shared_engine import Rings, run_shared, uniform_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action
 
@@ -25,6 +27,8 @@ class Execution:
     arrays have size 0 where none are. The AllReduce of a stage runs for ``exposed_seconds`` after its last gradients.
     ``of_micro_batches``: for each micro-batch the costs of each stage, where micro-batches differ in size.
     ``together``: see ``Schedule.together``; what travels together has the start and the end of its one transfer.
+    ``rings_end``: end of each stage's AllReduce, where flows share network interfaces (see ``contention``): the times
+    are then those of ``shared_engine``.
     """
 
     order: Order
@@ -41,6 +45,7 @@ class Execution:
     end_send_backward: Floats
     of_micro_batches: tuple[tuple[StageCosts, ...], ...] = field(default=(), kw_only=True)
     together: frozenset[Action] = field(default=frozenset(), kw_only=True)
+    rings_end: Floats | None = field(default=None, kw_only=True)
 
     @property
     def stages(self) -> int:
@@ -91,6 +96,8 @@ class Execution:
     @cached_property
     def allreduce_end(self) -> Floats:
         """End of each stage's AllReduce, in seconds."""
+        if self.rings_end is not None:
+            return self.rings_end
         found, free = np.zeros(self.stages), np.zeros(self.order.actions.shape[0])
         for stage in np.argsort(self.last_gradients, kind="stable"):  # those of one worker run one after the other
             worker = self.order.worker_of[stage]
@@ -104,26 +111,38 @@ class Execution:
         return float(np.max(self.allreduce_end))
 
 
-def execute(order: Order, costs: Sequence[StageCosts]) -> Execution:
+def execute(order: Order, costs: Sequence[StageCosts], flows: Flows | None = None) -> Execution:
     """Run ``order`` (see ``order.encode``) on stages with these costs.
 
-    Raises ScheduleError for an order that deadlocks, or that has another number of stages.
+    ``flows``: what shares network interfaces (``find_flows``); None for nothing. Raises ScheduleError for an order that
+    deadlocks, or that has another number of stages.
     """
     stages = len(order.worker_of)
     if len(costs) != stages:
         raise ScheduleError(f"the schedule has {stages} stages, but there are costs of {len(costs)}")
-    weights = np.array([cost.weights_seconds for cost in costs if has_weights(order)], np.float64)
-    *times, done = run(
-        order,
+    splits, ends = has_weights(order), None
+    arrays = (
         np.array([cost.forward_seconds for cost in costs], np.float64),
         np.array([cost.backward_seconds for cost in costs], np.float64),
-        weights,
+        np.array([cost.weights_seconds for cost in costs if splits], np.float64),
         np.array([cost.send_forward_seconds for cost in costs], np.float64),
         np.array([cost.send_backward_seconds for cost in costs], np.float64),
     )
+    if flows is None or not flows.directions:
+        *times, done = run(order, *arrays)
+    else:
+        (*times, done), ends = run_shared(order, uniform_seconds(*arrays), flows, make_rings(costs), splits)
     if done < order.size:
         raise ScheduleError(
             f"the schedule deadlocks after {done} of {order.size} actions: "
             "call graph_passes.schedules.schedule.check(schedule) to see where"
         )
-    return Execution(order, tuple(costs), *times)
+    return Execution(order, tuple(costs), *times, rings_end=ends)
+
+
+def make_rings(costs: Sequence[StageCosts]) -> Rings:
+    """Return the rings of stages with these costs: with overlap one for each layer, else one for each stage."""
+    rings = [cost.rings or ((0.0, cost.exposed_seconds),) for cost in costs]
+    before, seconds = np.array([pair for of_stage in rings for pair in of_stage], np.float64).T.copy()
+    first = np.cumsum([0, *map(len, rings)])
+    return Rings(first, before, seconds, np.array([cost.exposed_seconds for cost in costs], np.float64))

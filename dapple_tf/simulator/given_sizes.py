@@ -1,7 +1,7 @@
 """Execute a schedule whose micro-batches have different sizes, or in which some results travel together.
 
 Planners make micro-batches of equal sizes only, whose results travel alone, so this need not be as fast as ``engine``:
-it takes the times of the plain executor, ``time_actions``.
+where nothing shares network interfaces it takes the times of the plain executor, ``time_actions``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ import numpy as np
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.execution import Execution
+from dapple_tf.simulator.contention import Flows
+from dapple_tf.simulator.execution import Execution, make_rings
 from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.shared_engine import Seconds, run_shared
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action, ActionTimes, Schedule, of_kind, time_actions
 
+_DEADLOCK = "the schedule deadlocks: call graph_passes.schedules.schedule.check(schedule) to see where"
+
 
 def execute_sizes(
-    schedule: Schedule, costs: Sequence[StageCosts], of_micro_batches: Sequence[Sequence[StageCosts]]
+    schedule: Schedule,
+    costs: Sequence[StageCosts],
+    of_micro_batches: Sequence[Sequence[StageCosts]],
+    flows: Flows | None = None,
 ) -> Execution:
     """Run ``schedule`` where each micro-batch has costs of its own; the result is as that of ``execute``.
 
     ``costs``: of each stage, for what micro-batches share (AllReduce, weights, the largest working set).
-    ``of_micro_batches``: for each micro-batch those of each stage, of which the seconds and the stash count. Raises
-    ScheduleError for another number of stages or micro-batches, and for a schedule that deadlocks.
+    ``of_micro_batches``: for each micro-batch those of each stage, of which the seconds and the stash count. ``flows``:
+    as in ``execute``. Raises ScheduleError for another number of stages or micro-batches, and for a schedule that
+    deadlocks.
     """
     stages, micro_batches = len(schedule.stages), schedule.micro_batches
     shape = len(of_micro_batches), {len(costs), *map(len, of_micro_batches)}
@@ -34,6 +42,9 @@ def execute_sizes(
             f"the schedule has {stages} stages x {micro_batches} micro-batches, but there are costs of "
             f"{len(costs)} stages and {len(of_micro_batches)} micro-batches"
         )
+
+    if flows is not None and flows.directions:
+        return _execute_shared(schedule, costs, of_micro_batches, flows)
 
     def seconds(action: Action) -> float:
         cost = of_micro_batches[action.micro_batch][action.stage]
@@ -47,7 +58,7 @@ def execute_sizes(
 
     times = time_actions(schedule, seconds, send_seconds)
     if any(len(done) < len(actions) for done, actions in zip(times, schedule.workers, strict=True)):
-        raise ScheduleError("the schedule deadlocks: call graph_passes.schedules.schedule.check(schedule) to see where")
+        raise ScheduleError(_DEADLOCK)
     arrays = _fill_arrays(schedule, times)
     return Execution(
         encode(schedule),
@@ -55,6 +66,32 @@ def execute_sizes(
         *arrays,
         of_micro_batches=tuple(map(tuple, of_micro_batches)),
         together=schedule.together,
+    )
+
+
+def _execute_shared(
+    schedule: Schedule, costs: Sequence[StageCosts], of_micro_batches: Sequence[Sequence[StageCosts]], flows: Flows
+) -> Execution:
+    """Return ``execute_sizes`` where flows share network interfaces."""
+    names = ("forward", "backward", "weights", "send_forward", "send_backward")
+    arrays = [
+        np.array([[getattr(cost, f"{name}_seconds") for cost in own] for own in of_micro_batches], np.float64).T.copy()
+        for name in names
+    ]
+    together = np.zeros((2, len(costs), schedule.micro_batches), np.bool_)
+    for action in schedule.together:
+        together[int(action.kind != "F"), action.stage, action.micro_batch] = True
+    order, splits = encode(schedule), bool(schedule.split)
+    (*times, done), ends = run_shared(order, Seconds(*arrays, *together), flows, make_rings(costs), splits)
+    if done < order.size:
+        raise ScheduleError(_DEADLOCK)
+    return Execution(
+        order,
+        tuple(costs),
+        *times,
+        of_micro_batches=tuple(map(tuple, of_micro_batches)),
+        together=schedule.together,
+        rings_end=ends,
     )
 
 

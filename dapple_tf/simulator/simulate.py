@@ -9,12 +9,15 @@ from functools import partial
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_plan
+from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
+from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.simulator.window_costs import window_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
@@ -22,48 +25,72 @@ from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import actions_together, build_schedule
 from profiler.cluster import Cluster
+from profiler.device_costs import profiles_on
 from profiler.profile import Profile
 
 
-def simulate(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> Timeline:
+def simulate(
+    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, contention: bool = True
+) -> Timeline:
     """Return the timeline of one step of ``plan``, or of its asynchronous window, under the design's cost model.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). A plan that needs
-    more memory than the devices have is simulated too: ``Timeline.fits`` says so. Raises PlanError for a plan that does
+    ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``contention``:
+    transfers and AllReduces share the servers' network interfaces (see ``simulator.contention``); without it each has
+    them for itself, as in the papers, and as in virtual workers always. A plan that needs more memory than
+    the devices have is simulated too: ``Timeline.fits`` says so. Of a plan with virtual workers the timeline has the
+    one that is last. Raises PlanError for a plan that does
     not match the profile or the cluster, and ScheduleError for a schedule that does not exist.
     """
     if optimizer_slots < 0:
         raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
     check_plan(plan, profile, cluster)
+    if plan.virtual_workers:
+        steps = simulate_workers(plan, profile, cluster, optimizer_slots=optimizer_slots)
+        last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
+        note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
+        return Timeline(title=plan_title(plan), simulation=steps[last], note=note)
+    on_devices = profiles_on(profile, cluster)
     if plan.window is not None:
         execution_of_window = execute_window(
-            plan.versions, window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots)
+            plan.versions,
+            window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots, contention=contention),
         )
-        seconds = plan.micro_batches * _one_device_seconds(profile, plan.micro_batch_size)
-        window = SimulatedWindow(plan, execution_of_window, seconds, cluster.device_memory)
+        seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
+        limits = _limits(plan, execution_of_window.costs.stages, cluster)
+        window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
         return Timeline(title=plan_title(plan), simulation=window)
+    flows = plan_flows(plan.stages, cluster) if contention else None
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
     if plan.sizes or actions_together(plan.schedule):
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
-        execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)})
-        one_device_seconds = sum(_one_device_seconds(profile, size) for size in sizes)
+        execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
+        one_device_seconds = sum(_one_device_seconds(on_devices, size) for size in sizes)
     else:
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
-        execution = execute(order, costs_of())
-        one_device_seconds = plan.micro_batches * _one_device_seconds(profile, plan.micro_batch_size)
-    step = SimulatedStep(plan, execution, one_device_seconds, cluster.device_memory)
+        execution = execute(order, costs_of(), flows)
+        one_device_seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
+    limits = _limits(plan, execution.costs, cluster)
+    step = SimulatedStep(plan, execution, one_device_seconds, cluster.least_memory, limits)
     return Timeline(title=plan_title(plan), simulation=step)
 
 
-def _execute_sizes(plan: Plan, sizes: Sequence[int], costs: Mapping[int, Sequence[StageCosts]]) -> Execution:
+def _execute_sizes(
+    plan: Plan, sizes: Sequence[int], costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
+) -> Execution:
     """Return a step of micro-batches of these sizes; ``costs``: of each stage, by the samples."""
     # AllReduce hides behind the backward of the last micro-batch; everything else is told for the largest.
     pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
-    shown = [replace(largest, exposed_seconds=last.exposed_seconds) for largest, last in pairs]
+    shown = [replace(largest, exposed_seconds=last.exposed_seconds, rings=last.rings) for largest, last in pairs]
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-    return execute_sizes(schedule, shown, [costs[size] for size in sizes])
+    return execute_sizes(schedule, shown, [costs[size] for size in sizes], flows)
 
 
-def _one_device_seconds(profile: Profile, samples: int) -> float:
-    """Return the seconds that one device takes for a micro-batch of ``samples``."""
-    return float(profile.forward_seconds(samples).sum() + profile.backward_seconds(samples).sum())
+def _limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
+    """Return the limit of each stage's memory; none where all devices and all shares are equal."""
+    equal = len(set(cluster.memories)) == 1 and not plan.shares
+    return () if equal else memory_limits(plan, costs, cluster)
+
+
+def _one_device_seconds(profiles: Sequence[Profile], samples: int) -> float:
+    """Return the seconds that the fastest device takes for a micro-batch of ``samples``; ``profiles``: on each kind."""
+    return min(float(p.forward_seconds(samples).sum() + p.backward_seconds(samples).sum()) for p in profiles)

@@ -10,6 +10,7 @@ from functools import cached_property
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory_limit import MemoryLimit
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -20,13 +21,15 @@ from graph_passes.schedules.schedule import Action
 class SimulatedWindow:
     """A window of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
 
-    ``one_device_seconds``: seconds of one device running the whole window. ``device_memory``: bytes.
+    ``one_device_seconds``: seconds of one device running the whole window. ``device_memory``: bytes of the
+    device that has fewest. ``limits``: of each stage, where devices or their shares are unequal; else none.
     """
 
     plan: Plan
     execution: WindowExecution
     one_device_seconds: float
     device_memory: float
+    limits: tuple[MemoryLimit, ...] = ()
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
@@ -68,8 +71,16 @@ class SimulatedWindow:
 
     @property
     def fits(self) -> tuple[bool, ...]:
-        """Whether each stage's peak is within the device's memory."""
-        return tuple(peak <= usable_bytes(self.device_memory) for peak in self.peak_memory_bytes)
+        """Whether each stage's peak is within the memory of its devices."""
+        return tuple(need <= usable_bytes(memory) for need, memory in self.tightest_memory)
+
+    @property
+    def tightest_memory(self) -> tuple[tuple[float, float], ...]:
+        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
+        if not self.limits:
+            return tuple((peak, self.device_memory) for peak in self.peak_memory_bytes)
+        pairs = zip(self.limits, self.peak_memory_bytes, strict=True)
+        return tuple((limit.need(peak), limit.memory) for limit, peak in pairs)
 
     def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times (seconds), and the bytes that replica 0 of ``stage`` holds from each on.

@@ -1,7 +1,7 @@
 """Costs of communication: transfers over the boundary between two stages, and AllReduce within one.
 
-Replica i of r holds the samples [i/r, (i+1)/r) of each micro-batch, in the order of the plan's device list, and two
-replicas exchange the samples that both intervals contain.
+Replica i of r holds the samples [i/r, (i+1)/r) of each micro-batch, or its share of them, in the order of the plan's
+device list, and two replicas exchange the samples that both intervals contain.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from graph_passes.analysis.row_bounds import cut_points
 from profiler.cluster import Cluster
 
 
@@ -49,30 +50,60 @@ def link_tables(cluster: Cluster) -> LinkTables:
     )
 
 
-def transfer_cost(senders: Sequence[int], receivers: Sequence[int], tables: LinkTables) -> tuple[float, float]:
+def transfer_cost(
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    tables: LinkTables,
+    shares: tuple[Sequence[int], Sequence[int]] = ((), ()),
+) -> tuple[float, float]:
     """Return the latency (seconds) of one micro-batch's transfer over a boundary, and its seconds per byte.
 
-    ``senders``, ``receivers``: the server of each replica of the two stages. The slowest of these decides: the bytes
+    ``senders``, ``receivers``: the server of each replica of the two stages. ``shares``: the rows that the senders and
+    the receivers hold, as whole numbers in proportion; none are equal ones. The slowest of these decides: the bytes
     that leave or enter a server through its interface; those of a pair of servers with a link of its own; those that
     one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
     the same.
     """
-    return measure_transfer(np.asarray(senders, np.int64), np.asarray(receivers, np.int64), tables)
+    servers = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
+    cut, cut_next = (np.array(cut_points(len(of), own), np.int64) for of, own in zip(servers, shares, strict=True))
+    return measure_shares(*servers, cut, cut_next, tables)
 
 
 @compiled
 def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``transfer_cost`` for arrays, for compiled callers."""
+    """Return ``transfer_cost`` of equal shares for arrays, for compiled callers."""
+    return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
+
+
+@compiled
+def measure_shares(
+    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
+) -> tuple[float, float]:
+    """Return ``transfer_cost`` for arrays; replicas hold the samples between two cut points (``row_bounds``)."""
+    latency, unshared, leaving, entering = measure_loads(senders, receivers, cut, cut_next, t)
+    return latency, max(unshared, max(leaving.max(), entering.max()) * t.interface)
+
+
+@compiled
+def measure_loads(
+    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
+) -> tuple[float, float, Floats, Floats]:
+    """Return what a transfer loads: latency, seconds per byte of its slowest link that is no interface, and shares.
+
+    The shares of its bytes that leave and that enter each server through its interface. Replicas hold the samples
+    between two cut points (``row_bounds``). The other arguments are as in ``transfer_cost``.
+    """
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
     pair = np.zeros((servers, servers)) if t.own.any() else np.zeros((0, 0))
     latency, slowest = 0.0, 0.0
-    total = len(senders) * len(receivers)  # intervals in units of 1 / total, so that shares are exact
+    whole, whole_next = cut[-1], cut_next[-1]
+    total = whole * whole_next  # intervals in units of 1 / total, so that shares are exact
     i, j = 0, 0
     while i < len(senders) and j < len(receivers):
-        left = max(i * len(receivers), j * len(senders))
-        right = min((i + 1) * len(receivers), (j + 1) * len(senders))
+        left = max(cut[i] * whole_next, cut_next[j] * whole)
+        right = min(cut[i + 1] * whole_next, cut_next[j + 1] * whole)
         share = (right - left) / total
         a, b = senders[i], receivers[j]
         if a == b:
@@ -88,37 +119,43 @@ def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> t
             leaving[a] += share
             entering[b] += share
             latency = max(latency, t.interface_latency)
-            slowest = max(slowest, max(leaving[a], entering[b]) * t.interface)
-        ends = right == (i + 1) * len(receivers)
-        if right == (j + 1) * len(senders):
+        ends = right == cut[i + 1] * whole_next
+        if right == cut_next[j + 1] * whole:
             j += 1
         if ends:
             i += 1
-    return latency, slowest
+    return latency, slowest, leaving, entering
 
 
-def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> float:
-    """Return the seconds per byte of parameters of a ring AllReduce over replicas on these servers.
+def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> tuple[float, float]:
+    """Return the latency (seconds) of a ring AllReduce over replicas on these servers, and its seconds per byte.
 
-    It is 2 (r - 1) / r over the bandwidth of the slowest link of the ring of r replicas.
+    A ring of r replicas takes 2 (r - 1) turns, each with the largest latency of its links and 1 / r of the bytes over
+    its slowest link. See ``ring_seconds``.
     """
     return measure_allreduce(np.asarray(homes, np.int64), tables)
 
 
 @compiled
-def measure_allreduce(homes: Integers, t: LinkTables) -> float:
+def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
     """Return ``allreduce_cost`` for arrays, for compiled callers."""
     r = len(homes)
     if r == 1:
-        return 0.0
-    slowest = 0.0
+        return 0.0, 0.0
+    latency, slowest = 0.0, 0.0
     for i in range(r):
         a, b = homes[i], homes[(i + 1) % r]
         if a == b:
-            hop = t.inside[a]
+            wait, hop = t.inside_latency[a], t.inside[a]
         elif t.own[a, b] > 0:
-            hop = t.own[a, b]
+            wait, hop = t.own_latency[a, b], t.own[a, b]
         else:
-            hop = t.interface
-        slowest = max(slowest, hop)
-    return 2 * (r - 1) / r * slowest
+            wait, hop = t.interface_latency, t.interface
+        latency, slowest = max(latency, wait), max(slowest, hop)
+    return 2 * (r - 1) * latency, 2 * (r - 1) / r * slowest
+
+
+@compiled
+def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float) -> float:
+    """Return the seconds of one AllReduce of these bytes, with the costs of ``allreduce_cost``; 0 without any byte."""
+    return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0

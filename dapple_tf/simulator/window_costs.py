@@ -6,45 +6,56 @@ from dataclasses import replace
 
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.simulator.costs import stage_costs
-from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.shared_flows import FlowDemand, ring_demand, transfer_demand
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.simulator.window_execution import Route, WindowCosts
 from dapple_tf.timeline.stage_costs import StageCosts
 from profiler.cluster import Cluster
+from profiler.device_costs import profile_on
 from profiler.profile import Profile
 
 
-def window_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> WindowCosts:
+def window_costs(
+    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, contention: bool = False
+) -> WindowCosts:
     """Return the costs of the stages of ``plan``, which has a window; updates take no time.
 
-    Replicas that take minibatches in turn run each whole, and send it from one device to one. Such a transfer occupies
-    what two transfers of one boundary and direction cannot use at once: between servers the sender's and the receiver's
-    interface, or the link that only these two servers have; inside a server the two devices. Replicas that share
-    micro-batches cost what they do in a synchronous step. To the bytes of each stage ``Versions.slots`` versions of its
-    weights are added.
+    Replicas that take minibatches in turn run each whole, as slowly as the slowest device of the stage, and send it
+    from one device to one. Such a transfer occupies what two transfers of one boundary and direction cannot use at
+    once: between servers the sender's and the receiver's interface, or the link that only these two servers have;
+    inside a server the two devices. Replicas that share micro-batches cost what they do in a synchronous step. To the
+    bytes of each stage ``Versions.slots`` versions of its weights are added. ``contention``: transfers of different
+    boundaries and AllReduces share interfaces.
     """
     versions = plan.versions
     whole = replace(plan, window=None, overlap=False)
     if versions.window.in_turn:
         # The costs of a plan without replicas are those of a replica that computes a minibatch on its own.
-        alone = tuple(StagePlan(s.first_layer, s.last_layer, s.devices[:1]) for s in plan.stages)
+        slowest = [max(stage.devices, key=lambda d: _seconds_on(profile, cluster, d)) for stage in plan.stages]
+        alone = tuple(StagePlan(s.first_layer, s.last_layer, (d,)) for s, d in zip(plan.stages, slowest, strict=True))
         costs = stage_costs(replace(whole, stages=alone), profile, cluster, optimizer_slots=optimizer_slots)
     else:
         costs = stage_costs(whole, profile, cluster, optimizer_slots=optimizer_slots)
     tables, crossing = link_tables(cluster), profile.crossing_bytes()
     homes = [[cluster.homes[device] for device in stage.devices] for stage in plan.stages]
-    found, routes = [], dict[tuple[int, int, int], Route]()
+    found, there, back = [], dict[tuple[int, int, int], Route](), dict[tuple[int, int, int], Route]()
     for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         parameters = float(profile.parameter_bytes[stage.first_layer : stage.last_layer + 1].sum())
         sent = 0.0
         if index + 1 < len(costs):
+            pair = homes[index], homes[index + 1]
             if versions.window.in_turn:
                 amount = float(crossing[stage.last_layer]) * plan.micro_batch_size / profile.batch_size
-                own = _routes(index, homes[index], homes[index + 1], amount, tables)
+                own = _routes(index, *pair, amount, tables)
             else:
-                own = {(index, 0, 0): Route(cost.send_forward_seconds)}
-            routes |= own
-            sent = max(route.seconds for route in own.values())
-        reduced = allreduce_cost(homes[index], tables) * parameters
+                shares = stage.row_shares, plan.stages[index + 1].row_shares
+                demands = transfer_demand(*pair, tables, shares), transfer_demand(*pair[::-1], tables, shares[::-1])
+                forward, backward = (Route(cost.send_forward_seconds, demand=demand) for demand in demands)
+                own = {(index, 0, 0): (forward, backward)}
+            there |= {key: forward for key, (forward, _) in own.items()}
+            back |= {key: backward for key, (_, backward) in own.items()}
+            sent = max(route.seconds for route, _ in own.values())
+        reduced = ring_seconds(*allreduce_cost(homes[index], tables), parameters)
         found.append(
             replace(
                 cost,
@@ -55,7 +66,17 @@ def window_costs(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_sl
                 fixed_bytes=cost.fixed_bytes + versions.slots[index] * parameters,
             )
         )
-    return WindowCosts(tuple(found), routes, routes, (0.0,) * len(found))
+    updates, rings = (0.0,) * len(found), tuple(ring_demand(servers, tables) for servers in homes)
+    if contention:
+        return WindowCosts(tuple(found), there, back, updates, rings)
+    unshared = {key: replace(route, demand=FlowDemand()) for key, route in there.items()}
+    return WindowCosts(tuple(found), unshared, unshared, updates)
+
+
+def _seconds_on(profile: Profile, cluster: Cluster, device: int) -> float:
+    """Return the seconds of the whole model on a device, for the profile's batch."""
+    own = profile_on(profile, cluster, device)
+    return float(own.forward_seconds(own.batch_size).sum() + own.backward_seconds(own.batch_size).sum())
 
 
 def uniform_costs(
@@ -82,8 +103,11 @@ def uniform_costs(
 
 def _routes(
     boundary: int, senders: list[int], receivers: list[int], amount: float, tables: LinkTables
-) -> dict[tuple[int, int, int], Route]:
-    """Return the routes of ``amount`` bytes between each two replicas; ``senders``, ``receivers``: their servers."""
+) -> dict[tuple[int, int, int], tuple[Route, Route]]:
+    """Return the routes of ``amount`` bytes between each two replicas, forward and backward.
+
+    ``senders``, ``receivers``: their servers.
+    """
     found = {}
     for i, a in enumerate(senders):
         for j, b in enumerate(receivers):
@@ -94,5 +118,7 @@ def _routes(
                 channels = (f"link of servers {a} and {b}",)
             else:
                 channels = (f"interface of server {a}", f"interface of server {b} to the next stage")
-            found[boundary, i, j] = Route(latency + per_byte * amount, channels)
+            demands = transfer_demand([a], [b], tables), transfer_demand([b], [a], tables)
+            forward, backward = (Route(latency + per_byte * amount, channels, demand) for demand in demands)
+            found[boundary, i, j] = forward, backward
     return found

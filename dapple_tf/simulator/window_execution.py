@@ -8,9 +8,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.simulator.shared_flows import FlowDemand, SharedFlows
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action, dependencies
 from graph_passes.schedules.weight_versions import Versions
@@ -24,11 +25,13 @@ Place = tuple[int, int]
 class Route:
     """A transfer between a replica of a stage and one of the next: ``seconds``, and the ``channels`` that it occupies.
 
-    Each channel carries one transfer in each direction at a time, first in, first out.
+    Each channel carries one transfer in each direction at a time, first in, first out. ``demand``: what it shares with
+    transfers of other boundaries and with AllReduces.
     """
 
     seconds: float
     channels: tuple[str, ...] = ("all",)
+    demand: FlowDemand = field(default_factory=FlowDemand)
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,14 @@ class WindowCosts:
     ``stages``: of an action on one replica, and of the AllReduce of one update (``allreduce_seconds``).
     ``forward_routes``, ``backward_routes``: by the first stage of a boundary, its replica, and that of the next stage;
     replicas that share micro-batches exchange them together, and have the one route of replicas 0. ``update_seconds``:
-    of each stage's update.
+    of each stage's update. ``rings``: what each stage's AllReduce shares; empty if nothing.
     """
 
     stages: tuple[StageCosts, ...]
     forward_routes: Mapping[tuple[int, int, int], Route]
     backward_routes: Mapping[tuple[int, int, int], Route]
     update_seconds: tuple[float, ...]
+    rings: tuple[FlowDemand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
     next one sent. The AllReduce of an update starts when all backwards of its group have ended, the update when that
     and the stage's update before have ended; neither occupies a device. A forward waits for the updates of the
     backwards before it on its replica, and with weights "latest" so does a backward. A transfer starts when its
-    producer has ended and its channels are free. Raises ScheduleError for costs of another number of stages, and where
+    producer has ended and its channels are free. Transfers and AllReduces share network interfaces as their demands
+    say (see ``contention``). Raises ScheduleError for costs of another number of stages, and where
     the order deadlocks.
     """
     if len(costs.stages) != versions.window.stages:
@@ -100,6 +105,18 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
     if left:
         raise ScheduleError(f"the window deadlocks with {left} actions to run")
     return WindowExecution(versions, costs, run.actions, run.transfers, run.reductions, run.updates)
+
+
+@dataclass
+class _Turn:
+    """A transfer's turn on its channels: how many before it have not ended, and those that wait for it."""
+
+    action: Action
+    route: Route
+    places: list[Place]
+    waits: int = 0
+    followers: list[_Turn] = field(default_factory=list)
+    over: bool = False
 
 
 class _Run:
@@ -120,9 +137,10 @@ class _Run:
                 self._missing[stage, number] = sum(len(self._window.replicas_of(stage, m)) for m in group)
         self._updated = [0] * self._window.stages
         self._reduced: set[tuple[int, int]] = set()
-        self._free: dict[tuple[str, int, str], float] = {}
+        self._last: dict[tuple[str, int, str], _Turn] = {}  # on each channel
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
+        self._flows = SharedFlows(self._at)
         self.actions: dict[tuple[Action, int], Timed] = {}
         self.transfers: dict[Action, Timed] = {}
         self.reductions: dict[tuple[int, int], Timed] = {}
@@ -187,12 +205,30 @@ class _Run:
         else:
             boundary, routes, ends = target, self._costs.backward_routes, (receivers[0], sender)
         route = routes[boundary, ends[0], ends[1]]
-        channels = [(action.kind, boundary, channel) for channel in route.channels]
-        begin = max(now, *(self._free.get(channel, 0.0) for channel in channels)) if route.seconds else now
-        end = begin + route.seconds
-        self._free |= dict.fromkeys(channels, end) if route.seconds else {}
-        self.transfers[action] = Timed(begin, end)
-        self._at(end, lambda time: self._arrive(action, [(target, replica) for replica in receivers], time))
+        turn = _Turn(action, route, [(target, replica) for replica in receivers])
+        if route.seconds:
+            channels = [(action.kind, boundary, channel) for channel in route.channels]
+            before = {id(last): last for channel in channels if (last := self._last.get(channel)) and not last.over}
+            for last in before.values():
+                last.followers.append(turn)
+            turn.waits = len(before)
+            self._last |= dict.fromkeys(channels, turn)
+        if not turn.waits:
+            self._begin(turn, now)
+
+    def _begin(self, turn: _Turn, now: float) -> None:
+        """Begin a transfer whose channels are free."""
+
+        def end(time: float) -> None:
+            turn.over = True
+            self.transfers[turn.action] = Timed(now, time)
+            for follower in turn.followers:
+                follower.waits -= 1
+                if not follower.waits:
+                    self._begin(follower, time)
+            self._arrive(turn.action, turn.places, time)
+
+        self._flows.start(now, turn.route.seconds, turn.route.demand, end)
 
     def _arrive(self, action: Action, places: list[Place], now: float) -> None:
         self._arrived |= {(action, place) for place in places}
@@ -200,9 +236,12 @@ class _Run:
             self._start(place, now)
 
     def _reduce(self, stage: int, number: int, now: float) -> None:
-        end = now + self._costs.stages[stage].allreduce_seconds
-        self.reductions[stage, number] = Timed(now, end)
-        self._at(end, lambda time: self._update(stage, number, time))
+        def end(time: float) -> None:
+            self.reductions[stage, number] = Timed(now, time)
+            self._update(stage, number, time)
+
+        demand = self._costs.rings[stage] if self._costs.rings else FlowDemand()
+        self._flows.start(now, self._costs.stages[stage].allreduce_seconds, demand, end)
 
     def _update(self, stage: int, number: int, now: float) -> None:
         """Start the update of a group whose gradients are complete, unless the one before it has not ended."""

@@ -77,14 +77,13 @@ def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
     in_window = ("K", "versions") if timeline.window is not None else ()
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
     lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
-    memory = simulation.device_memory
     for stages in simulation.plan.worker_map.chunks:  # the peak of each of them is that of their device
-        peak, fits = simulation.peak_memory_bytes[stages[0]], simulation.fits[stages[0]]
-        if not fits:
+        need, memory = simulation.tightest_memory[stages[0]]
+        if not simulation.fits[stages[0]]:
             who = f"stage {stages[0]} does not fit: it lacks"
             if len(stages) > 1:
                 who = f"stages {', '.join(map(str, stages))} do not fit on one device: they lack"
-            lines.append(f"{who} {format_bytes(peak - memory, 4)} of the device's {format_bytes(memory, 4)}")
+            lines.append(f"{who} {format_bytes(need - memory, 4)} of the device's {format_bytes(memory, 4)}")
     lines += [timeline.note] if timeline.note else []
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from graph_passes.schedules.window import Window
 
 if TYPE_CHECKING:
     from dapple_tf.timeline.recording import Recording
+    from dapple_tf.timeline.simulation import Simulation
     from dapple_tf.timeline.timeline import Timeline
 
 _VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
@@ -84,9 +85,16 @@ def make_chart(timeline: Timeline, title: str = "") -> Chart:
         tuple(rows.values()),
         tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
         curves=tuple(_memory_curves(timeline)),
-        limit=None if simulation is None else simulation.device_memory,
+        limit=_memory_limit(simulation),
         numbers=_name_numbers(timeline.window),
     )
+
+
+def _memory_limit(simulation: Simulation | None) -> float | None:
+    """Return the bytes of a device's memory; None without a simulation, and where the devices' are unequal."""
+    if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
+        return None
+    return simulation.tightest_memory[0][1]
 
 
 def _name_numbers(window: Window | None) -> str:

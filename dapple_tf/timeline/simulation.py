@@ -40,11 +40,15 @@ class Simulation(Protocol):
 
     @property
     def device_memory(self) -> float:
-        """Bytes of a device's memory."""
+        """Bytes of the memory of the device that has fewest."""
+
+    @property
+    def tightest_memory(self) -> tuple[tuple[float, float], ...]:
+        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
 
     @property
     def peak_memory_bytes(self) -> tuple[float, ...]:
-        """The most bytes that one device of each stage holds."""
+        """The most bytes that one device of each stage holds: the one with most rows."""
 
     @property
     def fits(self) -> tuple[bool, ...]:

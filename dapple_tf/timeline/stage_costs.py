@@ -14,7 +14,8 @@ class StageCosts:
     ``send_backward_seconds``: the two directions of the boundary to the next stage (0 for the last stage).
     ``allreduce_seconds``: the whole AllReduce; ``exposed_seconds``: the part of it after the last backward.
     ``fixed_bytes``: weights, gradients and optimizer slots. ``stash_bytes``: for each micro-batch in flight.
-    ``working_bytes``: the largest working set of a backward.
+    ``working_bytes``: the largest working set of a backward. ``rings``: where AllReduce overlaps backward, of each ring
+    the seconds between its gradients and the end of the last backward, and the seconds that it takes, in their order.
     """
 
     forward_seconds: float
@@ -27,3 +28,4 @@ class StageCosts:
     stash_bytes: float
     working_bytes: float
     weights_seconds: float = 0.0
+    rings: tuple[tuple[float, float], ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes, replica_bounds
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of
+from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of, replica_shares
 from graph_passes.ir.ops import OpName
 from graph_passes.ir.str_enum import StrEnum
 
@@ -31,12 +31,16 @@ class Use(StrEnum):
 
 @dataclass(frozen=True)
 class RankInputs:
-    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of each of ``stages``."""
+    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of each of ``stages``.
+
+    ``shares``: the rows of the stages' replicas, as whole numbers in proportion; empty where they are equal.
+    """
 
     uses: tuple[Use, ...]
     stages: tuple[int, ...] = (0,)
     replica: int = 0
     replicas: int = 1
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,15 @@ class InputNeeds:
     """The rows that this rank needs of each argument of the loss (in one process: all).
 
     ``arguments``: the flattened arguments by their paths ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``,
-    ``most_replicas`` and ``sizes`` (samples of each micro-batch; none for equal ones): of the plan. ``batch_size``: of
-    the batch that ran, or was built, last. A batch of another size than the plan's is cut as ``fit_plan`` says.
+    ``least_samples`` (of a micro-batch, for every replica to get one) and ``sizes`` (samples of each micro-batch; none
+    for equal ones): of the plan. ``batch_size``: of the batch that ran, or was built, last. A batch of another size
+    than the plan's is cut as ``fit_plan`` says.
     """
 
     arguments: tuple[str, ...]
     inputs: RankInputs
     micro_batches: int
-    most_replicas: int
+    least_samples: int
     batch_size: int
     sizes: tuple[int, ...] = ()
 
@@ -68,10 +73,10 @@ class InputNeeds:
         return {name: known[use] for name, use in zip(self.arguments, self.inputs.uses, strict=True)}
 
     def _own_rows(self, size: int) -> Rows:
-        sizes = fit_sizes(size, self.sizes, self.most_replicas)
-        count = len(sizes) or fit_micro_batches(size, self.micro_batches, self.most_replicas)
+        sizes = fit_sizes(size, self.sizes, self.least_samples)
+        count = len(sizes) or fit_micro_batches(size, self.micro_batches, self.least_samples)
         place = self.inputs.replica, self.inputs.replicas
-        return tuple(replica_bounds(size, m, count, *place, sizes) for m in range(count))
+        return tuple(replica_bounds(size, m, count, *place, sizes, self.inputs.shares) for m in range(count))
 
     def __str__(self) -> str:
         samples = f"{self.batch_size} sample{'s' * (self.batch_size != 1)}"
@@ -92,7 +97,7 @@ def find_inputs(graph: Graph) -> RankInputs:
     calls = nodes_of(graph, OpName.FORWARD)
     stages = tuple(sorted({call.integer("stage") for call in calls}))
     replicas = max((node.integer("replicas") for node in nodes_of(graph, OpName.SLICE)), default=1)
-    return RankInputs(tuple(uses), stages, calls[0].integer("replica"), replicas)
+    return RankInputs(tuple(uses), stages, calls[0].integer("replica"), replicas, replica_shares(graph, stages[0]))
 
 
 def whole_batch(tensors: int) -> RankInputs:

@@ -4,14 +4,20 @@ A batch of N samples is cut into M micro-batches at the rows N p // p_M, where p
 numbers 0 to M for equal micro-batches, or the sums of given ``sizes``. A batch of as many samples as the sizes add up
 to is then cut into these sizes, and any other one in their proportion. No sizes (an empty sequence) means equal ones.
 
+The rows of a micro-batch are shared between the replicas of a stage in the same way: equally, or in proportion to whole
+numbers, the *shares* of the replicas. No shares (an empty sequence) means equal ones.
+
 Every function takes numbers, or tensors of numbers, and returns the same.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
+
+_PARTS = 10**6
 
 
 def cut_points(micro_batches: int, sizes: Sequence[int] = ()) -> Sequence[int]:
@@ -37,31 +43,60 @@ def micro_batch_sizes(size: int, micro_batches: int, sizes: Sequence[int] = ()) 
     return tuple(end - first for first, end in itertools.pairwise(rows))
 
 
-def share_bounds(begin: Any, end: Any, i: int, count: int) -> tuple[Any, Any]:
+def share_bounds(begin: Any, end: Any, i: int, count: int, shares: Sequence[int] = ()) -> tuple[Any, Any]:
     """Return the first and the end of share ``i`` when the rows [begin, end) are shared between ``count`` replicas."""
     if count == 1:  # equal to the formula, which would add ops to the graph if the bounds are tensors
         return begin, end
-    return begin + (end - begin) * i // count, begin + (end - begin) * (i + 1) // count
+    points = cut_points(count, shares)
+    return tuple(begin + cut_at(end - begin, point, points[-1]) for point in points[i : i + 2])
 
 
 def replica_bounds(
-    size: Any, micro_batch: int, micro_batches: int, replica: int, replicas: int, sizes: Sequence[int] = ()
+    size: Any,
+    micro_batch: int,
+    micro_batches: int,
+    replica: int,
+    replicas: int,
+    sizes: Sequence[int] = (),
+    shares: Sequence[int] = (),
 ) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of a micro-batch that a replica takes."""
-    return share_bounds(*micro_batch_bounds(size, micro_batch, micro_batches, sizes), replica, replicas)
+    return share_bounds(*micro_batch_bounds(size, micro_batch, micro_batches, sizes), replica, replicas, shares)
 
 
-def fit_micro_batches(samples: int, micro_batches: int, replicas: int) -> int:
+def whole_shares(shares: Sequence[float]) -> tuple[int, ...]:
+    """Return numbers above 0 as whole ones in their proportion; empty if they are equal.
+
+    Whole numbers are divided by what they have in common. Where there are others, or their sum is above 10^6, they are
+    rounded to parts of 10^6, each at least one: products with the rows of a batch stay within 64 bits.
+    """
+    if len(set(shares)) < 2:
+        return ()
+    if all(share == int(share) for share in shares) and sum(shares) <= _PARTS:
+        common = math.gcd(*map(int, shares))
+        return tuple(int(share) // common for share in shares)
+    total = math.fsum(shares)
+    parts = [max(1, round(share / total * _PARTS)) for share in shares]
+    common = math.gcd(*parts)
+    return () if len(set(parts)) < 2 else tuple(part // common for part in parts)
+
+
+def least_rows(replicas: int, shares: Sequence[int] = ()) -> int:
+    """Return the fewest rows of a micro-batch of which every replica gets one, however many more there are."""
+    return -(-sum(shares) // min(shares)) if shares else replicas
+
+
+def fit_micro_batches(samples: int, micro_batches: int, least: int) -> int:
     """Return how many of ``micro_batches`` a batch of ``samples`` is cut into, so that every replica gets a sample.
 
-    ``replicas``: the most that a stage has. A batch of fewer samples than replicas is one micro-batch.
+    ``least``: the most ``least_rows`` of a stage. A batch of fewer samples is one micro-batch.
     """
-    return max(1, min(micro_batches, samples // max(1, min(replicas, samples))))
+    return max(1, min(micro_batches, samples // max(1, min(least, samples))))
 
 
-def fit_sizes(samples: int, sizes: Sequence[int], replicas: int) -> Sequence[int]:
+def fit_sizes(samples: int, sizes: Sequence[int], least: int) -> Sequence[int]:
     """Return ``sizes``, or none where a batch of ``samples``, cut so, would leave a replica without a sample.
 
-    ``replicas``: the most that a stage has.
+    ``least``: the most ``least_rows`` of a stage.
     """
-    return sizes if sizes and min(micro_batch_sizes(samples, len(sizes), sizes)) >= replicas else ()
+    return sizes if sizes and min(micro_batch_sizes(samples, len(sizes), sizes)) >= least else ()

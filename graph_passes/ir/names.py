@@ -60,6 +60,17 @@ def replica_counts(graph: Graph) -> tuple[int, ...]:
     return tuple(counts[stage] for stage in sorted(counts))
 
 
+def replica_shares(graph: Graph, stage: int) -> tuple[int, ...]:
+    """Return how the replicas of a stage share rows, from its forward calls; empty where the shares are equal."""
+    forwards = (node for node in nodes_of(graph, OpName.FORWARD) if node.integer("stage") == stage)
+    return next((node.integers("shares") for node in forwards if node.has("shares")), ())
+
+
+def share_attributes(shares: tuple[int, ...], name: str = "shares") -> dict[str, Attr]:
+    """Return the attribute that says how replicas share rows; none where the shares are equal."""
+    return {name: shares} if shares else {}
+
+
 def micro_batch_count(graph: Graph) -> int:
     """Return M, the number of micro-batches, from the forward calls."""
     return max(node.integer("micro_batch") for node in nodes_of(graph, OpName.FORWARD)) + 1

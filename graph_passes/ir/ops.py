@@ -153,6 +153,7 @@ _REPLICAS = Attribute("replicas", "int")
 _SUMMED = Attribute("summed", "tuple[str, ...]", required=False)
 _MICRO_BATCHES = Attribute("micro_batches", "int")
 _SIZES = Attribute("sizes", "tuple[int, ...]", required=False)
+_SHARES = Attribute("shares", "tuple[int, ...]", required=False)
 _PIECES = Attribute("pieces", "int")
 _AXES = Attribute("axes", "tuple[int, ...]")
 _OUTER = Attribute("outer", "tuple[int, ...]")
@@ -187,10 +188,11 @@ _TABLE = (
         OpName.SLICE,
         "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch. The "
         "tensors at the positions `local` hold only the replica's rows, in the order of the micro-batches. `sizes`: "
-        "the samples of each micro-batch, where they are given; another batch is cut in their proportion.",
+        "the samples of each micro-batch, where they are given; another batch is cut in their proportion. `shares`: "
+        "the rows of the replicas as whole numbers in proportion, where they are unequal.",
         Operands("the batch size, then tensors of the batch", None, ("int64",)),
         Operands("the share of the samples, then the rows of each tensor", None, ("float64",)),
-        (*_CALLED, _MICRO_BATCHES, _SIZES, _REPLICAS, Attribute("local", "tuple[int, ...]", required=False)),
+        (*_CALLED, _MICRO_BATCHES, _SIZES, _REPLICAS, _SHARES, Attribute("local", "tuple[int, ...]", required=False)),
     ),
     Op(
         OpName.ROW_BOUNDS,
@@ -204,6 +206,7 @@ _TABLE = (
                 for name in ("stage", "replica", "micro_batch", "micro_batches", "replicas")
             ),
             _SIZES,
+            _SHARES,
         ),
     ),
     Op(
@@ -232,10 +235,10 @@ _TABLE = (
     Op(
         OpName.FORWARD,
         "Call a stage's forward function on one micro-batch. `version`: the slot of the replica's stored versions of "
-        "the weights that it uses, where the replica has any.",
+        "the weights that it uses, where the replica has any. `shares`: as for `slice`.",
         Operands("the function's inputs, variables left out"),
         Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _VERSION),
+        (*_CALLED, _FUNCTION, _VERSION, _SHARES),
     ),
     Op(
         OpName.PART,
@@ -319,7 +322,8 @@ _TABLE = (
     ),
     Op(
         OpName.SPLIT,
-        "Cut boundary tensors of one replica into the rows that each replica of the neighbouring stage takes.",
+        "Cut boundary tensors of one replica into the rows that each replica of the neighbouring stage takes. "
+        "`shares`: as for `slice`; `of_shares`: those of the neighbouring stage.",
         Operands("the batch size, then the tensors", None, ("int64",)),
         Operands("for each tensor, the rows of each receiver"),
         (
@@ -327,8 +331,10 @@ _TABLE = (
             _MICRO_BATCHES,
             _SIZES,
             _REPLICAS,
+            _SHARES,
             _AXES,
             Attribute("of", "int"),
+            Attribute("of_shares", "tuple[int, ...]", required=False),
             Attribute("receivers", "tuple[int, ...]"),
         ),
     ),

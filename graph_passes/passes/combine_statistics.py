@@ -30,7 +30,15 @@ from graph_passes.ir.graph import (
     attributes,
     tensor,
 )
-from graph_passes.ir.names import BATCH_SIZE_NAME, at, cut_attributes, micro_batch_count, replica_counts
+from graph_passes.ir.names import (
+    BATCH_SIZE_NAME,
+    at,
+    cut_attributes,
+    micro_batch_count,
+    replica_counts,
+    replica_shares,
+    share_attributes,
+)
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
@@ -146,7 +154,7 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
     rows = [entering["arg", port.name] for _, port in cut.partials.input_ports("arg")]
     types = tuple(port.type for port in cut.partials.outputs)
-    calls = []
+    calls, shares = [], share_attributes(replica_shares(graph, stage))
     for m in range(count):
         place: dict[str, Attr] = {"micro_batch": m, "replica": replica, "stage": stage}
         piece = Node(
@@ -154,7 +162,7 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
             OpName.SLICE,
             (Value(BATCH_SIZE_NAME), *rows),
             (tensor("float64"), *(graph.type_of(value) for value in rows)),
-            attributes({**place, **cut_attributes(graph), "replicas": replicas}),
+            attributes({**place, **cut_attributes(graph), "replicas": replicas, **shares}),
         )
         call = Node(
             at(stage, replica, m, OpName.PARTIALS),

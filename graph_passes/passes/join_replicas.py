@@ -136,6 +136,7 @@ class _Call:
         attrs = {**dict(self.node.attrs), "function": function.name}
         if not last:  # not inlined: TensorFlow could find a constant in it, and a join may be an exchange between ranks
             attrs.pop("inline", None)
+            attrs.pop("shares", None)  # the last part has them
             attrs["of"] = self.node.op
         made = Node(
             self._name(part),

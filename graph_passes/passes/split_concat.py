@@ -1,7 +1,8 @@
 """Replicate stages; split and concatenate tensors between different replica counts (DAPPLE, section V.A.2, Fig. 9).
 
-Replica i of r has the samples [n i / r, n (i+1) / r) of a micro-batch of n. Replicas of neighbouring stages exchange
-the rows that both have. With equal counts each replica is connected to one other, without extra nodes.
+Replica i of r has the samples [n i / r, n (i+1) / r) of a micro-batch of n; where replicas have unequal shares, those
+between two of its cut points (``analysis.row_bounds``). Replicas of neighbouring stages exchange the rows that both
+have. With equal counts and shares each replica is connected to one other, without extra nodes.
 
 A boundary tensor that does not depend on the batch is *shared*: all replicas have the same value, so a receiver takes
 it whole from the first replica that has samples in common with it. The gradient of the tensor goes back to that replica
@@ -12,15 +13,17 @@ sending replicas, so each part counts once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
 from graph_passes.analysis.layers import batch_axis
+from graph_passes.analysis.row_bounds import cut_points
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
-from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at, cut_attributes, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at, cut_attributes, replica_counts, share_attributes
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.batch_loss import TAIL_OPS, piece_of_replica, replicate_tail
@@ -30,10 +33,15 @@ _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
 @dataclass(frozen=True)
 class SplitConcat:
-    """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that do not depend on the batch."""
+    """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that do not depend on the batch.
+
+    ``shares[s]``: how the replicas of stage s share rows, as whole numbers in proportion; empty where equally. Without
+    ``shares`` all stages share equally.
+    """
 
     replicas: tuple[int, ...]
     shared: frozenset[str] = frozenset()
+    shares: tuple[tuple[int, ...], ...] = ()
     name: str = "split_concat"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
@@ -42,23 +50,30 @@ class SplitConcat:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return replicate_stages(graph, self.replicas, self.shared)
+        return replicate_stages(graph, self.replicas, self.shared, self.shares)
 
 
-def overlaps(i: int, r: int, q: int) -> tuple[int, ...]:
-    """Return the replicas j of q that have samples in common with replica i of r.
+def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    """Return the replicas j between ``others`` that have samples in common with replica i between ``points``.
 
-    The bounds floor(n i / r) are monotone in i / r, so fractions that do not overlap have no row in common.
+    Both are the cut points of a stage's replicas. The bounds floor(n p / p_r) are monotone in p / p_r, so fractions
+    that do not overlap have no row in common.
     """
-    low, high = Fraction(i, r), Fraction(i + 1, r)
-    return tuple(j for j in range(q) if Fraction(j, q) < high and low < Fraction(j + 1, q))
+    low, high = Fraction(points[i], points[-1]), Fraction(points[i + 1], points[-1])
+    bounds = [Fraction(point, others[-1]) for point in others]
+    return tuple(j for j, (first, end) in enumerate(itertools.pairwise(bounds)) if first < high and low < end)
 
 
-def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = frozenset()) -> Graph:
+def replicate_stages(
+    graph: Graph,
+    replicas: Sequence[int],
+    shared: Set[str] = frozenset(),
+    shares: Sequence[tuple[int, ...]] = (),
+) -> Graph:
     """Return the graph with the nodes of each stage once for each of its replicas, connected as the module says.
 
-    Raises PartitionError if a stage gets no replica, or has several already, or if a tensor without a batch axis would
-    have to be split.
+    Raises PartitionError if a stage gets no replica, or has several already, if shares are not one above 0 for each
+    replica, or if a tensor without a batch axis would have to be split.
     """
     counts = replica_counts(graph)
     if max(counts) > 1:
@@ -66,7 +81,11 @@ def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = f
     stages = len(counts)
     if len(replicas) != stages or min(replicas) < 1:
         raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
-    boundaries = _Boundaries(graph, tuple(replicas), shared)
+    shares = tuple(shares) or ((),) * stages
+    for stage, (count, own) in enumerate(zip(replicas, shares, strict=True)):
+        if own and (len(own) != count or min(own) < 1):
+            raise PartitionError(f"stage {stage} has {count} replicas, and the shares {own}: give one above 0 for each")
+    boundaries = _Boundaries(graph, tuple(replicas), shared, shares)
     nodes: list[Node] = []
     for node in graph.nodes:
         if not node.has("stage"):
@@ -83,6 +102,8 @@ def replicate_stages(graph: Graph, replicas: Sequence[int], shared: Set[str] = f
             copy = copy.with_attrs(replica=replica)
             if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
                 copy = copy.with_attrs(replicas=replicas[stage])
+            if node.op in (OpName.SLICE, OpName.ROW_BOUNDS, OpName.FORWARD):
+                copy = copy.with_attrs(**share_attributes(shares[stage]))
             nodes.append(copy)
     return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
 
@@ -116,9 +137,13 @@ class _Boundaries:
     ``nodes``: the split, concat and add nodes, made when a replica first needs them, one for all tensors of a boundary.
     """
 
-    def __init__(self, graph: Graph, replicas: tuple[int, ...], shared: Set[str]) -> None:
+    def __init__(
+        self, graph: Graph, replicas: tuple[int, ...], shared: Set[str], shares: Sequence[tuple[int, ...]]
+    ) -> None:
         self.graph = graph
         self.replicas = replicas
+        self.shares = shares
+        self.points = [cut_points(count, own) for count, own in zip(replicas, shares, strict=True)]
         self.shared = shared
         self.cut = cut_attributes(graph)
         self.nodes: dict[str, Node] = {}
@@ -132,13 +157,13 @@ class _Boundaries:
         here, there = node.integer("stage"), producer.integer("stage")
         if producer.op == OpName.CUT_ROWS:
             return piece_of_replica(value, replica, self.replicas[here])
-        if here == there or self.replicas[here] == self.replicas[there]:
+        if here == there or tuple(self.points[here]) == tuple(self.points[there]):
             return Value(_of_replica(value.node, replica), value.index)
         if not self._is_shared(value):
             return self._concat(producer, value, here, replica)
         if producer.op in BACKWARD_OPS:
             return self._add(producer, value, here, replica)
-        first = overlaps(replica, self.replicas[here], self.replicas[there])[0]
+        first = overlaps(replica, self.points[here], self.points[there])[0]
         return Value(_of_replica(value.node, first), value.index)
 
     def _add(self, producer: Node, value: Value, here: int, replica: int) -> Value:
@@ -147,8 +172,8 @@ class _Boundaries:
         It is the sum over the replicas of the producer that took the value from ``replica``.
         """
         there, m = producer.integer("stage"), producer.integer("micro_batch")
-        r, q = self.replicas[there], self.replicas[here]
-        senders = [j for j in range(r) if overlaps(j, r, q)[0] == replica]
+        points = self.points[there], self.points[here]
+        senders = [j for j in range(self.replicas[there]) if overlaps(j, *points)[0] == replica]
         if len(senders) == 1:
             return Value(_of_replica(value.node, senders[0]), value.index)
         tensors = self._crossing_tensors(producer, here, shared=True)
@@ -164,8 +189,8 @@ class _Boundaries:
         tensors = self._crossing_tensors(producer, here, shared=False)
         place = tensors.index(value)
         there, m = producer.integer("stage"), producer.integer("micro_batch")
-        counts = self.replicas[there], self.replicas[here]
-        pieces = [self._split(producer, tensors, i, replica, here) for i in overlaps(replica, counts[1], counts[0])]
+        senders = overlaps(replica, self.points[here], self.points[there])
+        pieces = [self._split(producer, tensors, i, replica, here) for i in senders]
         if len(pieces) == 1:
             return pieces[0][place]
         name = at(here, replica, m, f"concat_{producer.op}")
@@ -185,8 +210,7 @@ class _Boundaries:
     def _split(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
         """Return the rows of ``tensors`` that replica i of the producer sends to ``replica`` of stage ``here``."""
         there, m = producer.integer("stage"), producer.integer("micro_batch")
-        r, q = self.replicas[there], self.replicas[here]
-        receivers = overlaps(i, r, q)
+        receivers = overlaps(i, self.points[there], self.points[here])
         whole = tuple(Value(_of_replica(v.node, i), v.index) for v in tensors)
         if len(receivers) == 1:
             return whole
@@ -197,9 +221,11 @@ class _Boundaries:
                 "micro_batch": m,
                 **self.cut,
                 "receivers": receivers,
-                "of": q,
+                "of": self.replicas[here],
+                **share_attributes(self.shares[here], "of_shares"),
                 "replica": i,
-                "replicas": r,
+                "replicas": self.replicas[there],
+                **share_attributes(self.shares[there]),
                 "stage": there,
             }
             kinds = tuple(self.graph.type_of(v) for v in tensors for _ in receivers)
@@ -237,7 +263,7 @@ class _Boundaries:
             stage = producer.integer("stage")
             raise PartitionError(
                 f"{port.name} crosses between stage {stage} and its neighbour, whose replica counts differ "
-                f"({self.replicas}), but it has no single batch axis to split "
-                f"(its shape is {port.type.shape.dims}): cut elsewhere, or give both stages equal replicas"
+                f"({self.replicas}) or their shares, but it has no single batch axis to split "
+                f"(its shape is {port.type.shape.dims}): cut elsewhere, or give both stages equal replicas and shares"
             )
         return axis

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import lru_cache
 
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
@@ -23,6 +24,7 @@ def is_text(schedule: str) -> bool:
     return any(_ACTION.fullmatch(word) for word in re.split(r"[\s;]+", schedule))
 
 
+@lru_cache(maxsize=4)  # one text is read and checked in many places
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
 

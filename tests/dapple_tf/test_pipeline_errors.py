@@ -243,7 +243,8 @@ def test_a_boundary_without_a_batch_axis_cannot_be_split_over_unequal_replicas()
         return tf.reduce_mean(tf.exp(tf.matmul(y, y, transpose_a=True)) * scale)
 
     message = (
-        r"whose replica counts differ \(\(2, 1\)\), but it has no single batch axis .*: cut elsewhere, or give both"
+        r"whose replica counts differ \(\(2, 1\)\) or their shares, but it has no single batch axis .*: cut elsewhere, "
+        "or give both stages equal replicas and shares"
     )
     with pytest.raises(PartitionError, match=message):
         step_of(loss, stages=["Exp"], replicas=[2, 1], inexact="allow")(X)

@@ -127,7 +127,7 @@ LINK_DATA = {"bandwidth": "1GB/s", "latency": "1us"}
         ({"inter_server": {**LINK_DATA, "latency": "1 hour"}}, "inter_server.latency: '1 hour' has the unknown unit"),
         ({"inter_server": {**LINK_DATA, "width": 1}}, "inter_server.width is not a field.*'bandwidth'"),
         ({"inter_server": "25Gbps"}, "inter_server is '25Gbps', not an object"),
-        ({"inter_server": None}, "inter_server is missing, but there are 2 servers"),
+        ({"inter_server": None, "links": []}, "inter_server is missing, but there are 2 servers"),
         ({"intra_server": None}, "intra_server is missing, but a server has several devices"),
         (
             {"links": [{"between": ["a", "x"], **LINK_DATA}]},

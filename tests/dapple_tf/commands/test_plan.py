@@ -106,6 +106,19 @@ def test_a_schedule_may_be_a_file(run_here: Run, tmp_path: Path) -> None:
     assert "schedule given (0F0 0F1 0B0 0B1 ...)" in run_here(*PLAN, *options).stdout
 
 
+def test_contention_for_interfaces_can_be_left_out(run_here: Run) -> None:
+    # Three servers of one device, F = 1 and B = 2 of a sample, and 2 s on the wire for its tensor at each boundary.
+    make_profile(*[(4, 8, 8, 4, 1000)] * 3).save("profile.json")
+    make_cluster(1, 1, 1).save("cluster.yaml")
+    fixed = (*PLAN, "--planner", "gpipe", "--schedule", "dapple-a", "--micro-batch-size", 1, "--json")
+    shared, alone = run_here(*fixed, "-o", "plan.json").json, run_here(*fixed, "--no-contention").json
+    assert shared["stages"] == alone["stages"]
+    assert len(shared["stages"]) == 3
+    assert shared["predicted"]["step_seconds"] > alone["predicted"]["step_seconds"] * 1.01
+    for options, planned in ((), shared), (("--no-contention",), alone):
+        assert run_here(*SIMULATE, *options, "--json").json["step_seconds"] == planned["predicted"]["step_seconds"]
+
+
 def test_a_plan_whose_results_travel_together_is_refused_but_one_made_by_hand_is_simulated(run_here: Run) -> None:
     schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
     run = run_here(*PLAN, "--schedule", schedule, "--micro-batch-size", 4)

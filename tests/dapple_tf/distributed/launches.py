@@ -127,7 +127,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
     ),
     "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "1:2, sizes", "other calls"])]),
     "three ranks with local rows of replicas": JobLaunch(
-        3, [("local_rows", ["1:2", "1:2, largest", "whole batches", "lengths"])]
+        3, [("local_rows", ["1:2", "1:2, largest", "1:2, shares", "whole batches", "lengths"])]
     ),
     **{
         launch: JobLaunch(CASES[names[0]].ranks, [("training_cases", names)]) for launch, names in _slow_cases().items()

@@ -16,7 +16,7 @@ from tests.equality.one_device import TOLERANCE
 from tests.processes import needs_horovod
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
-REPLICATED = ("1:2", "1:2, largest", "whole batches")
+REPLICATED = ("1:2", "1:2, largest", "1:2, shares", "whole batches")
 OTHERS = (*REPLICATED, "lengths")
 
 
@@ -116,7 +116,7 @@ def results(launches: Launches, case: str) -> list[Any]:
 
 @needs_horovod
 @pytest.mark.parametrize(
-    "case", ["1:1:1", "1:2, sizes", *(pytest.param(c, marks=pytest.mark.slow) for c in REPLICATED[:2])]
+    "case", ["1:1:1", "1:2, sizes", *(pytest.param(c, marks=pytest.mark.slow) for c in REPLICATED[:3])]
 )
 def test_ranks_with_their_own_rows_equal_one_device(launches: Launches, case: str) -> None:
     """27 samples in batches of 11, the last of 5; the loss is divided by a statistic of the whole batch's mask."""

@@ -106,3 +106,14 @@ def cases(
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
     profile, cluster = draw(profiles(largest, free)), draw(clusters(tight))
     return Case(profile, cluster, draw(st.sampled_from(batches)), options)
+
+
+@st.composite
+def busy_cases(draw: st.DrawFn) -> Case:
+    """Draw problems whose best plans often send several stages' tensors through one network interface at one time."""
+    whole = [st.integers(low, high).map(float) for low, high in ((1, 4), (2, 8), (2, 12), (0, 4), (50, 200))]
+    profile = make_profile(*draw(st.lists(st.tuples(*whole), min_size=3, max_size=5)))
+    servers = draw(st.sampled_from([(1, 1, 1), (1, 1, 1, 1), (2, 2), (2, 1, 1)]))
+    between = draw(st.sampled_from([2.0, 4.0, 8.0])), draw(st.sampled_from([0.0, 0.25]))
+    cluster = make_cluster(*servers, inside=(20.0, 0.0), between=between)
+    return Case(profile, cluster, draw(st.sampled_from([8, 16])), {"recompute": False, "overlap": draw(st.booleans())})

@@ -1,7 +1,7 @@
 """Every plan, one by one, and what each costs: the slow reference for the planners' tests.
 
 Plain Python from the design's cost model and the paper's formulas (DAPPLE, section IV). Of the project it uses only
-the engine, which has tests of its own.
+the engines and the flows that share network interfaces, which have tests of their own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import Order, encode
+from dapple_tf.simulator.shared_engine import Rings, shared_step_seconds
+from dapple_tf.simulator.transfer import link_tables
 from graph_passes.schedules.policies import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
@@ -34,6 +37,7 @@ class Costs(NamedTuple):
     send: list[float]
     fixed: list[float]  # weights, gradients, slots and the working set
     stash: list[float]
+    rings: list[tuple[tuple[float, float], ...]]  # seconds before the end of the last gradients, and of the ring
 
 
 # --- all plans
@@ -118,13 +122,14 @@ def transfer_seconds(cluster: Cluster, senders: Devices, receivers: Devices, siz
     return max(latency for _, latency in loads.values()) + max(seconds for seconds, _ in loads.values())
 
 
-def ring_seconds(cluster: Cluster, devices: Devices) -> float:
-    """Return the seconds of AllReduce per byte: 2 (r - 1) / r over the slowest link of the ring."""
+def ring_seconds(cluster: Cluster, devices: Devices, size: float) -> float:
+    """Return the seconds of AllReduce of ``size`` bytes: 2 (r - 1) turns of the largest latency and 1 / r of them."""
     r = len(devices)
-    if r == 1:
+    if r == 1 or size == 0:
         return 0.0
     hops = [(cluster.homes[devices[i]], cluster.homes[devices[(i + 1) % r]]) for i in range(r)]
-    return 2 * (r - 1) / r / min(cluster.link(a, b).bandwidth for a, b in hops)
+    links = [cluster.link(a, b) for a, b in hops]
+    return 2 * (r - 1) * (max(link.latency for link in links) + size / r / min(link.bandwidth for link in links))
 
 
 class Pricer:
@@ -143,7 +148,17 @@ class Pricer:
         rows = [self.stage(stage) for stage in stages]
         send = [self.send(b[0], a[2], b[2]) for a, b in itertools.pairwise(stages)]
         f, b, exposed, fixed, stash = (list(column) for column in zip(*rows, strict=True))
-        return Costs(f, b, exposed, send, fixed, stash)
+        return Costs(f, b, exposed, send, fixed, stash, [self._rings(stage) for stage in stages])
+
+    def _rings(self, stage: Stage) -> tuple[tuple[float, float], ...]:
+        first, end, devices = stage
+        if not self.overlap:
+            return ((0.0, self.stage(stage)[2]),)
+        left, found = float(sum(self.profile.backward_seconds(self.size / len(devices))[first:end])), []
+        for i in reversed(range(first, end)):
+            left -= float(self.profile.backward_seconds(self.size / len(devices))[i])
+            found.append((left, ring_seconds(self.cluster, devices, self.profile.layers[i].parameter_bytes)))
+        return tuple(found)
 
     def _crossing(self, position: int) -> float:
         if position == 0:
@@ -169,13 +184,12 @@ class Pricer:
         r, scale, layers = len(devices), self._scale, self.profile.layers
         forward = [float(x) for x in self.profile.forward_seconds(self.size / r)[first:end]]
         backward = [float(x) for x in self.profile.backward_seconds(self.size / r)[first:end]]
-        ring = ring_seconds(self.cluster, devices)
-        exposed = sum(ring * layers[i].parameter_bytes for i in range(first, end))
+        exposed = ring_seconds(self.cluster, devices, sum(layers[i].parameter_bytes for i in range(first, end)))
         if self.overlap:
             now = done = 0.0
             for i in reversed(range(first, end)):
                 now += backward[i - first]
-                done = max(done, now) + ring * layers[i].parameter_bytes
+                done = max(done, now) + ring_seconds(self.cluster, devices, layers[i].parameter_bytes)
             exposed = done - now
         stash = sum(layers[i].stash_bytes for i in range(first, end)) * scale / r
         inputs = {i: [s for s, reader in self.profile.links if reader == i] for i in range(first, end)}
@@ -192,8 +206,8 @@ class Pricer:
         return sum(forward), sum(backward) + again, exposed, fixed + work, stash
 
 
-def step_of(costs: Costs, micro_batches: int, memory: float) -> dict[str, float]:
-    """Return the seconds of a step under each policy that fits, by the schedule's name."""
+def step_of(costs: Costs, micro_batches: int, memory: float, flows: Flows | None = None) -> dict[str, float]:
+    """Return the seconds of a step under each policy that fits, by the schedule's name; ``flows``: for contention."""
     memory *= 1 + 1e-12
     stages = len(costs.forward)
     found = {}
@@ -212,20 +226,29 @@ def step_of(costs: Costs, micro_batches: int, memory: float) -> dict[str, float]
         if limit == 0 or (name == "gpipe" and limit < micro_batches):
             continue
         schedule = name if max(k) <= limit else f"{name}:D={limit}"
-        found[schedule] = _run(tuple(min(held, limit) for held in k), micro_batches, costs)
+        found[schedule] = _run(tuple(min(held, limit) for held in k), micro_batches, costs, flows)
     return found
 
 
-def _run(k: tuple[int, ...], micro_batches: int, costs: Costs) -> float:
+def _run(k: tuple[int, ...], micro_batches: int, costs: Costs, flows: Flows | None) -> float:
     send = np.array([*costs.send, 0.0])
     order = _order(k, micro_batches)
     forward, backward, exposed = (np.array(row) for row in (costs.forward, costs.backward, costs.exposed))
+    if flows is not None:
+        before, seconds = np.array([ring for of_stage in costs.rings for ring in of_stage]).T.copy()
+        rings = Rings(np.cumsum([0, *map(len, costs.rings)]), before, seconds, exposed)
+        return float(shared_step_seconds(order, forward, backward, np.zeros(0), send, send, rings, flows))
     return float(step_seconds(order, forward, backward, np.zeros(0), send, send, exposed))
 
 
 @cache
 def _order(k: tuple[int, ...], micro_batches: int) -> Order:
     return encode(early_backward(k, micro_batches))
+
+
+def _flows(cluster: Cluster, devices: Sequence[Devices]) -> Flows:
+    homes = [[cluster.homes[device] for device in own] for own in devices]
+    return find_flows(homes, [True] * (len(homes) - 1), link_tables(cluster))
 
 
 def fits(costs: Costs, memory: float, held: Sequence[int]) -> bool:
@@ -294,6 +317,7 @@ def find_optimum(
     recompute: bool = False,
     overlap: bool = False,
     slots: int = 2,
+    contention: bool = True,
 ) -> Optimum:
     """Return the best of all plans: by simulation on any devices, or by formula on all of them.
 
@@ -317,7 +341,8 @@ def find_optimum(
                 if fits(costs, cluster.device_memory, full) and found[""] < warm.seconds:
                     warm = Optimum(found[""], stages, size)
             else:
-                found = step_of(costs, batch // size, cluster.device_memory)
+                flows = _flows(cluster, tuple(devices for _, _, devices in stages)) if contention else None
+                found = step_of(costs, batch // size, cluster.device_memory, flows)
             for schedule, seconds in found.items():
                 if seconds < best.seconds:
                     best = Optimum(seconds, stages, size, schedule)

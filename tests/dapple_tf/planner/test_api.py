@@ -12,7 +12,8 @@ from hypothesis import given
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
-from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.api import make_problem, predict_plan, run_planner
+from dapple_tf.planner.explain import describe_result
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
@@ -102,7 +103,7 @@ def test_where_dp_does_not_fit_the_error_names_planner_best() -> None:
 
 def test_planners_that_use_all_devices_refuse_more_devices_than_samples() -> None:
     one = make_profile((1, 2, 8, 4, 10))
-    for planner in ("dp", "dapple", "pipedream"):
+    for planner in ("dp", "dapple", "pipedream", "spp"):
         with pytest.raises(
             PlanError, match=rf"'{planner}' has no plan .* one sample for each replica: use planner 'best'"
         ):
@@ -151,7 +152,7 @@ def test_impossible_warm_ups_are_not_reported_as_a_lack_of_memory(planner: str, 
             PlanError,
             "stages=6: 'net' on 2 devices can have 1 to 4 stages",
         ),
-        ("looped-bfs", {"planner": "dapple"}, PlanError, "makes plans of one stage per device: use planner 'best' or"),
+        ("looped-bfs", {"planner": "dapple"}, PlanError, "makes plans of one stage per device: use planner 'best'"),
         ("looped-bfs", {"planner": "dp"}, PlanError, "schedule 'looped-bfs' runs several stages on a device"),
         ("interleaved-1f1b:D=2", {}, ScheduleError, "interleaved-1f1b has no option D"),
         (
@@ -202,13 +203,42 @@ def test_a_schedule_that_stashes_too_much_is_refused_with_advice() -> None:
     assert plan(cluster=cluster, batch=16, micro_batch_size=1).schedule.startswith("dapple")
 
 
-def test_a_schedule_that_fits_with_recompute_is_refused_with_that_advice() -> None:
+def test_best_recomputes_where_a_schedule_fits_with_recompute_only() -> None:
     profile, cluster = make_profile(*[(1, 2, 1, 40, 0)] * 2), make_cluster(1, memory=90)
-    with pytest.raises(PlanError, match=r"under schedule 'gpipe': use schedule 'auto' or recompute$"):
-        plan(profile, cluster, micro_batch_size=4, schedule="gpipe")
+    with pytest.raises(PlanError, match=r"planner 'dp' has no plan that fits .* use planner 'best', which has one"):
+        plan(profile, cluster, micro_batch_size=4, schedule="gpipe", planner="dp")
     # One stage of two layers that keep 40 each and work on 2: with recompute 80 + 2, and nothing more for a second.
-    assert plan(profile, cluster, micro_batch_size=4, schedule="gpipe", recompute=True).micro_batches == 2
-    assert plan(profile, cluster, micro_batch_size=4).schedule == "dapple-a"
+    found = plan(profile, cluster, micro_batch_size=4, schedule="gpipe")
+    assert (found.micro_batches, found.recompute) == (2, True)
+    assert all(dapple.simulate(found, profile, cluster).fits)
+    kept = plan(profile, cluster, micro_batch_size=4)
+    assert (kept.schedule, kept.recompute) == ("dapple-a", False)
+
+
+def test_recompute_of_single_stages_is_chosen_where_memory_is_short() -> None:
+    """Only the first layer keeps too much for a second micro-batch in flight; its forward is short."""
+    profile = make_profile((1, 26, 1, 80, 100), (9, 18, 1, 4, 100))
+    cluster = make_cluster(1, 1, memory=490, between=(1, 0))  # 400 bytes of weights, gradients and slots of one layer
+    problem = make_problem(profile, cluster, global_batch_size=32, micro_batch_size=4)
+    found = run_planner(problem, "best")
+    whole = run_planner(replace(problem, recompute=True), "best", chunks=())
+    assert found.chosen.recompute == (0,)
+    assert found.chosen.seconds < whole.chosen.seconds
+    assert not found.proven_optimal
+    planned, timeline = predict_plan(problem, found.chosen, "best")
+    assert planned.recompute == (0,)
+    assert all(timeline.fits)
+    assert "recompute was chosen, not asked for" in describe_result(problem, found, (planned, timeline), [])
+
+
+def test_a_refusal_does_not_search() -> None:
+    """A search for a plan, and one for each remedy, would take minutes on 256 devices."""
+    profile = make_profile(*[(1, 2, 1, 4, 100)] * 300)
+    for planner in ("best", "dapple", "dp", "gpipe"):
+        with pytest.raises(
+            PlanError, match=r"'net' does not fit 256 devices of 405 B: .* It would fit with 300 devices$"
+        ):
+            plan(profile, make_cluster(*[8] * 32, memory=405), batch=512, planner=planner)
 
 
 def test_an_error_of_memory_names_bytes_and_layers() -> None:
@@ -238,12 +268,18 @@ def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, A
     ("profile", "devices", "memory", "options", "remedies"),
     [
         # Seven samples would fit as well, but do not divide 8.
-        (PROFILE, 4, 145, {"micro_batch_size": 8}, ["micro-batches of 4 samples"]),
+        (PROFILE, 4, 145, {"micro_batch_size": 8}, ["micro-batches of 4 samples", "6 devices"]),
         (PROFILE, 2, 170, {"micro_batch_size": 4}, ["micro-batches of 2 samples", "4 devices"]),
-        (PROFILE, 2, 80, {"micro_batch_size": 8}, ["micro-batches of 2 samples and 4 devices"]),
+        (PROFILE, 2, 80, {"micro_batch_size": 8}, ["12 devices", "micro-batches of 2 samples and 4 devices"]),
         # 40 fixed, 80 kept or made again, 32 worked on, and 16 that enter: at least 160 in all but the first stage. On
-        # two workers of two devices each, four layers in four stages would fit.
-        (THREE, 3, 155, {"micro_batch_size": 8, "recompute": True}, ["micro-batches of 4 samples", "no recompute"]),
+        # two workers of two devices each, four layers in four stages would fit; so would half of it on a device.
+        (
+            THREE,
+            3,
+            155,
+            {"micro_batch_size": 8, "recompute": True},
+            ["micro-batches of 4 samples", "4 devices", "no recompute"],
+        ),
         (PROFILE, 2, 10, {}, []),
     ],
 )
@@ -303,7 +339,7 @@ def test_gpipe_is_an_even_straight_pipeline_with_all_forwards_first() -> None:
 @given(cases(4))
 def test_the_prediction_of_every_planner_equals_the_simulation_of_its_plan(case: Case) -> None:
     profile, cluster, batch, options = case
-    for planner in ("best", "dapple", "dp", "gpipe", "pipedream"):
+    for planner in ("autopipe", "bapipe", "best", "dapple", "dp", "gpipe", "pipedream", "spp"):
         try:
             found = dapple.plan(profile, cluster, global_batch_size=batch, planner=planner, **options)
         except PlanError:  # nothing fits

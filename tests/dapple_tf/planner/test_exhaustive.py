@@ -18,25 +18,43 @@ from hypothesis import strategies as st
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.comparators import is_beyond_search
 from dapple_tf.planner.dapple import plan_dapple
+from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from tests.dapple_tf.planner.builders import Case, cases
+from dapple_tf.planner.search_space import reaches_all_assignments
+from tests.dapple_tf.planner.builders import Case, busy_cases, cases
 from tests.dapple_tf.planner.exhaustive import find_optimum
+
+COMPARATORS = {
+    *("even", "torchgpipe", "alpa-inter", "piper", "hetpipe", "PipeDream's formulas"),
+    *("SPP's algorithm 3", "AutoPipe's heuristic", "BaPipe's partition"),
+}
 
 
 def make(case: Case) -> PlanningProblem:
     return make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
 
 
-def check_best(case: Case) -> None:
-    optimum = find_optimum(case.profile, case.cluster, case.batch, **case.options)
-    problem = make(case)
+def check_best(case: Case, *, contention: bool = True) -> None:
+    optimum = find_optimum(case.profile, case.cluster, case.batch, contention=contention, **case.options)
+    problem = replace(make(case), contention=contention)
     decision = plan_best(problem, chunks=())
     if decision is None:
         assert optimum.seconds == math.inf
         return
-    assert decision.chosen.seconds == pytest.approx(optimum.seconds, rel=1e-9, abs=0)
-    assert decision.proven_optimal
+    # It may be faster: in an order of its own, re-computing some stages, or on devices that no policy gives.
+    assert decision.chosen.seconds <= optimum.seconds * (1 + 1e-9)
+    beyond = is_beyond_search(problem, decision.chosen)
+    if decision.proven_optimal:  # of all assignments of devices, with and without re-computation
+        assert reaches_all_assignments(case.cluster)
+        assert not beyond
+        again = {**case.options, "recompute": True}
+        recomputed = find_optimum(case.profile, case.cluster, case.batch, contention=contention, **again)
+        least = optimum.seconds if case.options["recompute"] else min(optimum.seconds, recomputed.seconds)
+        assert decision.chosen.seconds == pytest.approx(least, rel=1e-9, abs=0)
+    elif reaches_all_assignments(case.cluster) and not beyond:  # only what memory rules out leaves a doubt
+        assert may_bind(problem)
     check_decision(problem, decision)
     for other in decision.runners_up:
         assert other.seconds >= decision.chosen.seconds
@@ -66,6 +84,16 @@ def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
 @given(cases(8))
 def test_planner_best_finds_the_optimum_of_all_plans(case: Case) -> None:
     check_best(case)
+
+
+@given(busy_cases())
+def test_planner_best_finds_the_optimum_where_interfaces_are_busy(case: Case) -> None:
+    check_best(case)
+
+
+@given(cases(8))
+def test_planner_best_finds_the_optimum_without_contention(case: Case) -> None:
+    check_best(case, contention=False)
 
 
 @given(cases(8, free=False))

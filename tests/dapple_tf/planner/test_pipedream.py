@@ -280,7 +280,7 @@ def test_more_devices_than_the_program_can_take_are_refused() -> None:
 
 
 def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(PlanError, "planner 'pipedream' makes plans of one stage per device: use planner 'best' or 'gpipe'"):
+    with refused(PlanError, "planner 'pipedream' makes plans of one stage per device: use planner 'best'"):
         plan(PROFILE, make_cluster(2), schedule="looped-bfs:v=2")
 
 

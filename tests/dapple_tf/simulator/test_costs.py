@@ -41,8 +41,8 @@ def test_costs_by_hand() -> None:
             backward_seconds=3.0,  # (8 + 4) / 4
             send_forward_seconds=1.0,  # latency 0.5, and 4 x 2/4 bytes into one device at 4 bytes a second
             send_backward_seconds=1.0,
-            allreduce_seconds=7.5,  # 2 x 1/2 x 30 bytes / 4
-            exposed_seconds=7.5,
+            allreduce_seconds=8.5,  # 2 turns of latency 0.5, and 2 x 1/2 x 30 bytes / 4
+            exposed_seconds=8.5,
             fixed_bytes=120,  # weight, gradient, two slots of 30 bytes
             stash_bytes=2,  # (6 + 2) / 4
             working_bytes=3,  # of layer 1: its input 8 and output 4, over 4
@@ -81,8 +81,9 @@ def test_seconds_of_weight_gradients_are_given_where_the_schedule_has_them_as_ac
 
 def test_allreduce_overlaps_only_the_weight_gradients_of_a_split_backward() -> None:
     first, _ = costs_of(replace(PLAN, overlap=True, schedule="zb-h1"))
-    # Layer 1's are there after 0.5 s and reduced until 5.5; layer 0's after 1.5, and reduced from 5.5 to 8.
-    assert first.exposed_seconds == 6.5
+    # Each layer's ring has 1 s of latency. Layer 1's gradients are there after 0.5 s and reduced until 6.5; layer 0's
+    # after 1.5, and reduced from 6.5 to 10.
+    assert first.exposed_seconds == 8.5
 
 
 def test_recompute_of_some_layers_stashes_the_others_and_the_inputs_of_each_run() -> None:
@@ -106,9 +107,19 @@ def test_recompute_of_some_layers_stashes_the_others_and_the_inputs_of_each_run(
 
 def test_allreduce_during_the_last_backward_is_not_exposed() -> None:
     first, second = costs_of(replace(PLAN, overlap=True))
-    # Layer 1 is done after 1 s and reduces until 6; layer 0 is done at 3 and reduces from 6 to 8.5.
-    assert (first.allreduce_seconds, first.exposed_seconds) == (7.5, 5.5)
+    # Each layer's ring has 1 s of latency. Layer 1 is done after 1 s and reduces until 7; layer 0 is done at 3 and
+    # reduces from 7 to 10.5.
+    assert (first.allreduce_seconds, first.exposed_seconds) == (9.5, 7.5)
     assert second.exposed_seconds == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_without_parameters_start_no_ring(overlap: bool) -> None:
+    bare = tuple(replace(layer, parameter_bytes=0) for layer in PROFILE.layers)
+    (first, _) = costs_of(replace(PLAN, overlap=overlap), replace(PROFILE, layers=bare))
+    assert (first.allreduce_seconds, first.exposed_seconds) == (0, 0)
+    one = replace(PROFILE, layers=(bare[0], PROFILE.layers[1], bare[2]))
+    assert costs_of(replace(PLAN, overlap=overlap), one)[0].allreduce_seconds == 1 + 5  # one ring's latency
 
 
 @pytest.mark.parametrize(

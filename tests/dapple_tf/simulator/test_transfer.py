@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from profiler.cluster import Cluster, Link, Server
 
 INSIDE, BETWEEN = Link(4, 0.5), Link(1, 1)
@@ -80,26 +80,35 @@ def test_links_inside_servers_can_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("homes", "rate"),
+    ("homes", "latency", "rate"),
     [
-        ("a", 0),
-        ("aa", 2 * 1 / 2 / 4),
-        ("aaa", 2 * 2 / 3 / 4),
-        ("aabb", 2 * 3 / 4 / 1),
-        ("abc", 2 * 2 / 3 / 1),
+        ("a", 0, 0),
+        ("aa", 2 * 0.5, 2 * 1 / 2 / 4),
+        ("aaa", 4 * 0.5, 2 * 2 / 3 / 4),
+        ("aabb", 6 * 1, 2 * 3 / 4 / 1),
+        ("abc", 4 * 1, 2 * 2 / 3 / 1),
     ],
 )
-def test_allreduce_is_as_slow_as_its_slowest_link(homes: str, rate: float) -> None:
+def test_allreduce_is_as_slow_as_its_slowest_link(homes: str, latency: float, rate: float) -> None:
     numbers = ["abc".index(name) for name in homes]
-    assert allreduce_cost(numbers, link_tables(make())) == pytest.approx(rate, rel=1e-12)
+    assert allreduce_cost(numbers, link_tables(make())) == pytest.approx((latency, rate), rel=1e-12)
 
 
 def test_allreduce_over_own_links_of_pairs() -> None:
     tables = link_tables(make(ab=Link(8, 0), cc=Link(0.5, 0)))
-    assert allreduce_cost([0, 1], tables) == 1 / 8
-    assert allreduce_cost([0, 0, 1], tables) == pytest.approx(4 / 3 / 4)
-    assert allreduce_cost([0, 1, 2], tables) == pytest.approx(4 / 3)
-    assert allreduce_cost([2, 2], tables) == 2
+    assert allreduce_cost([0, 1], tables) == (0, 1 / 8)
+    assert allreduce_cost([0, 0, 1], tables) == pytest.approx((4 * 0.5, 4 / 3 / 4)), "the links of a have latency"
+    assert allreduce_cost([0, 1, 2], tables) == pytest.approx((4 * 1, 4 / 3))
+    assert allreduce_cost([2, 2], tables) == (0, 2)
+
+
+def test_the_latency_of_a_ring_is_that_of_any_of_its_links_not_of_the_slowest() -> None:
+    tables = link_tables(make(ab=Link(2, 0.125)))
+    assert allreduce_cost([0, 0, 1], tables) == pytest.approx((4 * 0.5, 4 / 3 / 2))
+
+
+def test_a_ring_of_no_bytes_is_not_started() -> None:
+    assert (ring_seconds(3, 2, 0), ring_seconds(3, 2, 5)) == (0, 13)
 
 
 homes = st.lists(st.integers(0, 2), min_size=1, max_size=7)

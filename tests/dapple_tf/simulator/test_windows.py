@@ -188,7 +188,7 @@ def test_servers_share_their_interface_and_pairs_have_links_of_their_own() -> No
 
 def test_the_gradients_of_a_group_are_reduced_whole() -> None:
     timeline = simulate(plan_window(WindowPlan(4), (0, 0, (0,)), (1, 1, (1, 2))), PROFILE, make_cluster(3))
-    assert [cost.allreduce_seconds for cost in timeline.costs] == [0, 2 * 1 / 2 * 10 / 4]
+    assert [cost.allreduce_seconds for cost in timeline.costs] == [0, 2 * 0.5 + 2 * 1 / 2 * 10 / 4]
     assert [cost.forward_seconds for cost in timeline.costs] == [1, 2]  # replicas compute whole minibatches
     reduced = [e for e in timeline.stage_events if e.kind == "allreduce"]
     assert [(e.stage, e.replica, e.micro_batch) for e in reduced] == [(1, 0, 1), (1, 1, 1), (1, 0, 3), (1, 1, 3)]
@@ -215,6 +215,47 @@ def test_one_minibatch_of_2bw_is_a_synchronous_step() -> None:
     step = simulate(make_plan(*stages, **sizes, schedule="dapple-a"), PROFILE, make_cluster(3))
     assert window.step_seconds == pytest.approx(step.step_seconds)
     assert [t.start for t in window.transfers] == pytest.approx([t.start for t in step.transfers])
+
+
+# With contention: as synchronous steps, whose engine has tests of its own.
+
+
+def servers_of_two(count: int) -> Cluster:
+    return Cluster(tuple(Server(name, 2) for name in "abc"[:count]), 1e6, Link(16, 0.5), Link(4, 0.25))
+
+
+@given(st.permutations(range(6)), st.lists(st.integers(0, 4), min_size=8, max_size=8), st.integers(1, 6))
+def test_a_window_shares_interfaces_as_a_step_of_the_same_order(
+    devices: list[int], n: list[int], minibatches: int
+) -> None:
+    profile = make_profile(*zip(n[:4], n[4:], strict=True))
+    stages = tuple((i, i, (device,)) for i, device in enumerate(devices[:4]))
+    plan = plan_window(WindowPlan(minibatches), *stages)
+    sizes = {"global_batch_size": 4 * minibatches, "micro_batch_size": 4, "micro_batches": minibatches}
+    step = make_plan(*stages, **sizes, schedule=plan.schedule)
+    found, wanted = (simulate(p, profile, servers_of_two(3)) for p in (plan, step))
+    ends = {event.action: event.end for event in wanted.events}
+    for event in found.events:
+        assert event.end == pytest.approx(ends[event.action], rel=1e-9)
+    alone = simulate(plan, profile, servers_of_two(3), contention=False)
+    assert alone.step_seconds <= found.step_seconds * (1 + 1e-9)
+
+
+def test_rings_of_a_window_share_interfaces_with_transfers_by_hand() -> None:
+    # 2BW, one minibatch of two micro-batches: a step. Stages on devices 0, 2 and 1, 3 of servers a and b: transfers
+    # stay in their servers, and both rings use both interfaces.
+    stages = (0, 0, (0, 2)), (1, 1, (1, 3))
+    window = plan_window(WindowPlan(1, "2bw", micro_batches=2), *stages)
+    step = make_plan(*stages, global_batch_size=8, micro_batch_size=4, micro_batches=2, schedule="dapple-a")
+    found, wanted = (simulate(p, PROFILE, servers_of_two(2)) for p in (window, step))
+    alone = simulate(window, PROFILE, servers_of_two(2), contention=False)
+    # 10 bytes at 4 a second after 2 x 0.25 s: 3 s alone. Stage 1's last gradients are there 0.5 + 4 / 16 + 1 s sooner,
+    # so its bytes move alone for 1.75 s and share for the 0.75 s left, for 1.5 s; then stage 0's 1.75 s left alone.
+    ends = {e.stage: (e.start, e.end) for e in found.stage_events if e.kind == "allreduce"}
+    start = ends[0][0]
+    assert ends == {0: (start, start + 3.75), 1: (start - 1.75, start + 2)}
+    assert {e.stage: (e.start, e.end) for e in wanted.stage_events if e.kind == "allreduce"} == ends
+    assert found.step_seconds == wanted.step_seconds == alone.step_seconds + 0.75
 
 
 @given(st.data())

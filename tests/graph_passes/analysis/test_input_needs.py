@@ -127,3 +127,13 @@ def test_rows_of_given_sizes_are_those_of_the_plan_and_become_equal_where_they_a
     assert own.rows(18) == {"x": ((2, 4), (7, 10), (14, 18))}
     assert own.rows(6) == {"x": ((1, 2), (3, 4), (5, 6))}  # 6 * 2 // 9 is one sample, for two replicas
     assert own.rows(4) == {"x": ((1, 2), (3, 4))}
+
+
+def test_a_rank_needs_the_rows_of_its_share() -> None:
+    graph = run_passes(calls(ARGUMENTS, *STAGES), [Microbatch(3, 2), SplitConcat((2, 1, 2), shares=((3, 1), (), ()))])
+    ranks = ((0, 1), (2,), (3, 4))
+    first, second = (find_inputs(Project(ranks, rank)(graph)) for rank in range(2))
+    assert (first.shares, second.shares) == ((3, 1), (3, 1))
+    rows = [InputNeeds(("x", "y", "mask"), own, 2, 4, 16).rows()["x"] for own in (first, second)]
+    assert rows == [((0, 6), (8, 14)), ((6, 8), (14, 16))]
+    assert InputNeeds(("x", "y", "mask"), first, 2, 4, 7).rows()["x"] == ((0, 5),)  # too few for two micro-batches

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.analysis.row_bounds import (
     fit_micro_batches,
     fit_sizes,
+    least_rows,
     micro_batch_bounds,
     micro_batch_sizes,
     replica_bounds,
     share_bounds,
+    whole_shares,
 )
 
 
@@ -75,3 +79,46 @@ def test_sizes_are_given_up_where_a_replica_would_get_no_sample(sizes: list[int]
     every_replica_has_one = all(first < end for first, end in shares)
     assert fit_sizes(samples, sizes, replicas) == (sizes if every_replica_has_one else ())
     assert fit_sizes(samples, (), replicas) == ()
+
+
+def test_eight_rows_between_a_fast_and_a_slow_replica() -> None:
+    assert [share_bounds(10, 18, i, 2, (5, 3)) for i in range(2)] == [(10, 15), (15, 18)]
+    assert [replica_bounds(16, 1, 2, i, 3, (), (2, 1, 1)) for i in range(3)] == [(8, 12), (12, 14), (14, 16)]
+
+
+SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple)
+
+
+@given(shares=SHARES, rows=st.integers(0, 60))
+def test_shares_hold_every_row_once_and_in_proportion(shares: tuple[int, ...], rows: int) -> None:
+    pieces = [share_bounds(100, 100 + rows, i, len(shares), shares) for i in range(len(shares))]
+    assert [piece[0] for piece in pieces] == [100, *(piece[1] for piece in pieces[:-1])]
+    assert pieces[-1][1] == 100 + rows
+    for share, (first, end) in zip(shares, pieces, strict=True):
+        assert abs(end - first - Fraction(rows * share, sum(shares))) < 1
+
+
+@given(shares=SHARES, rows=st.integers(1, 60))
+def test_every_replica_has_a_row_of_the_least_rows_and_more(shares: tuple[int, ...], rows: int) -> None:
+    pieces = [share_bounds(0, rows, i, len(shares), shares) for i in range(len(shares))]
+    if rows >= least_rows(len(shares), shares):
+        assert all(first < end for first, end in pieces)
+    assert least_rows(len(shares)) == least_rows(len(shares), (1,) * len(shares)) == len(shares)
+
+
+@pytest.mark.parametrize(
+    ("shares", "whole"),
+    [
+        ((), ()),
+        ((3.0,), ()),
+        ((2.0, 2.0), ()),
+        ((10.0, 6.0), (5, 3)),
+        ((0.75, 0.25), (3, 1)),
+        ((0.5, 0.25, 0.25), (2, 1, 1)),
+        ((1.0, 1 / 3), (3, 1)),
+        ((2.0**40, 1.0), (10**6, 1)),
+        ((1.0, 1.0 + 1e-12), ()),
+    ],
+)
+def test_shares_become_whole_numbers(shares: tuple[float, ...], whole: tuple[int, ...]) -> None:
+    assert whole_shares(shares) == whole

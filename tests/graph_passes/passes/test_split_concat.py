@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph_passes.analysis.row_bounds import whole_shares
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.ir.verify import verify
@@ -272,19 +273,25 @@ def test_a_replica_count_for_each_stage_is_required(replicas: tuple[int, ...]) -
 # --- which rows arrive where
 
 
-def bounds(low: int, high: int, i: int, r: int) -> range:
-    """Rows of part i of r of the rows from ``low`` to ``high``."""
-    return range(low + (high - low) * i // r, low + (high - low) * (i + 1) // r)
+Shares = tuple[tuple[int, ...], ...]
 
 
-def rows_of(node: Node, size: int, micro_batches: int, replicas: tuple[int, ...]) -> range:
+def bounds(low: int, high: int, i: int, r: int, shares: tuple[int, ...] = ()) -> range:
+    """Rows of part i of r of the rows from ``low`` to ``high``; of unequal parts those of ``shares``."""
+    parts = shares or (1,) * r
+    before, own, whole = sum(parts[:i]), parts[i], sum(parts)
+    return range(low + (high - low) * before // whole, low + (high - low) * (before + own) // whole)
+
+
+def rows_of(node: Node, size: int, micro_batches: int, replicas: tuple[int, ...], shares: Shares = ()) -> range:
     """The rows of a batch of ``size`` that a call must take: those of its replica of its micro-batch."""
-    whole = bounds(0, size, node.integer("micro_batch"), micro_batches)
-    return bounds(whole.start, whole.stop, node.integer("replica"), replicas[node.integer("stage")])
+    whole, stage = bounds(0, size, node.integer("micro_batch"), micro_batches), node.integer("stage")
+    own = shares[stage] if shares else ()
+    return bounds(whole.start, whole.stop, node.integer("replica"), replicas[stage], own)
 
 
 def run_rows(
-    graph: Graph, size: int, micro_batches: int, replicas: tuple[int, ...]
+    graph: Graph, size: int, micro_batches: int, replicas: tuple[int, ...], shares: Shares = ()
 ) -> dict[str, list[range | list[int]]]:
     """Run the graph on row numbers instead of tensors, and return what each call took."""
     values: dict[Value, list[int]] = {}
@@ -299,15 +306,16 @@ def run_rows(
                 micro_batches,
                 replicas[node.integer("stage")],
             )
-            mine = rows_of(node, size, micro_batches, replicas)
+            mine = rows_of(node, size, micro_batches, replicas, shares)
             outputs = [[], *([row for row in rows if row in mine] for rows in inputs[1:])]
         elif node.op in ("forward", "backward"):
             ports = [p for p in graph.function(node.string("function")).inputs if p.role != "variable"]
             taken[node.name] = [rows for rows, port in zip(inputs, ports, strict=True) if port.role != "seed"]
-            outputs = [list(rows_of(node, size, micro_batches, replicas)) for _ in node.outputs]
+            outputs = [list(rows_of(node, size, micro_batches, replicas, shares)) for _ in node.outputs]
         elif node.op == "split":
             mine = bounds(0, size, node.integer("micro_batch"), node.integer("micro_batches"))
-            parts = [bounds(mine.start, mine.stop, j, node.integer("of")) for j in node.integers("receivers")]
+            of = node.integer("of"), node.integers("of_shares") if node.has("of_shares") else ()
+            parts = [bounds(mine.start, mine.stop, j, *of) for j in node.integers("receivers")]
             outputs = [[row for row in rows if row in part] for rows in inputs[1:] for part in parts]
         elif node.op == "concat":
             n = node.integer("pieces")
@@ -341,6 +349,60 @@ def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...
         assert rows == [wanted] * len(rows), name
 
 
+PARTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(st.tuples(PARTS, PARTS, PARTS), st.integers(1, 3), st.integers(1, 30))
+def test_every_call_takes_exactly_its_own_rows_of_unequal_shares(parts: Shares, m: int, size: int) -> None:
+    replicas = tuple(map(len, parts))
+    shares = tuple(whole_shares(own) for own in parts)
+    result = SplitConcat(replicas, shares=shares)(call_stages(calls(X, *THREE_STAGES), 3, m))
+    verify(result)
+    for name, rows in run_rows(result, size, m, replicas, parts).items():
+        wanted = list(rows_of(result.node(name), size, m, replicas, parts))
+        assert rows == [wanted] * len(rows), name
+
+
+def test_shares_are_attributes_of_slices_splits_and_forwards() -> None:
+    assert_graph(
+        SplitConcat((2, 2), shares=((3, 1), ()))(calls(BEFORE)),
+        f"""
+        {HEAD}
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
+        | {{micro_batch=0, micro_batches=1, replica=0, replicas=2, shares=[3, 1], stage=0}} -> (float64[], float32[?,4])
+        %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0)
+        | {{micro_batch=0, micro_batches=1, replica=1, replicas=2, shares=[3, 1], stage=0}} -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
+        | {{micro_batch=0, replica=0, shares=[3, 1], stage=0}} -> (float32[?,4], int32[2,?])
+        %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1)
+        | {{micro_batch=0, replica=1, shares=[3, 1], stage=0}} -> (float32[?,4], int32[2,?])
+        %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0,
+        | %stage0/replica0/mb0/forward:1) {{axes=[0, 1], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1],
+        | replica=0, replicas=2, shares=[3, 1], stage=0}}
+        | -> (float32[?,4], float32[?,4], int32[2,?], int32[2,?])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
+        | %stage0/replica0/mb0/split_forward:2) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        %stage1/replica1/mb0/concat_forward = concat(%stage0/replica0/mb0/split_forward:1,
+        | %stage0/replica1/mb0/forward:0, %stage0/replica0/mb0/split_forward:3, %stage0/replica1/mb0/forward:1)
+        | {{axes=[0, 1], micro_batch=0, pieces=2, replica=1, stage=1}} -> (float32[?,4], int32[2,?])
+        %stage1/replica1/mb0/forward = forward(%stage1/replica1/mb0/concat_forward:0,
+        | %stage1/replica1/mb0/concat_forward:1) {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        """,
+    )
+
+
+def test_equal_counts_and_shares_are_connected_one_to_one() -> None:
+    result = SplitConcat((2, 2), shares=((3, 1), (3, 1)))(calls(BEFORE))
+    assert not any(node.op in ("split", "concat") for node in result.nodes)
+    assert SplitConcat((2, 2), shares=((), ()))(calls(BEFORE)) == SplitConcat((2, 2))(calls(BEFORE))
+
+
+@pytest.mark.parametrize("shares", [((1,), ()), ((1, 0), ())])
+def test_wrong_shares_are_refused(shares: Shares) -> None:
+    with pytest.raises(PartitionError, match=r"stage 0 has 2 replicas, and the shares .*: give one above 0 for each"):
+        SplitConcat((2, 1), shares=shares)(calls(BEFORE))
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
 def test_the_slices_of_a_stage_cover_the_batch_exactly_once(r: int, m: int, size: int) -> None:
     result = SplitConcat((r,))(call_stages(calls(X, *ONE_STAGE), 1, m))
@@ -372,7 +434,13 @@ ONE_STAGE = (
     ],
 )
 def test_the_replicas_that_have_samples_in_common(i: int, r: int, q: int, found: tuple[int, ...]) -> None:
-    assert overlaps(i, r, q) == found
+    assert overlaps(i, range(r + 1), range(q + 1)) == found
+
+
+def test_replicas_with_unequal_shares_have_samples_in_common() -> None:
+    points, others = (0, 3, 4), (0, 1, 2)  # 3/4 and 1/4 of the rows, against halves
+    assert [overlaps(i, points, others) for i in (0, 1)] == [(0, 1), (1,)]
+    assert [overlaps(i, others, points) for i in (0, 1)] == [(0,), (0, 1)]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data(), st.integers(0, 60))
@@ -384,5 +452,6 @@ def test_replicas_that_share_a_row_overlap_and_those_that_overlap_share_some_row
     def sharing(n: int) -> set[int]:
         return {j for j in range(q) if set(bounds(0, n, i, r)) & set(bounds(0, n, j, q))}
 
-    assert sharing(size) <= set(overlaps(i, r, q))
-    assert sharing(r * q) == set(overlaps(i, r, q))  # in a batch that both counts divide, all of them do
+    found = set(overlaps(i, range(r + 1), range(q + 1)))
+    assert sharing(size) <= found
+    assert sharing(r * q) == found  # in a batch that both counts divide, all of them do

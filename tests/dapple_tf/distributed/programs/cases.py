@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -92,6 +92,12 @@ def overlapped(
     size = -(-samples // micro_batches)
     plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, recompute, stages, overlap=True)
     return {"plan": plan}
+
+
+def with_shares(options: dict[str, Any], *shares: tuple[float, ...] | None) -> dict[str, Any]:
+    """Return the option of the same plan whose stages share rows so."""
+    stages = zip(options["plan"].stages, shares, strict=True)
+    return {"plan": replace(options["plan"], stages=tuple(replace(stage, shares=own) for stage, own in stages))}
 
 
 def batches(sizes: Sequence[int] = (11, 11, 11), dtype: str = "float64", width: int = WIDTH) -> Callable[[], Batches]:
@@ -601,6 +607,36 @@ CASES: dict[str, Case] = {
     ),
     "several stages, backward in two parts": Case(
         Chain(tied={2: 0}), batches(), shared(WITH_WEIGHTS, 1, 1, micro_batches=1)
+    ),
+    "unequal shares, DP 2, overlap": Case(
+        Chain(width=WIDE),
+        batches((11, 11, 5), width=WIDE),
+        with_shares(overlapped(2, micro_batches=2, ends=[11]), (3.0, 1.0)),
+    ),
+    "unequal shares, DP 2, embedding": Case(
+        embedding(), id_batches, with_shares(overlapped(2, micro_batches=1, ends=[11]), (1.0, 2.0))
+    ),
+    "unequal shares, DP 2, interleaved": Case(
+        Chain(tied={3: 0}),
+        batches(),
+        with_shares(
+            overlapped(2, micro_batches=2, ends=[3, 11], schedule="interleaved-1f1b:v=2"), (2.0, 1.0), (2.0, 1.0)
+        ),
+    ),
+    "unequal shares, 2:1": Case(
+        Chain(tied={3: 0}, skips={3: 0}, regularized=True),
+        batches((11, 7, 11)),
+        with_shares(overlapped(2, 1, micro_batches=2, ends=[5, 13]), (1.0, 4.0), None),
+    ),
+    "unequal shares, 2:2": Case(
+        Chain(tied={3: 0}, skips={3: 0}, make_optimizer=adam),
+        batches((16, 16, 9)),
+        with_shares(overlapped(2, 2, micro_batches=2, ends=[3, 12], samples=16), (3.0, 1.0), (1.0, 2.0)),
+    ),
+    "unequal shares, 3:1, zb-h1": Case(
+        Chain(skips={3: 0}),
+        batches(),
+        with_shares(overlapped(3, 1, micro_batches=2, ends=[3, 12], schedule="zb-h1"), (2.0, 1.0, 2.0), None),
     ),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -26,6 +27,7 @@ def run(*names: str) -> dict[str, Any]:
     cases: Mapping[str, Callable[[], Any]] = {
         "1:1:1": lambda: train(job, (1, 1, 1)),
         "1:2": lambda: train(job, (1, 2)),
+        "1:2, shares": lambda: train(job, (1, 2), shares=(None, (3.0, 1.0))),
         "1:2, sizes": lambda: train(job, (1, 2), micro_batches=[3, 3, 5]),
         "1:2, largest": lambda: train(job, (1, 2), masked_by_the_largest),
         "whole batches": compare_with_whole_batches,
@@ -130,8 +132,19 @@ def by_needs(step: Any) -> Iterable[Batch]:
 
 
 def make_step(problem: Problem, optimizer: Any, replicas: Sequence[int], **options: Any) -> Any:
+    shares = options.pop("shares", None)
     options = {"stages": CUTS[len(replicas)], "replicas": list(replicas), "micro_batches": 2, **options}
+    if shares is not None:
+        options = _with_shares(problem, shares, options)
     return dapple.pipeline(problem.loss_fn, optimizer=optimizer, **options)
+
+
+def _with_shares(problem: Problem, shares: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with a plan in place of stages and replicas, whose stages share rows so."""
+    made = {**options, "example_batch": empty_batch()}
+    plan = dapple.pipeline(problem.loss_fn, optimizer=keras.optimizers.SGD(), **made).plan
+    stages = tuple(replace(stage, shares=own) for stage, own in zip(plan.stages, shares, strict=True))
+    return {"example_batch": empty_batch(), "plan": replace(plan, stages=stages, predicted=None)}
 
 
 def train(

@@ -1,0 +1,153 @@
+"""Two ranks of unequal devices: a core, and half a core that another process keeps busy.
+
+The plans of ``best`` and ``bapipe`` for these two devices are compared with the even one: the ratio of their measured
+steps with the ratio of the simulated ones. The profile has seconds of both kinds of device, each measured on it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmarks.own_core import run_on_own_core
+
+if __name__ == "__main__":  # before any library counts the cores
+    run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common import Row, available_cores, median, run_on_cores, run_ranks, time_interleaved
+from benchmarks.needs import find_missing_for_ranks
+
+PLANNERS = ("best", "bapipe")
+LAYERS, WIDTH, BATCH, MICRO_BATCH = 12, 768, 1024, 128
+TURNS, STEPS = 3, 7
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
+def run() -> Iterator[Row]:
+    """Yield for each planner its plan's step over the even plan's: measured, and over the simulated ratio."""
+    lack = "one core" if len(available_cores()) < 2 else find_missing_for_ranks()
+    if lack:
+        yield Row("a core and half a core", "-", f"left out: {lack}", True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        simulated = make_plans(Path(folder))
+        turns = [
+            {name: run_ranks("benchmarks.unequal", 2, "steps", f"{folder}/{name}.json") for name in simulated}
+            for _ in range(TURNS)
+        ]
+    for name in PLANNERS:
+        measured = median([turn[name] / turn["even"] for turn in turns])
+        predicted = simulated[name][0] / simulated["even"][0]
+        seconds = median([turn[name] for turn in turns])
+        figure = f"a core and half a core: {name}'s plan over the even one, measured over simulated"
+        text = f"{measured / predicted:.2f}: {measured:.2f} measured, {predicted:.2f} simulated "
+        text += f"({seconds * 1e3:.0f} ms; {simulated[name][1]})"
+        yield Row(figure, "within 15%", text, abs(measured / predicted - 1) <= 0.15)
+
+
+def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
+    """Profile both kinds of device, save the plans in ``folder``, and return the simulated seconds and text of each."""
+    import dapple_tf as dapple
+    from dapple_tf.plan import StagePlan
+    from dapple_tf.planner.explain import notation, split_positions
+    from profiler.cluster import Cluster, DeviceKind, Link, Server
+    from profiler.profile import KindSeconds
+
+    core = available_cores()[:1]
+    for kind in ("core", "half"):
+        run_on_cores("benchmarks.unequal", core, "profile", kind, f"{folder}/{kind}.json")
+    profile, slow = (dapple.Profile.load(f"{folder}/{kind}.json") for kind in ("core", "half"))
+    layers = tuple(
+        replace(layer, kinds={"half": KindSeconds(other.forward_seconds, other.backward_seconds)})
+        for layer, other in zip(profile.layers, slow.layers, strict=True)
+    )
+    profile = replace(profile, layers=layers)
+    link = Link(bandwidth=2.5e9, latency=0.5e-3)
+    cluster = Cluster(
+        (Server.of_kinds("host", [("core", 1), ("half", 1)]),),
+        8e9,
+        link,
+        link,
+        kinds={"core": DeviceKind(speed=1.0), "half": DeviceKind()},
+    )
+    plans = {
+        name: dapple.plan(profile, cluster, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH, planner=name)
+        for name in PLANNERS
+    }
+    half = len(profile.layers) // 2
+    ends = ((0, half - 1, 0), (half, len(profile.layers) - 1, 1))
+    stages = tuple(StagePlan(first, last, (device,)) for first, last, device in ends)
+    plans["even"] = dapple.Plan(
+        profile.model, "even", BATCH, MICRO_BATCH, BATCH // MICRO_BATCH, "dapple-a", False, stages
+    )
+    found = {}
+    for name, plan in plans.items():
+        plan.save(folder / f"{name}.json")
+        text = f"{notation(plan)}, layers {split_positions(plan)}, {plan.schedule}"
+        found[name] = dapple.simulate(plan, profile, cluster).step_seconds, text
+    return found
+
+
+@contextmanager
+def half_a_core() -> Iterator[None]:
+    """Share this process's core with one that computes all the time."""
+    busy = subprocess.Popen([sys.executable, "-c", _BUSY])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def save_profile(path: str) -> None:
+    """Profile the model on this device."""
+    import dapple_tf as dapple
+    from benchmarks.workloads import dense
+
+    timed = dense(LAYERS, WIDTH, MICRO_BATCH)
+    dapple.profile(timed.workload.loss_fn, batch=timed.batch).save(path)
+
+
+def measure(path: str) -> float:
+    """Return the median seconds of a step of the plan in this job."""
+    import dapple_tf as dapple
+    from benchmarks.workloads import dense
+
+    timed = dense(LAYERS, WIDTH, BATCH)
+    step = dapple.pipeline(timed.workload.loss_fn, optimizer=timed.workload.optimizer, plan=dapple.Plan.load(path))
+    steps = {"step": lambda: float(step(*timed.batch))}
+    time_interleaved(steps, 2)
+    return median(time_interleaved(steps, STEPS)["step"])
+
+
+def main() -> None:
+    """Profile one kind of device, or train as one of the two ranks."""
+    import dapple_tf as dapple
+
+    if sys.argv[1] == "profile":
+        dapple.init(1)
+        if sys.argv[2] == "half":
+            with half_a_core():
+                save_profile(sys.argv[3])
+        else:
+            save_profile(sys.argv[3])
+        print("null")
+        return
+    dapple.init()
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        with half_a_core():
+            measure(sys.argv[2])
+    else:
+        print(json.dumps(measure(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""``dapple compare``: the plans of all planners, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.output import print_progress, print_result
+from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.errors import PlanError, UsageError
+from profiler.importers import read_profile
+
+
+@click.command()
+@click.argument("profile", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
+)
+@click.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step.")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: each planner's best)."
+)
+@click.option("--planners", help="Names of the planners to compare, such as best,dapple,piper (default: all).")
+@SCHEDULE_OPTION
+@click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
+@click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")
+@click.option(
+    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Optimizer slots per weight."
+)
+@click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
+@click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
+@click.option("-o", "--output", help="Save the comparison: .html, .png or .json.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+def compare(
+    profile: str,
+    cluster: str,
+    planners: str | None,
+    profile_batch_size: int | None,
+    size_scale: float,
+    output: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare the plans of all planners for PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster.
+
+    A planner that has no plan is listed with the reason. Fails where none has one.
+    """
+    from dapple_tf.drawing.save import check_path
+    from dapple_tf.planner.api import PLANNERS
+    from dapple_tf.planner.compare import compare as run
+
+    if output:
+        try:
+            check_path(output, "a comparison")
+        except UsageError as error:
+            raise click.UsageError(f"--output {error}") from error
+    if not cluster.startswith("config-") and not Path(cluster).exists():
+        raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
+    names = None if planners is None else [name.strip() for name in planners.split(",")]
+    for name in names or ():
+        if name not in PLANNERS:
+            raise click.UsageError(f"--planners: no planner is called {name!r}; there are {', '.join(PLANNERS)}")
+    costs = read_profile(profile, profile_batch_size, size_scale)
+    comparison = run(
+        costs,
+        load_cluster(cluster),
+        planners=names,
+        progress=lambda name: print_progress(f"planning with {name}"),
+        **options,
+    )
+    print_result(str(comparison))
+    if output:
+        comparison.save(output)
+        print_result(f"comparison: {output}")
+    if as_json:
+        print_result(json.dumps(comparison.to_json()))
+    if comparison.fastest is None:
+        raise PlanError(f"no planner has a plan for {costs.model!r}: see the reason of each above")

@@ -1,0 +1,59 @@
+"""Simulated annealing over layouts, by random moves, within a number of simulated events."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dapple_tf.planner.layout import Layout, LayoutTables, Workspace, copy_layout, make_layout, price_layout
+from dapple_tf.planner.layout_moves import deal_devices, draw_share, move_at_random
+from dapple_tf.simulator.compiled import Integers, compiled
+
+# What pricing a layout costs beside its simulation, in events.
+_EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
+
+# Where the devices of the stages are: anywhere, in the order of the places, or each stage on many servers.
+FREE, IN_ORDER, SCATTERED = 0, 1, 2
+
+
+@compiled
+def anneal(
+    t: LayoutTables,
+    start: Layout,
+    w: Workspace,
+    placing: int,
+    events: int,
+    hot: float,
+    cold: float,
+    random: Integers,
+) -> float:
+    """Improve ``start`` in place to the best layout met, and return its seconds.
+
+    A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
+    falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
+    after each move, so that only their numbers are searched. ``random``: see ``draw``.
+    """
+    room, devices = len(start.recompute), len(start.owner)
+    now, trial = make_layout(room, devices), make_layout(room, devices)
+    if placing != FREE:
+        deal_devices(start, 0, start.shape[0], placing == SCATTERED)
+    copy_layout(start, now)
+    seconds = price_layout(t, now, w, np.inf, False).seconds
+    least, left = seconds, events
+    while left > 0:
+        copy_layout(now, trial)
+        left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
+        if not move_at_random(t, trial, random):
+            continue
+        if placing != FREE:
+            deal_devices(trial, 0, trial.shape[0], placing == SCATTERED)
+        temperature = hot * (cold / hot) ** (1 - left / events)
+        ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
+        price = price_layout(t, trial, w, ceiling, True)
+        left -= price.events
+        if price.seconds < ceiling:
+            seconds = price.seconds
+            copy_layout(trial, now)
+            if seconds < least * (1 - 1e-12):
+                least = seconds
+                copy_layout(now, start)
+    return least

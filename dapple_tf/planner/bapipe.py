@@ -1,0 +1,213 @@
+"""Planner "bapipe": balanced partition and exploration of schedules on a chain of accelerators (BaPipe, section 3).
+
+Zhao et al., "BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Training", 2020.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.bapipe_asynchronous import AS_SCHEDULES, asynchronous_seconds, in_flight
+from dapple_tf.planner.bapipe_partition import (
+    Accelerators,
+    Cuts,
+    balance,
+    coarse_cuts,
+    feature_threshold,
+    fits,
+    ideal_seconds,
+    intra_layer_seconds,
+    slowest,
+)
+from dapple_tf.planner.baselines import data_parallel
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.search_space import coarsen
+from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.memory import usable_bytes
+from profiler.cluster import Link
+from profiler.device_costs import profile_on
+from profiler.linearise import Chain, cut_chain
+
+_ORIGIN = "BaPipe's partition"
+_SYNCHRONOUS = {"1F1B-SNO": "1f1b-sno", "1F1B-SO": "1f1b-so"}
+_MOST_BLOCKS = 400
+
+
+class _Network(NamedTuple):
+    """The blocks of a model on accelerators 0, 1 ... at a micro-batch size.
+
+    ``forward``, ``backward`` [N, L + 1]: prefix sums of seconds on each accelerator. ``crossing_bytes`` [L - 1]: a of
+    each cut. ``bandwidths`` [N - 1]: of the links between neighbours.
+    """
+
+    chain: Chain
+    forward: Floats
+    backward: Floats
+    crossing_bytes: Floats
+    links: tuple[Link, ...]
+
+
+class _Explored(NamedTuple):
+    """A partition under a schedule, and its seconds of a mini-batch."""
+
+    seconds: float
+    schedule: str
+    candidate: Candidate
+
+
+def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> PlannerResult | None:
+    """Return the fastest of what BaPipe explores; None if nothing fits the memory.
+
+    Each accelerator holds a stage, in the order of the devices; of more devices than blocks of layers the first ones
+    do. The inter-layer partition is balanced over accelerators that may be unequal; where sending takes longer than
+    computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and 1F1B-SO are
+    simulated at every micro-batch size (or the schedule that the problem names), and unless ``pipelines_only`` data
+    parallelism, which the paper finds best for ResNet-50.
+
+    Where the cluster says ``execution: async``, 1F1B-AS or FBP-AS is chosen, with intra-layer partition; its seconds
+    are ``PlannerResult.formula_seconds``. No graph runs these: the plan has the layers of the inter-layer partition and
+    the schedule of synchronous execution that holds as many micro-batches. Left out: pipelines replicated by data
+    parallelism, which the paper calls orthogonal. More than 400 blocks are merged.
+    """
+    if problem.cluster.execution == "async":
+        explored = min(_explore_asynchronous(problem), key=lambda found: found.seconds, default=None)
+        if explored is None:
+            return None
+        formula = f"{explored.schedule} on accelerators of asynchronous execution"
+        return PlannerResult(explored.candidate, formula_seconds=explored.seconds, formula=formula)
+    found = list(_explore_synchronous(problem))
+    found += [] if pipelines_only else problem.evaluate_all_sizes(data_parallel(problem), "DP")
+    return PlannerResult(min(found, key=lambda candidate: candidate.seconds)) if found else None
+
+
+def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
+    """Yield the partition of each micro-batch size under 1F1B-SNO and 1F1B-SO, or the given schedule, that fits."""
+    given = {"1F1B-SNO": problem.schedule}  # stages are tuned as if they held as many micro-batches
+    for size in problem.micro_batch_sizes:
+        for schedule, name in (_SYNCHRONOUS if problem.schedule == "auto" else given).items():
+            found = _partition(problem, size, schedule)
+            if found is not None and (candidate := problem.evaluate(_stages(*found[:2]), size, _ORIGIN, name)):
+                yield candidate
+
+
+def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
+    """Yield the partition of each micro-batch size under 1F1B-AS and FBP-AS that fits, with simulated seconds."""
+    for size in problem.micro_batch_sizes:
+        for schedule, stand_in in AS_SCHEDULES.items():
+            found = _partition(problem, size, schedule)
+            if found is None:
+                continue
+            network, cuts, is_bound = found
+            name = stand_in if problem.schedule == "auto" else problem.schedule
+            candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
+            if candidate is not None:
+                forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
+                if not is_bound:
+                    even = intra_layer_seconds(network.forward + network.backward)
+                    both = np.where(forward + backward > 0, forward + backward, 1.0)
+                    forward, backward = even * forward / both, even * backward / both
+                sending = np.array(
+                    [
+                        network.crossing_bytes[cut - 1] / link.bandwidth
+                        for cut, link in zip(cuts[1:-1], network.links, strict=True)
+                    ]
+                )
+                micro_batches = problem.global_batch_size // size
+                seconds = asynchronous_seconds(schedule, forward, backward, sending, micro_batches)
+                yield _Explored(seconds, schedule, candidate)
+
+
+def _partition(problem: PlanningProblem, size: int, schedule: str) -> tuple[_Network, Cuts, bool] | None:
+    """Return the network and its balanced partition (section 3.3), and whether communication is the bottleneck.
+
+    None if no partition fits the memory.
+    """
+    chain = (
+        problem.chain if len(problem.chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(problem.chain, _MOST_BLOCKS)
+    )
+    network = _make_network(problem, chain, size)
+    accelerators = _make_accelerators(problem, network, size, schedule)
+    cuts = balance(accelerators, by_memory=False)
+    assert cuts is not None, "there is always a partition where memory does not count"
+    is_bound = _is_bound_by_communication(network, cuts, slowest(accelerators, cuts))
+    if is_bound:
+        network = _coarsen_by_communication(problem, network, size)
+        accelerators = _make_accelerators(problem, network, size, schedule)
+        cuts = balance(accelerators, by_memory=False)
+        assert cuts is not None, "there is always a partition where memory does not count"
+    if not fits(accelerators, cuts):
+        cuts = balance(accelerators, by_memory=True)
+    return None if cuts is None else (network, cuts, is_bound)
+
+
+def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) -> bool:
+    """Return whether sending features over some link takes longer than the slowest stage (section 3.3.3)."""
+    pairs = zip(cuts[1:-1], network.links, strict=True)
+    return any(link.latency + network.crossing_bytes[cut - 1] / link.bandwidth > seconds for cut, link in pairs)
+
+
+def _coarsen_by_communication(problem: PlanningProblem, network: _Network, size: int) -> _Network:
+    """Return the coarse-grained network, whose features over the slowest link are sent within T.
+
+    With fewer blocks than accelerators it is on the first of these. Where no cut is left, it has one block.
+    """
+    ideal = ideal_seconds(network.forward[:, -1] + network.backward[:, -1])
+    threshold = min(feature_threshold(ideal, link.bandwidth, link.latency) for link in network.links)
+    kept = coarse_cuts(network.crossing_bytes, threshold)
+    positions = network.chain.positions
+    return _make_network(problem, cut_chain(problem.profile, [positions[cut] for cut in kept]), size)
+
+
+def _make_network(problem: PlanningProblem, chain: Chain, size: int) -> _Network:
+    """Return the blocks of ``chain`` on as many accelerators as can have a stage."""
+    cluster = problem.cluster
+    count = min(cluster.devices, len(chain.parameter_bytes))
+    by_kind = {}
+    for device, kind in enumerate(cluster.device_kinds[:count]):
+        if kind not in by_kind:
+            profile = profile_on(problem.profile, cluster, device)
+            rows = profile.forward_seconds(size), profile.backward_seconds(size)
+            forward, backward = (np.add.reduceat(row, chain.positions[:-1]) for row in rows)
+            backward = backward + forward if problem.recompute else backward
+            by_kind[kind] = tuple(np.concatenate([[0.0], np.cumsum(row)]) for row in (forward, backward))
+    sums = [by_kind[kind] for kind in cluster.device_kinds[:count]]
+    return _Network(
+        chain,
+        np.array([forward for forward, _ in sums]),
+        np.array([backward for _, backward in sums]),
+        chain.crossing_bytes * (size / chain.batch_size),
+        tuple(cluster.link(a, b) for a, b in itertools.pairwise(cluster.homes[:count])),
+    )
+
+
+def _make_accelerators(problem: PlanningProblem, network: _Network, size: int, schedule: str) -> Accelerators:
+    """Return what a partition of the network needs to know; bytes as the simulator counts them."""
+    chain, scale = network.chain, size / network.chain.batch_size
+    stash = np.concatenate([[0.0], np.cumsum(chain.stash_bytes)]) * scale
+    count = len(network.forward)
+    return Accelerators(
+        network.forward + network.backward,
+        np.array([usable_bytes(memory) for memory in problem.cluster.memories[:count]]),
+        np.concatenate([[0.0], np.cumsum(chain.parameter_bytes)]) * (2 + problem.optimizer_slots),
+        np.zeros_like(stash) if problem.recompute else stash,
+        chain.working_bytes * scale,
+        in_flight(schedule, count, problem.global_batch_size // size),
+    )
+
+
+def _stages(network: _Network, cuts: Cuts) -> tuple[StagePlan, ...]:
+    """Return the stages, each on the accelerator of its number."""
+    positions = network.chain.positions
+    return tuple(
+        StagePlan(positions[first], positions[end] - 1, (n,)) for n, (first, end) in enumerate(itertools.pairwise(cuts))
+    )
+
+
+def _of_stages(sums: Floats, cuts: Cuts) -> Floats:
+    """Return the seconds of each stage on its accelerator."""
+    return np.array([sums[n, end] - sums[n, first] for n, (first, end) in enumerate(itertools.pairwise(cuts))])

@@ -1,0 +1,75 @@
+"""Candidates of planner "best" from the planners of other systems, so that none of them is ever faster."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.alpa_inter import plan_alpa_inter
+from dapple_tf.planner.autopipe import plan_autopipe
+from dapple_tf.planner.bapipe import plan_bapipe
+from dapple_tf.planner.even import plan_even
+from dapple_tf.planner.hetpipe import plan_hetpipe
+from dapple_tf.planner.pipedream import plan_pipedream
+from dapple_tf.planner.piper import plan_piper
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.spp import plan_spp
+from dapple_tf.planner.torchgpipe import plan_torchgpipe
+from graph_passes.schedules.text import is_text
+
+_MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
+_Planners = tuple[Callable[[PlanningProblem], PlannerResult | None], ...]
+_OF_ANY_DEVICES: _Planners = (partial(plan_even, chunks=(1,)), plan_torchgpipe, plan_hetpipe, plan_bapipe)
+_OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, plan_spp, plan_autopipe)
+
+
+def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -> list[Candidate]:
+    """Return what each comparator chooses, as it is and under the fastest policy, if below ``ceiling`` seconds.
+
+    Plans of one stage per device; none on more than 64 devices, nor of a planner that refuses the cluster. Planners
+    "dp", "gpipe" and "dapple" are not among them: best has their plans from ``baseline_candidates`` and
+    ``choose_by_formula``.
+    """
+    if problem.cluster.devices > _MOST_DEVICES:
+        return []
+    found = list[Candidate]()
+    for planner in _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ()):
+        with contextlib.suppress(PlanError):
+            result = planner(problem)
+            if result is not None and result.chosen.stages[0].worker is None:  # virtual workers cannot be run
+                found += _with_fastest_policy(problem, result.chosen)
+    return [candidate for candidate in found if candidate.seconds < ceiling]
+
+
+def interleaved_comparator_candidates(
+    problem: PlanningProblem, chunks: Sequence[int], ceiling: float
+) -> list[Candidate]:
+    """Return what planner "even" chooses with these ``chunks``, stages per device, if below ``ceiling`` seconds."""
+    if problem.cluster.devices > _MOST_DEVICES:
+        return []
+    result = plan_even(problem, chunks=chunks)
+    return [result.chosen] if result is not None and result.chosen.seconds < ceiling else []
+
+
+def is_beyond_search(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Return whether no search of "best" has such plans: an order or warm-up of its own, or some re-computed stages."""
+    schedule = candidate.schedule
+    has_own_order = candidate.sizes is not None or is_text(schedule) or schedule.startswith("K=")
+    return has_own_order or candidate.recompute != problem.recompute
+
+
+def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:
+    """Return the result of planner "even" if it is faster than ``result``, which is then its runner-up; else that."""
+    even = plan_even(problem) if problem.cluster.devices <= _MOST_DEVICES else None
+    if even is None or (result is not None and even.chosen.seconds >= result.chosen.seconds * (1 - 1e-9)):
+        return result
+    return PlannerResult(even.chosen, () if result is None else (result.chosen,))
+
+
+def _with_fastest_policy(problem: PlanningProblem, chosen: Candidate) -> list[Candidate]:
+    """Return the candidate, and its stages under the fastest policy."""
+    faster = problem.evaluate(chosen.stages, chosen.micro_batch_size, chosen.origin, recompute=chosen.recompute)
+    return [chosen] if faster is None else [chosen, faster]

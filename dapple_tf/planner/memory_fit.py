@@ -1,0 +1,104 @@
+"""Whether any plan fits the memory: the fewest devices that hold the model with one micro-batch in flight on each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.memory import usable_bytes
+
+
+def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) -> tuple[StagePlan, ...] | None:
+    """Return stages that need the fewest devices in all to fit with one micro-batch in flight; None if none do.
+
+    By default for the smallest micro-batch size, with which a plan fits if it does with any. The stages may need more
+    devices than the cluster has (``devices_needed``): their devices are numbered from 0.
+    """
+    size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
+    chain = problem.chain
+    scale = size / problem.profile.batch_size
+    starts, replicas = _fit(
+        np.array(chain.parameter_bytes * (2.0 + problem.optimizer_slots)),
+        np.array(chain.stash_bytes * scale),
+        np.array(chain.working_bytes * scale),
+        np.concatenate([[0.0], chain.crossing_bytes * scale]) * bool(problem.recompute),
+        np.concatenate([[True], chain.splittable]),
+        usable_bytes(problem.cluster.least_memory),
+        size,
+    )
+    bounds = [*(chain.positions[start] for start in starts), len(problem.profile.layers)]
+    ends = np.cumsum(replicas).tolist()
+    stages = [
+        StagePlan(bounds[s], bounds[s + 1] - 1, tuple(range(end - int(replicas[s]), end))) for s, end in enumerate(ends)
+    ]
+    return tuple(stages) or None
+
+
+def devices_needed(problem: PlanningProblem, micro_batch_size: int | None = None) -> int | None:
+    """Return the fewest devices of ``fit_memory``; None if no number is enough."""
+    stages = fit_memory(problem, micro_batch_size)
+    return None if stages is None else sum(stage.replicas for stage in stages)
+
+
+def fits_memory(problem: PlanningProblem) -> bool:
+    """Return whether some plan of one stage per device fits with one micro-batch in flight on each."""
+    needed = devices_needed(problem)
+    return needed is not None and needed <= problem.cluster.devices
+
+
+@compiled
+def _fit(
+    fixed: Floats,
+    stash: Floats,
+    working: Floats,
+    entering: Floats,
+    splittable: NDArray[np.bool_],
+    memory: float,
+    most_replicas: int,
+) -> tuple[Integers, Integers]:
+    """Return the first block and the replicas of each stage; empty if nothing fits.
+
+    By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
+    micro-batch, of which each replica holds its share. ``entering``: those that re-computation keeps of an input.
+    """
+    n = len(fixed)
+    never = 1 << 60
+    least = np.full((n + 1, most_replicas + 1), never)  # devices of the stages so far, by the replicas of the last one
+    any_replicas = np.full(n + 1, never)  # the least of a row
+    best = np.zeros(n + 1, np.int64)  # the replicas that have it
+    from_block = np.zeros((n + 1, most_replicas + 1), np.int64)
+    any_replicas[0] = 0
+    for first in range(n):
+        if any_replicas[first] == never:
+            continue
+        held, moving, largest = 0.0, entering[first], 0.0
+        for end in range(first + 1, n + 1):
+            held += fixed[end - 1]
+            moving += stash[end - 1]
+            largest = max(largest, working[end - 1])
+            room = memory - held
+            if room < 0 or (moving + largest > 0 and moving + largest > room * most_replicas):
+                break  # with more blocks the stage needs even more
+            fewest = 1 if moving + largest <= room else int(np.ceil((moving + largest) / room))
+            for r in range(fewest, most_replicas + 1):
+                before = any_replicas[first] if splittable[first] else least[first, r]
+                if before + r < least[end, r]:
+                    least[end, r], from_block[end, r] = before + r, first
+                if before + r < any_replicas[end]:
+                    any_replicas[end], best[end] = before + r, r
+                if splittable[first] and (end == n or splittable[end]):
+                    break  # more replicas only need more devices
+    if any_replicas[n] == never:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    starts, replicas, end, r = [n], [0], n, best[n]
+    while end:
+        start = from_block[end, r]
+        starts.append(start)
+        replicas.append(r)
+        if splittable[start]:
+            r = best[start]
+        end = start
+    return np.array(starts[:0:-1]), np.array(replicas[:0:-1])

@@ -1,0 +1,77 @@
+"""Shares of rows by speed: a stage's micro-batch is cut into whole rows so that its slowest device ends earliest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dapple_tf.plan import StagePlan
+from dapple_tf.simulator.compiled import Floats
+from profiler.cluster import Cluster
+from profiler.device_costs import profile_on
+from profiler.profile import Profile
+
+
+def share_rows(
+    stages: Sequence[StagePlan], micro_batch_size: int, profile: Profile, cluster: Cluster
+) -> tuple[StagePlan, ...]:
+    """Return the stages with shares by the speeds of their devices; those that have shares keep them.
+
+    Shares are whole rows of a micro-batch of ``micro_batch_size`` samples. A device that is too slow for a row is left
+    out. Stages on the same devices get the same shares, by the seconds of all their layers. Nothing changes where all
+    devices are of one kind. Raises ProfileError for a kind without costs.
+    """
+    if cluster.is_uniform:
+        return tuple(stages)
+    by_devices: dict[tuple[int, ...], list[StagePlan]] = {}
+    for stage in stages:
+        by_devices.setdefault(stage.devices, []).append(stage)
+    return tuple(
+        _with_shares(stage, by_devices[stage.devices], micro_batch_size, profile, cluster)
+        if stage.shares is None and stage.replicas > 1
+        else stage
+        for stage in stages
+    )
+
+
+def can_meet(stages: Sequence[StagePlan], profile: Profile) -> bool:
+    """Return whether stages meet with equal shares wherever tensors cannot be split."""
+    return not any(
+        right.first_layer in profile.unsplittable
+        and (left.replicas != right.replicas or left.row_shares != right.row_shares)
+        for left, right in itertools.pairwise(stages)
+    )
+
+
+def _with_shares(
+    stage: StagePlan, together: Sequence[StagePlan], size: int, profile: Profile, cluster: Cluster
+) -> StagePlan:
+    """Return ``stage`` with the shares of all stages ``together`` on its devices."""
+    kinds = [cluster.kind_of(device) for device in stage.devices]
+    seconds = {
+        kind: _seconds(together, size / stage.replicas, profile_on(profile, cluster, stage.devices[kinds.index(kind)]))
+        for kind in dict.fromkeys(kinds)
+    }
+    rows = cut_rows(size, np.array([1 / seconds[kind] if seconds[kind] else 1.0 for kind in kinds]))
+    kept = [(device, float(count)) for device, count in zip(stage.devices, rows, strict=True) if count]
+    devices, shares = zip(*kept, strict=True)
+    return replace(stage, devices=devices, shares=None if len(set(shares)) == 1 else shares)
+
+
+def _seconds(stages: Sequence[StagePlan], samples: float, profile: Profile) -> float:
+    both = profile.forward_seconds(samples) + profile.backward_seconds(samples)
+    return sum(float(both[stage.first_layer : stage.last_layer + 1].sum()) for stage in stages)
+
+
+def cut_rows(rows: int, speeds: Floats) -> tuple[int, ...]:
+    """Return whole numbers of rows, in all ``rows``, so that the largest of rows / speed is least.
+
+    Of equally good cuts, rows go to the earlier devices. A device may get none.
+    """
+    counts = np.floor(rows * speeds / speeds.sum() * (1 + 1e-12)).astype(np.int64)
+    for _ in range(rows - int(counts.sum())):
+        counts[np.argmin((counts + 1) / speeds)] += 1
+    return tuple(counts.tolist())

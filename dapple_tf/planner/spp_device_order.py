@@ -1,0 +1,72 @@
+"""SPP's recursive device ordering, RDO (SPP, section IV.B.1 and Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+import numpy as np
+
+from dapple_tf.errors import PlanError
+from dapple_tf.simulator.compiled import Floats
+from profiler.cluster import Cluster
+
+
+def device_bandwidths(cluster: Cluster) -> Floats:
+    """Return b_{v,v'} of the graph G of a cluster's devices, [V, V] in bytes per second; its diagonal is 0.
+
+    Two devices have the bandwidth of the link inside their server, or between their two servers: the paper's graph has
+    a bandwidth for each pair of devices, and does not know that devices of a server share its network interface.
+    """
+    homes = np.array(cluster.homes)
+    servers = range(len(cluster.servers))
+    links = np.array([[cluster.link(a, b).bandwidth for b in servers] for a in servers])
+    found: Floats = links[np.ix_(homes, homes)].astype(np.float64)
+    np.fill_diagonal(found, 0.0)
+    return found
+
+
+def order_devices(bandwidths: Floats) -> tuple[int, ...]:
+    """Return v_1, v_2 ... v_V: the devices by rank.
+
+    ``bandwidths``: symmetric, [V, V]; 0 where two devices have no link. A global minimum cut (Stoer and Wagner) divides
+    the devices into the first and the last of the order, and each part is divided again. The paper does not say which
+    part comes first: it is the one, and each is read in the direction, with which the bandwidth between the two devices
+    that meet is highest, as the order is to have "maximal bandwidth between consecutive GPUs"; of equal ones the
+    smaller part is first. Raises PlanError for a graph that is not connected.
+    """
+    return tuple(_order(bandwidths, list(range(len(bandwidths)))))
+
+
+def _order(bandwidths: Floats, devices: Sequence[int]) -> list[int]:
+    """Return the order of some devices."""
+    if len(devices) == 1:
+        return list(devices)
+    inside = bandwidths[np.ix_(devices, devices)]
+    others = inside[~np.eye(len(devices), dtype=bool)]
+    if others.min() == others.max() > 0:
+        return list(devices)  # each minimum cut is that of one device, any of them
+    first, last = sorted((_order(bandwidths, part) for part in _min_cut(inside, devices)), key=lambda p: (len(p), p))
+    pairs = [(a, b) for a in (first, first[::-1]) for b in (last, last[::-1])]
+    joined = [*pairs, *((b, a) for a, b in pairs)]
+    best = max(joined, key=lambda pair: float(bandwidths[pair[0][-1], pair[1][0]]))
+    return [*best[0], *best[1]]
+
+
+def _min_cut(inside: Floats, devices: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return both sides of a global minimum cut; ``inside``: the bandwidths between ``devices``."""
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(len(devices)))
+    graph.add_weighted_edges_from(
+        (a, b, float(inside[a, b])) for a in range(len(devices)) for b in range(a) if inside[a, b] > 0
+    )
+    parts = sorted(map(sorted, nx.connected_components(graph)))
+    if len(parts) > 1:
+        near, far = devices[parts[0][0]], devices[parts[1][0]]
+        raise PlanError(
+            f"no links join devices {near} and {far}, not even through others: planner 'spp' is for devices that are "
+            "connected; add the missing links to the cluster"
+        )
+    _, sides = nx.stoer_wagner(graph)
+    one, other = ([devices[i] for i in sorted(side)] for side in sides)
+    return one, other

@@ -1,0 +1,469 @@
+"""Compiled discrete-event simulation of a schedule whose transfers and rings share network interfaces.
+
+The rule is that of the module ``contention``; where nothing is shared, ``engine`` gives the same times sooner.
+
+Workers run ahead: as soon as what an action needs is known, so are its times, though they lie in the future. So the
+only events are those of flows that share: one ends to wait for its latency, or to move. They come in the order of time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.contention import Flows
+from dapple_tf.simulator.engine import Run, step_seconds
+from dapple_tf.simulator.order import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    KIND_MASK,
+    KIND_SHIFT,
+    MICRO_BATCH_MASK,
+    NONE,
+    STAGE_SHIFT,
+    WEIGHTS,
+    Order,
+)
+from dapple_tf.simulator.transfer import ring_seconds
+
+_EITHER = (BACKWARD ^ INPUTS) << KIND_SHIFT  # makes the code of B that of I, which has this bit already
+_IDLE, _LATENCY, _EMPTY, _MOVES, _HALTED, _HALTED_LATENCY = range(6)  # phases of a flow; an empty one has no bytes
+
+
+class Seconds(NamedTuple):
+    """Seconds of each stage and micro-batch: arrays [S, M], or [S, 1] where micro-batches are alike.
+
+    As in ``engine.run``; ``weights`` is 0 where weight gradients are no actions of their own. ``forward_together`` and
+    ``backward_together``: whether the result of an action leaves with that of the next micro-batch.
+    """
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    send_forward: Floats
+    send_backward: Floats
+    forward_together: NDArray[np.bool_]
+    backward_together: NDArray[np.bool_]
+
+
+class Rings(NamedTuple):
+    """The rings of each stage, one after the other: for stage s ``first[s]`` to ``first[s + 1]``, at least one.
+
+    ``before``: seconds between a ring's gradients and the end of the stage's last gradients, 0 without overlap.
+    ``seconds``: of a ring alone, latency included. ``exposed`` [S]: as in ``StageCosts``.
+    """
+
+    first: Integers
+    before: Floats
+    seconds: Floats
+    exposed: Floats
+
+
+# Columns of the state of flows, [3 S, 6]: when the transfer or ring began and its seconds alone; seconds that what is
+# left to move takes alone, at a time since which it moves so many times more slowly; and when the phase ends.
+_BEGIN, _SECONDS, _LEFT, _SINCE, _FACTOR, _DUE = range(6)
+# Columns of the state as integers, [3 S, 2]: the phase, and whether its end is no more that of a flow alone.
+_PHASE, _SLOWED = range(2)
+
+
+@compiled
+def _begin(f: Floats, g: Integers, flow: int, begin: float, latency: float, seconds: float) -> None:
+    """Let a flow that takes ``seconds`` alone begin."""
+    wait = min(latency, seconds)
+    g[flow, _PHASE], g[flow, _SLOWED] = _LATENCY, 0
+    f[flow, _BEGIN], f[flow, _SECONDS] = begin, seconds
+    f[flow, _LEFT], f[flow, _DUE] = seconds - wait, begin + wait
+
+
+@compiled
+def _factor(counts: Integers, first: Integers, direction: Integers, demand: Floats, flow: int) -> float:
+    """Return how many times more slowly than alone a flow moves."""
+    factor = 1.0
+    for use in range(first[flow], first[flow + 1]):
+        factor = max(factor, counts[direction[use]] * demand[use])
+    return factor
+
+
+@compiled
+def _count(
+    f: Floats,
+    g: Integers,
+    counts: Integers,
+    first: Integers,
+    direction: Integers,
+    demand: Floats,
+    near_first: Integers,
+    near: Integers,
+    flow: int,
+    change: int,
+    now: float,
+) -> None:
+    """Add a flow to those that move (``change`` 1) or remove it (-1), and recompute how slowly those near it do."""
+    for use in range(first[flow], first[flow + 1]):
+        counts[direction[use]] += change
+    for place in range(near_first[flow], near_first[flow + 1]):
+        other = near[place]
+        if g[other, _PHASE] == _MOVES:
+            factor = _factor(counts, first, direction, demand, other)
+            if factor != f[other, _FACTOR]:
+                left = max(0.0, f[other, _LEFT] - (now - f[other, _SINCE]) / f[other, _FACTOR])
+                f[other, _LEFT], f[other, _SINCE], f[other, _FACTOR] = left, now, factor
+                f[other, _DUE] = now + left * factor
+                g[other, _SLOWED] = 1
+
+
+@compiled
+def _move(
+    f: Floats,
+    g: Integers,
+    counts: Integers,
+    first: Integers,
+    direction: Integers,
+    demand: Floats,
+    near_first: Integers,
+    near: Integers,
+    flow: int,
+    now: float,
+) -> None:
+    """Let a flow move after its latency, if it has anything to move."""
+    left = f[flow, _LEFT]
+    if left <= 0.0:
+        g[flow, _PHASE] = _EMPTY
+        f[flow, _DUE] = now
+        return
+    g[flow, _PHASE] = _MOVES
+    f[flow, _FACTOR] = 1.0
+    _count(f, g, counts, first, direction, demand, near_first, near, flow, 1, now)
+    factor = _factor(counts, first, direction, demand, flow)
+    f[flow, _SINCE], f[flow, _FACTOR] = now, factor
+    if factor == 1.0 and g[flow, _SLOWED] == 0:
+        f[flow, _DUE] = f[flow, _BEGIN] + f[flow, _SECONDS]
+    else:
+        f[flow, _DUE] = now + left * factor
+        g[flow, _SLOWED] = 1
+
+
+@compiled
+def _halt(f: Floats, g: Integers, flow: int, now: float) -> bool:
+    """Interrupt a flow until ``_resume``; return whether it moved. ``_LEFT`` is then what is left to move."""
+    moved = g[flow, _PHASE] == _MOVES
+    if moved:
+        f[flow, _LEFT] = max(0.0, f[flow, _LEFT] - (now - f[flow, _SINCE]) / f[flow, _FACTOR])
+        g[flow, _PHASE], g[flow, _SLOWED] = _HALTED, 1
+    else:
+        g[flow, _PHASE], f[flow, _SINCE] = _HALTED_LATENCY, f[flow, _DUE] - now
+    f[flow, _DUE] = np.inf
+    return bool(moved)
+
+
+@compiled
+def _resume_latency(f: Floats, g: Integers, flow: int, now: float) -> None:
+    """Let a flow go on that was interrupted during its latency."""
+    wait = f[flow, _SINCE]
+    g[flow, _PHASE], f[flow, _DUE] = _LATENCY, now + wait
+    if f[flow, _SECONDS] - f[flow, _LEFT] - wait <= 0.0:  # nothing of the latency had passed
+        f[flow, _BEGIN] = now
+    else:
+        g[flow, _SLOWED] = 1
+
+
+@compiled
+def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool) -> tuple[Run, Floats]:
+    """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
+
+    ``splits``: whether some weight gradients are actions of their own. The AllReduces of one worker's stages run one
+    after the other, in the order in which their gradients are complete: what is left of a stage's rings when its last
+    gradients are there waits for those of the worker's stages before it. Results that leave together are one transfer,
+    with the sums of their latencies and of their seconds.
+    """
+    actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
+    (workers, length), stages = actions.shape, len(worker_of)
+    start_f = np.full((stages, micro_batches), np.nan)
+    end_f = np.full((stages, micro_batches), np.nan)
+    start_b = np.full((stages, micro_batches), np.nan)
+    end_b = np.full((stages, micro_batches), np.nan)
+    start_w = np.full((stages if splits else 0, micro_batches), np.nan)
+    end_w = np.full((stages if splits else 0, micro_batches), np.nan)
+    sent = np.full((2, stages, micro_batches), np.nan)  # starts of transfers, forward and backward
+    arrived = np.full((2, stages, micro_batches), np.nan)
+    last_start, ring_end = np.zeros(stages), np.full(stages, np.nan)
+    missing = np.zeros(stages, np.int64)  # gradients that a stage's rings wait for
+    for w in range(workers):
+        for code in actions[w]:
+            if code != NONE and (code >> KIND_SHIFT) & KIND_MASK != FORWARD:
+                missing[code >> STAGE_SHIFT] += 1
+    columns = seconds.forward.shape[1]
+    head = np.zeros(workers, np.int64)
+    now = np.zeros(workers)
+    free = np.zeros((2, stages))  # when each channel is free, of those whose transfer has no flow
+    # The transfers that wait for a channel, in the order of its producer: the time of each, its last micro-batch, how
+    # many it has, and its seconds.
+    ready = np.zeros((2, stages, micro_batches))
+    batch = np.zeros((2, stages, micro_batches), np.int64)
+    group = np.zeros((2, stages, micro_batches), np.int64)
+    length_of = np.zeros((2, stages, micro_batches))
+    queued, begun = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
+    unsent, unsent_seconds = np.zeros(workers, np.int64), np.zeros(workers)  # results that leave with a later one
+    flow_count = 3 * stages
+    f, g = np.zeros((flow_count, 6)), np.zeros((flow_count, 2), np.int64)
+    busy, busy_count = np.zeros(flow_count, np.int64), 0  # the flows that are not idle
+    counts = np.zeros(flows.directions, np.int64)  # the flows that move in each direction
+    first, direction, demand, latency = flows.first, flows.direction, flows.demand, flows.latency
+    near_first, near = flows.near_first, flows.near
+    ring = np.zeros(stages, np.int64)  # the ring of each stage that runs
+    previous = np.full(stages, -1, np.int64)  # the stage of the same worker whose rings come before
+    following = np.full(stages, -1, np.int64)
+    newest = np.full(workers, -1, np.int64)
+    gate = np.full(stages, np.inf)  # end of the last gradients, where the rings must then wait for others
+    complete = np.zeros(stages)  # end of the last gradients
+    waiting, waits = np.arange(workers)[::-1].copy(), np.ones(workers, np.bool_)
+    count, done, time = workers, 0, 0.0
+    while True:
+        while count:
+            count -= 1
+            w = int(waiting[count])
+            waits[w] = False
+            while head[w] < length:
+                code = actions[w, head[w]]
+                if code == NONE:
+                    break
+                s, kind, m = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK, code & MICRO_BATCH_MASK
+                column = m if columns > 1 else 0
+                start, way, target = now[w], -1, -1
+                if kind == FORWARD:
+                    if s:
+                        arrival = arrived[0, s - 1, m]
+                        if np.isnan(arrival):
+                            break
+                        start = max(start, arrival)
+                    end = start + seconds.forward[s, column]
+                    start_f[s, m], end_f[s, m] = start, end
+                    if s + 1 < stages:
+                        way, target = 0, s + 1
+                elif kind == WEIGHTS:
+                    if np.isnan(end_b[s, m]):
+                        break
+                    end = start + seconds.weights[s, column]
+                    start_w[s, m], end_w[s, m] = start, end
+                else:
+                    if np.isnan(end_f[s, m]):
+                        break
+                    if s + 1 < stages:
+                        arrival = arrived[1, s, m]
+                        if np.isnan(arrival):
+                            break
+                        start = max(start, arrival)
+                    end = start + seconds.backward[s, column]
+                    if kind != BACKWARD:
+                        end = start + (seconds.backward[s, column] - seconds.weights[s, column])
+                    start_b[s, m], end_b[s, m] = start, end
+                    if s:
+                        way, target = 1, s - 1
+                now[w] = end
+                head[w] += 1
+                done += 1
+                if way >= 0:
+                    boundary, to = min(s, target), worker_of[target]
+                    if to == w:
+                        sent[way, boundary, m], arrived[way, boundary, m] = end, end
+                    else:
+                        unsent[w] += 1
+                        if way == 0:
+                            unsent_seconds[w] += seconds.send_forward[boundary, column]
+                            held = seconds.forward_together[s, column]
+                        else:
+                            unsent_seconds[w] += seconds.send_backward[boundary, column]
+                            held = seconds.backward_together[s, column]
+                        if not held:
+                            flow, taken = way * stages + boundary, unsent_seconds[w]
+                            if first[flow] == first[flow + 1]:
+                                begin = max(end, free[way, boundary])
+                                free[way, boundary] = begin + taken
+                                for i in range(unsent[w]):
+                                    sent[way, boundary, m - i] = begin
+                                    arrived[way, boundary, m - i] = free[way, boundary]
+                                if not waits[to]:
+                                    waiting[count], waits[to] = to, True
+                                    count += 1
+                            else:
+                                place = queued[way, boundary]
+                                ready[way, boundary, place], length_of[way, boundary, place] = end, taken
+                                batch[way, boundary, place], group[way, boundary, place] = m, unsent[w]
+                                queued[way, boundary] += 1
+                                if g[flow, _PHASE] == _IDLE:
+                                    begin = max(end, free[way, boundary])
+                                    begun[way, boundary] += 1
+                                    busy[busy_count] = flow
+                                    busy_count += 1
+                                    _begin(f, g, flow, begin, latency[flow] * unsent[w], taken)
+                            unsent[w], unsent_seconds[w] = 0, 0.0
+                if kind != FORWARD:
+                    missing[s] -= 1
+                    if missing[s] == 0:
+                        complete[s], last_start[s] = end, start
+                        before = newest[w]
+                        newest[w], previous[s] = s, before
+                        flow = 2 * stages + s
+                        if first[flow] == first[flow + 1]:  # as are those of the worker's other stages
+                            begin = end
+                            if before >= 0:
+                                begin = max(end, ring_end[before])
+                            ring_end[s] = begin + rings.exposed[s]
+                        else:
+                            ring[s] = rings.first[s]
+                            begin = max(start, end - rings.before[ring[s]])
+                            busy[busy_count] = flow
+                            busy_count += 1
+                            _begin(f, g, flow, begin, latency[flow], rings.seconds[ring[s]])
+                            if before >= 0 and np.isnan(ring_end[before]):
+                                following[before], gate[s] = s, end
+        # The next event of a flow.
+        flow, least, chosen = -1, np.inf, 0
+        for i in range(busy_count):
+            other = busy[i]
+            due = f[other, _DUE]
+            if other >= 2 * stages:
+                due = min(due, gate[other - 2 * stages])
+            if due < least:
+                flow, least, chosen = other, due, i
+        if flow < 0:
+            break
+        time = max(time, least)
+        way, s = flow // stages, flow % stages
+        if way == 2 and gate[s] <= f[flow, _DUE]:
+            gate[s] = np.inf
+            if _halt(f, g, flow, time):
+                _count(f, g, counts, first, direction, demand, near_first, near, flow, -1, time)
+            continue
+        if g[flow, _PHASE] == _LATENCY:
+            _move(f, g, counts, first, direction, demand, near_first, near, flow, time)
+            continue
+        if g[flow, _PHASE] == _MOVES:
+            _count(f, g, counts, first, direction, demand, near_first, near, flow, -1, time)
+        g[flow, _PHASE] = _IDLE
+        if way == 2:
+            ring[s] += 1
+            if ring[s] < rings.first[s + 1]:
+                begin = max(time, max(last_start[s], complete[s] - rings.before[ring[s]]))
+                _begin(f, g, flow, begin, latency[flow], rings.seconds[ring[s]])
+                continue
+            busy_count -= 1
+            busy[chosen] = busy[busy_count]
+            gate[s], ring[s] = np.inf, NONE
+            if previous[s] >= 0 and np.isnan(ring_end[previous[s]]):
+                continue  # it ends with those of the worker's stages before
+            while s >= 0 and ring[s] == NONE:
+                ring_end[s] = max(time, complete[s])
+                s = following[s]
+            if s >= 0:
+                flow = 2 * stages + s
+                if g[flow, _PHASE] == _HALTED:
+                    _move(f, g, counts, first, direction, demand, near_first, near, flow, time)
+                elif g[flow, _PHASE] == _HALTED_LATENCY:
+                    _resume_latency(f, g, flow, time)
+                gate[s] = np.inf
+            continue
+        place = begun[way, s] - 1
+        free[way, s] = time
+        for i in range(group[way, s, place]):
+            m = batch[way, s, place] - i
+            sent[way, s, m], arrived[way, s, m] = f[flow, _BEGIN], time
+        if begun[way, s] < queued[way, s]:
+            place += 1
+            begun[way, s] += 1
+            begin = max(time, ready[way, s, place])
+            _begin(f, g, flow, begin, latency[flow] * group[way, s, place], length_of[way, s, place])
+        else:
+            busy_count -= 1
+            busy[chosen] = busy[busy_count]
+        waiting[0], waits[worker_of[s + 1 - way]] = worker_of[s + 1 - way], True
+        count = 1
+    found = start_f, end_f, start_b, end_b, start_w, end_w, sent[0], arrived[0], sent[1], arrived[1], done
+    return found, ring_end
+
+
+@compiled
+def whole_rings(exposed: Floats) -> Rings:
+    """Return one ring for each stage, which starts after the last gradients."""
+    return Rings(np.arange(len(exposed) + 1), np.zeros(len(exposed)), exposed, exposed)
+
+
+@compiled
+def layer_rings(
+    gradients: Floats, parameters: Floats, bounds: Integers, latency: Floats, per_byte: Floats, exposed: Floats
+) -> Rings:
+    """Return a ring for each layer with parameters, in the order in which backward reaches them.
+
+    ``gradients``: seconds of each layer's [S, L], of which stage s has the layers ``bounds[s]`` to ``bounds[s + 1]``.
+    ``latency``, ``per_byte``: of each stage's ring (``allreduce_cost``).
+    """
+    stages = len(exposed)
+    first, place = np.zeros(stages + 1, np.int64), 0
+    before, seconds = np.zeros(gradients.shape[1] + stages), np.zeros(gradients.shape[1] + stages)
+    for s in range(stages):
+        earlier = gradients[s, bounds[s] : bounds[s + 1]].sum()
+        for layer in range(bounds[s + 1] - 1, bounds[s] - 1, -1):
+            earlier -= gradients[s, layer]
+            taken = ring_seconds(latency[s], per_byte[s], parameters[layer])
+            if taken > 0:
+                before[place], seconds[place] = max(0.0, earlier), taken
+                place += 1
+        if place == first[s]:
+            place += 1  # of no seconds
+        first[s + 1] = place
+    return Rings(first, before[:place].copy(), seconds[:place].copy(), exposed)
+
+
+@compiled
+def uniform_seconds(
+    forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
+) -> Seconds:
+    """Return the seconds of micro-batches that are alike, whose results leave alone; the arguments are of each stage.
+
+    ``weights`` may be of size 0.
+    """
+    stages = len(forward)
+    own_weights = weights if len(weights) else np.zeros(stages)
+    alone = np.zeros((stages, 1), np.bool_)
+    return Seconds(
+        forward.reshape(stages, 1),
+        backward.reshape(stages, 1),
+        own_weights.reshape(stages, 1),
+        send_forward.reshape(stages, 1),
+        send_backward.reshape(stages, 1),
+        alone,
+        alone,
+    )
+
+
+@compiled
+def shared_step_seconds(
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    send_forward: Floats,
+    send_backward: Floats,
+    rings: Rings,
+    flows: Flows,
+) -> float:
+    """Return the end of a step whose flows share interfaces; infinite for an order that deadlocks.
+
+    ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
+    more. ``rings``: without overlap ``whole_rings(exposed)``.
+    """
+    if flows.directions == 0:
+        return step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
+    seconds = uniform_seconds(
+        np.ascontiguousarray(forward),
+        np.ascontiguousarray(backward),
+        np.ascontiguousarray(weights),
+        np.ascontiguousarray(send_forward),
+        np.ascontiguousarray(send_backward),
+    )
+    _, ends = run_shared(order, seconds, flows, rings, len(weights) > 0)
+    return np.inf if np.isnan(ends).any() else float(ends.max())

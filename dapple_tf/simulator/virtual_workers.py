@@ -1,0 +1,92 @@
+"""A step of virtual workers: each a pipeline of all layers, joined by AllReduce (HetPipe, made synchronous)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.execution import Execution, execute
+from dapple_tf.simulator.memory_limit import memory_limits
+from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.simulator.simulated_step import SimulatedStep
+from profiler.cluster import Cluster
+from profiler.device_costs import profiles_on
+from profiler.profile import Profile
+
+
+def simulate_workers(
+    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2
+) -> tuple[SimulatedStep, ...]:
+    """Return the step of each virtual worker of ``plan``, which ends when its weights are reduced with the others'.
+
+    Layers that lie on the same devices of all workers are reduced together, in one ring of these devices. It starts
+    when the last of its stages has ended its backwards and no other ring keeps one of its devices; of rings that could
+    start the one that was ready first does. Rings do not overlap backward. A stage's ``exposed_seconds`` are those from
+    its own last backward to the end of its last ring, so they count waiting for other workers.
+    """
+    parts = plan.virtual_workers
+    executions = []
+    for part in parts:
+        costs = stage_costs(part, profile, cluster, optimizer_slots=optimizer_slots)
+        executions.append(execute(named_order(part.schedule, len(part.stages), part.micro_batches).order, costs))
+    ends = _reduce(plan, parts, executions, profile, cluster)
+    whole = plan.micro_batches * len(parts)
+    seconds = whole * min(
+        float(p.forward_seconds(plan.micro_batch_size).sum() + p.backward_seconds(plan.micro_batch_size).sum())
+        for p in profiles_on(profile, cluster)
+    )
+    steps = []
+    for part, execution in zip(parts, executions, strict=True):
+        costs = tuple(
+            replace(cost, exposed_seconds=ends[stage.devices[0]] - float(last))
+            for cost, stage, last in zip(execution.costs, part.stages, execution.last_gradients, strict=True)
+        )
+        limits = memory_limits(part, costs, cluster)
+        steps.append(SimulatedStep(part, replace(execution, costs=costs), seconds, cluster.least_memory, limits))
+    return tuple(steps)
+
+
+def predict_workers(plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2) -> dict[str, Any]:
+    """Return "bubble" and "peak_memory_bytes" of a prediction, over the stages of all virtual workers."""
+    steps = simulate_workers(plan, profile, cluster, optimizer_slots=optimizer_slots)
+    busy = [fraction for step in steps for fraction in step.stage_utilisation]
+    peaks = [peak for step in steps for peak in step.peak_memory_bytes]
+    return {"bubble": 1 - float(np.mean(busy)), "peak_memory_bytes": peaks}
+
+
+def _reduce(
+    plan: Plan, parts: Sequence[Plan], executions: Sequence[Execution], profile: Profile, cluster: Cluster
+) -> dict[int, float]:
+    """Return when the last ring of each device ends (seconds)."""
+    free = {
+        stage.devices[0]: float(last)
+        for part, execution in zip(parts, executions, strict=True)
+        for stage, last in zip(part.stages, execution.last_gradients, strict=True)
+    }
+    layers = len(profile.layers)
+    cuts = sorted({0, layers, *itertools.chain.from_iterable(part.starts for part in parts)})
+    groups = tuple(
+        StagePlan(first, end - 1, tuple(_holder(part, first) for part in parts))
+        for first, end in itertools.pairwise(cuts)
+    )
+    # The cost model prices AllReduce by stage: here a stage is what lies on the same devices of all workers.
+    as_stages = replace(plan, stages=groups, schedule="dapple-a", overlap=False, recompute=False)
+    seconds = [cost.allreduce_seconds for cost in stage_costs(as_stages, profile, cluster)]
+    rings = [
+        (max(free[d] for d in group.devices), group.devices, took) for group, took in zip(groups, seconds, strict=True)
+    ]
+    for _, devices, took in sorted(rings, key=lambda ring: ring[0]):
+        end = max(free[d] for d in devices) + took
+        free |= dict.fromkeys(devices, end)
+    return free
+
+
+def _holder(part: Plan, layer: int) -> int:
+    """Return the device of the worker's stage that has the layer."""
+    return next(stage.devices[0] for stage in part.stages if stage.first_layer <= layer <= stage.last_layer)

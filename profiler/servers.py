@@ -1,0 +1,164 @@
+"""Servers and the kinds of their devices: validation, and their fields in a cluster's file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from profiler.errors import ClusterError
+from profiler.fields import Fields
+from profiler.quote import quote
+from profiler.read_files import naming_file
+from profiler.units import BYTES, format_quantity, parse_quantity
+
+_MOST_DEVICES = 100_000  # of a cluster in a file
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What devices of one kind have in common.
+
+    ``memory``: bytes of each; None is the cluster's ``device_memory``. ``speed``: how many times as fast as the device
+    on which a profile was measured; None where only profiles with seconds of this kind are used.
+    """
+
+    memory: float | None = None
+    speed: float | None = None
+
+
+@dataclass(frozen=True)
+class Server:
+    """A machine and its number of devices.
+
+    ``kinds``: the kind of each device, in their order; empty where they have none.
+    """
+
+    name: str
+    devices: int
+    kinds: tuple[str, ...] = ()
+
+    @staticmethod
+    def of_kinds(name: str, groups: Sequence[tuple[str, int]]) -> Server:
+        """Return a server with so many devices of each kind, group by group."""
+        kinds = tuple(itertools.chain.from_iterable([kind] * count for kind, count in groups))
+        return Server(name, len(kinds), kinds)
+
+    def first_devices(self, count: int) -> Server:
+        """Return this server with only its first ``count`` devices, or all if it has fewer."""
+        return Server(self.name, min(count, self.devices), self.kinds[:count])
+
+
+def check_servers(servers: tuple[Server, ...]) -> None:
+    """Raise ClusterError unless there are servers, each with a name of its own and devices."""
+    if not servers:
+        raise ClusterError("servers is empty: a cluster needs at least one server")
+    first: dict[str, int] = {}
+    for index, server in enumerate(servers):
+        if not server.name:
+            raise ClusterError(f"servers[{index}].name is empty: every server needs a name of its own")
+        if first.setdefault(server.name, index) != index:
+            raise ClusterError(
+                f"servers[{index}].name is {server.name!r}, as is that of servers[{first[server.name]}]: every server "
+                "needs a name of its own"
+            )
+        if server.devices < 1:
+            raise ClusterError(f"servers[{index}].devices is {server.devices}; it must be at least 1")
+        if server.kinds and len(server.kinds) != server.devices:
+            raise ClusterError(
+                f"servers[{index}] has {server.devices} devices, but kinds for {len(server.kinds)}: give one for each"
+            )
+
+
+def check_kinds(servers: Sequence[Server], kinds: Mapping[str, DeviceKind], device_memory: float | None) -> None:
+    """Raise ClusterError for a kind that is not defined or impossible, and for a device without a memory."""
+    for name, kind in kinds.items():
+        if not name:
+            raise ClusterError("kinds has an entry with an empty name: every kind needs a name")
+        if kind.memory is not None:
+            check_above_zero(f"kinds.{name}.memory", kind.memory)
+        if kind.speed is not None:
+            check_above_zero(f"kinds.{name}.speed", kind.speed)
+    for index, server in enumerate(servers):
+        for name in dict.fromkeys(server.kinds):
+            if name not in kinds:
+                known = f"it has {quote(list(kinds))}" if kinds else "it is empty or missing"
+                raise ClusterError(
+                    f"servers[{index}].devices names the kind {name!r}, which kinds does not define: {known}; "
+                    "add the kind's memory and speed there"
+                )
+            if kinds[name].memory is None and device_memory is None:
+                raise ClusterError(
+                    f"kinds.{name}.memory is missing, and so is device_memory, which would stand in for it: give one"
+                )
+        if not server.kinds and device_memory is None:
+            raise ClusterError(
+                f"device_memory is missing, but the devices of servers[{index}] ({server.name!r}) have no kind that "
+                "gives theirs"
+            )
+
+
+def check_above_zero(where: str, value: float) -> None:
+    """Raise ClusterError, naming the field ``where``, unless ``value`` is finite and above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{where} is {value}, not a finite number above 0")
+
+
+def devices_to_data(server: Server) -> int | list[dict[str, Any]]:
+    """Return a server's devices as its file holds them: a count, or a list of kinds and counts."""
+    if not server.kinds:
+        return server.devices
+    return [{"kind": kind, "count": len(list(group))} for kind, group in itertools.groupby(server.kinds)]
+
+
+def kind_to_data(kind: DeviceKind) -> dict[str, Any]:
+    """Return a kind as the cluster's file holds it."""
+    memory = {} if kind.memory is None else {"memory": format_quantity(kind.memory, BYTES)}
+    return memory if kind.speed is None else {**memory, "speed": kind.speed}
+
+
+def read_servers(top: Fields) -> tuple[Server, ...]:
+    """Return the servers of a cluster's file; ClusterError names the field that is wrong."""
+    items = top.each("servers", known=("name", "devices"))
+    groups = [_read_devices(item) for item in items]
+    if sum(count for of_server in groups for _, count in of_server) > _MOST_DEVICES:
+        raise ClusterError(f"servers have more than {_MOST_DEVICES} devices together, which is more than is plausible")
+    servers = []
+    for item, of_server in zip(items, groups, strict=True):
+        named = [(kind, count) for kind, count in of_server if kind is not None]
+        name = item.text("name")
+        servers.append(Server.of_kinds(name, named) if named else Server(name, sum(count for _, count in of_server)))
+    return tuple(servers)
+
+
+def _read_devices(server: Fields) -> list[tuple[str | None, int]]:
+    """Return the kinds of a server's devices and the number of each; the kind is None for a count without kinds."""
+    if not isinstance(server.data.get("devices"), list):
+        return [(None, server.integer("devices"))]
+    groups: list[tuple[str | None, int]] = []
+    for group in server.each("devices", known=("kind", "count")):
+        groups.append((group.text("kind"), count := group.integer("count")))
+        if not count:
+            raise ClusterError(f"{group.where}count is 0; it must be at least 1")
+    return groups
+
+
+def read_kinds(top: Fields) -> dict[str, DeviceKind]:
+    """Return the kinds of devices of a cluster's file; ClusterError names the field that is wrong."""
+    kinds = {}
+    for name in top.mapping("kinds") if top.has("kinds") else ():
+        kind = Fields(top.mapping("kinds"), ClusterError, "kinds.").inner(name, known=("memory", "speed"))
+        kinds[name] = DeviceKind(
+            parse_field(kind, "memory", BYTES) if kind.has("memory") else None,
+            kind.number("speed") if kind.has("speed") else None,
+        )
+    return kinds
+
+
+def parse_field(item: Fields, key: str, units: Mapping[str, Any]) -> float:
+    """Return a quantity such as ``16GB`` in base units; ClusterError names the field that is wrong."""
+    value = item.scalar(key)
+    with naming_file(item.where + key, ClusterError):
+        return parse_quantity(value, units)

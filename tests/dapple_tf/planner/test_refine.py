@@ -1,0 +1,113 @@
+"""The local search: its prices, its plans against all assignments of devices, and cases that planners missed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import dapple_tf as dapple
+from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.baselines import baseline_candidates
+from dapple_tf.planner.best import plan_best
+from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace, price_layout
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.refine import layout_of, refine
+from profiler.cluster import Cluster, Link, Server
+from profiler.profile import LayerCost, Profile
+from tests.dapple_tf.planner.builders import Case, cases
+from tests.dapple_tf.planner.exhaustive import Pricer, divisors, step_of
+
+MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
+
+
+@given(cases())
+def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
+    problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=False, **case.options)
+    tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
+    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    for candidate in baseline_candidates(problem):
+        price = price_layout(tables, layout_of(problem, tables.sizes, candidate), workspace, np.inf, False)
+        assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        assert price.seconds < UNFIT
+
+
+def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
+    """Yield the seconds of every plan: cuts, device sets, sizes, stages that are re-computed or not, and policies."""
+    profile, cluster = problem.profile, problem.cluster
+    layers, devices = len(profile.layers), range(cluster.devices)
+    for size in divisors(problem.global_batch_size):
+        pricers = {
+            again: Pricer(profile, cluster, size, again, False, problem.optimizer_slots) for again in (False, True)
+        }
+        for count in range(1, min(most_stages, layers) + 1):
+            for cuts in itertools.combinations(range(1, layers), count - 1):
+                bounds = [0, *cuts, layers]
+                for owner in itertools.product(range(-1, count), repeat=cluster.devices):
+                    sets = [tuple(d for d in devices if owner[d] == s) for s in range(count)]
+                    if not all(0 < len(own) <= size for own in sets):
+                        continue
+                    stages = [(bounds[s], bounds[s + 1], sets[s]) for s in range(count)]
+                    for flags in itertools.product((False, True), repeat=count):
+                        costs = pricers[False].costs(tuple(stages))
+                        for s, again in enumerate(flags):
+                            if again:
+                                row = pricers[True].stage(stages[s])
+                                costs.forward[s], costs.backward[s], costs.exposed[s] = row[:3]
+                                costs.fixed[s], costs.stash[s] = row[3:]
+                        yield from step_of(costs, problem.global_batch_size // size, cluster.device_memory).values()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_assignment_of_devices_is_faster_on_small_clusters(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = [
+        LayerCost(f"layer{i}", *(draw.choice([1, 2, 5, 9]) * 1.0 for _ in range(5))) for i in range(draw.choice([3, 4]))
+    ]
+    servers = draw.choice([(1, 1, 1, 1), (2, 2), (3, 1)])
+    speeds = [0.5, 2.0, 20.0]
+    pairs = list(itertools.combinations(range(len(servers)), 2))
+    links = {(f"s{a}", f"s{b}"): Link(draw.choice(speeds), 0.1) for a, b in draw.sample(pairs, min(2, len(pairs)))}
+    fixed = 4 * sum(layer.parameter_bytes for layer in layers)
+    cluster = Cluster(
+        tuple(Server(f"s{i}", count) for i, count in enumerate(servers)),
+        draw.choice([1e9, fixed / 2 + 60, fixed / 2 + 30]),
+        Link(20.0, 0.0),
+        Link(draw.choice(speeds), 0.1),
+        links,
+    )
+    # The local search prices without contention.
+    problem = make_problem(Profile("net", 1, "test", tuple(layers)), cluster, global_batch_size=6, contention=False)
+    least = min(all_plans(problem, 3), default=np.inf)
+    decision = plan_best(problem, chunks=())
+    found = np.inf if decision is None else decision.chosen.seconds
+    assert found <= least * (1 + 1e-9)
+
+
+def test_the_same_problem_gives_the_same_plan() -> None:
+    profile = Profile("net", 1, "test", tuple(LayerCost(f"layer{i}", 1 + i % 3, 2, 5, 5, 50) for i in range(9)))
+    cluster = Cluster((Server("a", 3), Server("b", 2)), 1e9, Link(100, 0), Link(10, 0))
+    problem = make_problem(profile, cluster, global_batch_size=12)
+    first, second = (refine(problem, baseline_candidates(problem), 1_000_000) for _ in range(2))
+    assert first == second
+    assert first[0].seconds < min(c.seconds for c in baseline_candidates(problem))
+
+
+@pytest.mark.parametrize("name", ["00-p-vgg16-A32-512", "02-d-amoeba-18-racks8x1-128", "amoeba-6s-A64-128"])
+def test_plans_that_beat_an_earlier_planner_are_found(name: str) -> None:
+    case = MISSED / name
+    if not case.is_dir():
+        pytest.skip(f"{case} is not there: the cases lie beside the project")
+    profile, cluster = dapple.Profile.load(case / "profile.json"), dapple.Cluster.load(case / "cluster.json")
+    other = dapple.Plan.load(case / "other.json")
+    problem = make_problem(profile, cluster, global_batch_size=other.global_batch_size)
+    decision = plan_best(problem, chunks=())
+    assert decision is not None
+    assert decision.chosen.seconds <= dapple.simulate(other, profile, cluster).step_seconds * 1.005
+    assert not decision.proven_optimal
