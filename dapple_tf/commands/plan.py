@@ -10,6 +10,7 @@ import click
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.output import check_output, print_result
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.commands.slow_notice import COMPILES, tell_if_slow
 from profiler.importers import read_profile
 
 if TYPE_CHECKING:
@@ -64,14 +65,16 @@ def plan(
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
-        choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
+        with tell_if_slow(COMPILES):
+            choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
         for line in describe_runners_up(choices, [notation(choice.plan) for choice in choices]):
             print_result(line)
         _hand_over(choices[0].plan, output, as_json)
         return
     problem = make_problem(costs, load_cluster(cluster), **options)
-    result = run_planner(problem, planner)
+    with tell_if_slow(COMPILES):
+        result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
     print_result(describe_plan(chosen[0], costs, chosen[1]))
