@@ -308,7 +308,7 @@ def compare_bapipe(row: BapipeRow) -> Row:
 def problem_of(
     profile: Profile, cluster: Cluster, size: int, micro_batches: int, schedule: str = "auto"
 ) -> PlanningProblem:
-    """Return the problem of so many micro-batches of ``size`` samples."""
+    """Return the problem of a step of ``micro_batches`` micro-batches of ``size`` samples."""
     return make_problem(
         profile,
         cluster,

@@ -51,7 +51,10 @@ def transformer_profile(model: Transformer, batch_size: int) -> Profile:
 
 
 def stages_of_halves(halves: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    """Return stages of so many half layers (attention or FFN) on a device each; the ends have embedding and head."""
+    """Return a plan's stages, one device each, with these numbers of half layers (attention or FFN).
+
+    The first stage also has the embedding, the last one the head.
+    """
     starts = [0, *(1 + total for total in itertools.accumulate(halves))]
     starts[-1] += 1
     return tuple(StagePlan(a, b - 1, (n,)) for n, (a, b) in enumerate(itertools.pairwise(starts)))

@@ -288,13 +288,15 @@ def check_workers(plan: Plan) -> None:
 
 def check_virtual_workers(stages: Sequence[StagePlan]) -> None:
     """Raise PlanError unless no stage has a ``worker``, or each of 0, 1 ... has all layers on devices of its own."""
-    workers = [stage.worker for stage in stages]
-    if all(worker is None for worker in workers):
+    workers = [stage.worker for stage in stages if stage.worker is not None]
+    if not workers:
         return
-    if workers != sorted(workers, key=lambda worker: -1 if worker is None else worker) or None in workers:
-        raise PlanError(f"the stages have the workers {workers}: give all stages one, in rising order from 0, or none")
-    if sorted(set(workers)) != list(range(len(set(workers)))):  # type: ignore[type-var]  # none is None
-        raise PlanError(f"the stages have the workers {sorted(set(workers))}: number them from 0")  # type: ignore[type-var]
+    if len(workers) < len(stages) or workers != sorted(workers):
+        given = [stage.worker for stage in stages]
+        raise PlanError(f"the stages have the workers {given}: give all stages one, in rising order from 0, or none")
+    distinct = sorted(set(workers))
+    if distinct != list(range(len(distinct))):
+        raise PlanError(f"the stages have the workers {distinct}: number them from 0")
     ends = {stage.worker: stage.last_layer for stage in stages}
     if len(set(ends.values())) > 1:
         raise PlanError(f"the virtual workers end at the layers {list(ends.values())}: each must have all layers")

@@ -19,7 +19,7 @@ _MOST_DEVICES = 100_000  # of a cluster in a file
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What devices of one kind have in common.
+    """A kind of devices: the memory and the speed of each.
 
     ``memory``: bytes of each; None is the cluster's ``device_memory``. ``speed``: how many times as fast as the device
     on which a profile was measured; None where only profiles with seconds of this kind are used.
@@ -42,7 +42,7 @@ class Server:
 
     @staticmethod
     def of_kinds(name: str, groups: Sequence[tuple[str, int]]) -> Server:
-        """Return a server with so many devices of each kind, group by group."""
+        """Return a server with the devices of ``groups``: pairs of a kind and its number of devices, in this order."""
         kinds = tuple(itertools.chain.from_iterable([kind] * count for kind, count in groups))
         return Server(name, len(kinds), kinds)
 

@@ -108,7 +108,7 @@ def run_ranks(
     during: Callable[[Path], None] | None = None,
     linger_seconds: float = 0,
 ) -> tuple[Rank, ...]:
-    """Run ``python arguments`` as so many ranks in the project's root; return their outputs, by rank.
+    """Run ``python arguments`` as the ranks of a job in the project's root; return their outputs, by rank.
 
     At the end the processes that were started here and still run are killed, and no others. Horovod reports tensors
     that wait for longer than ``stall_seconds``. ``during`` is called once the launcher has started, with the folder of

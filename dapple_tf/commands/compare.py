@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import print_progress, print_result
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.errors import PlanError, UsageError
@@ -31,6 +32,7 @@ from profiler.importers import read_profile
 @click.option(
     "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Optimizer slots per weight."
 )
+@CONTENTION_OPTION
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the comparison: .html, .png or .json.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_output, print_result
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.commands.slow_notice import COMPILES, tell_if_slow
@@ -35,11 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option("--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window.")
 @click.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64).")
-@click.option(
-    "--contention/--no-contention",
-    default=True,
-    help="Whether transfers and AllReduces share the servers' network interfaces (default), or each has them alone.",
-)
+@CONTENTION_OPTION
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Write the plan to this file (dapple-plan/1).")

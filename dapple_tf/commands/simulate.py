@@ -7,6 +7,7 @@ import json
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import print_result
 from profiler.importers import read_profile
 
@@ -20,11 +21,7 @@ from profiler.importers import read_profile
 @click.option(
     "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
 )
-@click.option(
-    "--contention/--no-contention",
-    default=True,
-    help="Whether transfers and AllReduces share the servers' network interfaces (default), or each has them alone.",
-)
+@CONTENTION_OPTION
 @click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
 @click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")

@@ -15,7 +15,7 @@ COMPILES = (
 
 @contextmanager
 def tell_if_slow(text: str, seconds: float = 5.0) -> Iterator[None]:
-    """Print ``text`` on stderr if the ``with`` block takes longer than so many ``seconds``."""
+    """Print ``text`` on stderr if the ``with`` block takes longer than ``seconds``."""
     timer = threading.Timer(seconds, click.echo, args=(text,), kwargs={"err": True})
     timer.daemon = True
     timer.start()

@@ -79,9 +79,9 @@ def _typical_seconds(spans: Sequence[Span]) -> float:
 
 
 def _line_points(chart: Chart, inches: float) -> float:
-    """Return the width of the lines around spans, in points, where a second is so many ``inches`` wide.
+    """Return the width of the lines around spans, in points; ``inches``: of a second on the time axis.
 
-    0 where lines would hide the spans, of which many are then narrower than a pixel.
+    It is 0 where most spans are only a few pixels wide, since lines would hide them.
     """
     if len(chart.spans) < 1000:
         return 0.8

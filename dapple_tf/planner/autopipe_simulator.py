@@ -22,7 +22,7 @@ def simulate_1f1b(f: Floats, b: Floats, comm: float, micro_batches: int) -> tupl
 
     Of the longest paths the critical one is closest to the last stage: where both are equally late, it comes from the
     stage nearer to that. The master stage is the one on which the critical path has most operations of the 1F1B phase;
-    of equals the last.
+    if several have equally many, the last of them.
     """
     n, m = len(f), micro_batches
     start = np.full((2, n, m), np.inf)  # of FP (0) and BP (1)

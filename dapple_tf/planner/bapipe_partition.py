@@ -61,7 +61,7 @@ def balance(accelerators: Accelerators, *, by_memory: bool) -> Cuts | None:
 
     The paper iterates "to load balancing" from the partition according to T, and tunes that "finely" where memory is
     short, without saying how: here the slowest stage is the least possible, by dynamic programming over layers and
-    accelerators, and of equals the partition according to T is taken. None if no partition fits.
+    accelerators. The partition according to T is taken if no other has a faster slowest stage. None if nothing fits.
     """
     ideal = partition_by_ideal(accelerators.seconds)
     if by_memory and not fits(accelerators, ideal):

@@ -35,7 +35,7 @@ _REFUSALS = (PlanError, ScheduleError, ClusterError, ProfileError)
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """What one planner chose; ``plan`` is None where it has no plan, and ``reason`` says why.
+    """The plan that one planner chose; None where it has no plan, and ``reason`` says why.
 
     ``planner_seconds``: those that the planner took. ``notation``: see ``explain.notation``. ``acr``: the activation
     communication ratio. ``parts``: seconds of the step, "compute", "allreduce" and "wait" (see ``step_parts``).
@@ -183,6 +183,7 @@ def compare(
     recompute: bool = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
+    contention: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Return the plans of all planners, or of ``planners``, for ``profile`` on ``cluster``, the fastest first.
@@ -206,6 +207,7 @@ def compare(
         recompute=recompute,
         overlap=overlap,
         optimizer_slots=optimizer_slots,
+        contention=contention,
     )
     found, failed = list[tuple[str, float, Plan, Timeline]](), list[ComparedPlan]()
     for name in names:

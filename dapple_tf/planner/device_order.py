@@ -1,8 +1,7 @@
-"""The order of servers by the link graph: recursive device ordering (SPP, RDO) by global minimum cuts.
+"""The order of devices, or of servers, by the link graph: recursive device ordering, RDO (SPP, IV.B.1, Algorithm 2).
 
-Where pairs of servers have links of their own, neighbours in the order should be those that exchange bytes fast. A
-global minimum cut (Stoer and Wagner) parts the servers where least bandwidth joins them; each side is ordered in the
-same way, and the sides are joined at the ends that the fastest link connects.
+Planner "spp" orders devices. Planner "best" orders servers whose pairs have links of their own, so that neighbours in
+the order exchange bytes fast.
 """
 
 from __future__ import annotations
@@ -10,30 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import networkx as nx
+import numpy as np
 
+from dapple_tf.errors import PlanError
+from dapple_tf.simulator.compiled import Floats
 from profiler.cluster import Cluster
 
 
 def order_servers(cluster: Cluster) -> tuple[int, ...]:
-    """Return the servers' indices so that the slowest links are between distant ones; as given if all are equal.
-
-    The weight of a pair is the bandwidth between the two servers (bytes per second).
-    """
-    count = len(cluster.servers)
-    given = tuple(range(count))
-    if not cluster.links or count < 3:
-        return given
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(given)
-    for a in given:
-        for b in range(a + 1, count):
-            graph.add_edge(a, b, weight=cluster.link(a, b).bandwidth)
-    if len({data["weight"] for _, _, data in graph.edges(data=True)}) == 1:
-        return given
-    return tuple(_order(graph, given))
+    """Return the servers' indices so that the slowest links are between distant ones; as given if all are equal."""
+    if not cluster.links:
+        return tuple(range(len(cluster.servers)))
+    return order_by_cuts(_server_bandwidths(cluster))
 
 
-def order_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
+def _server_bandwidths(cluster: Cluster) -> Floats:
+    """Return the bandwidth of each pair of servers, and on the diagonal that inside a server (bytes per second)."""
+    servers = range(len(cluster.servers))
+    return np.array([[cluster.link(a, b).bandwidth for b in servers] for a in servers], np.float64)
+
+
+def list_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
     """Return all devices, server by server in this order."""
     of_server: list[list[int]] = [[] for _ in cluster.servers]
     for device, home in enumerate(cluster.homes):
@@ -41,12 +37,59 @@ def order_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
     return tuple(device for server in servers for device in of_server[server])
 
 
-def _order(graph: nx.Graph[int], servers: Sequence[int]) -> list[int]:
-    """Return ``servers`` in order: the two sides of their minimum cut, each in order, joined at their best ends."""
-    if len(servers) < 3:
-        return list(servers)
-    sides = nx.stoer_wagner(graph.subgraph(servers))[1]
-    left, right = (_order(graph, sorted(side)) for side in sorted(sides, key=min))
-    turns = [(a, b) for a in (left, left[::-1]) for b in (right, right[::-1])]
-    first, second = max(turns, key=lambda pair: graph.edges[pair[0][-1], pair[1][0]]["weight"])
-    return [*first, *second]
+def device_bandwidths(cluster: Cluster) -> Floats:
+    """Return b_{v,v'} of the graph G of a cluster's devices, [V, V] in bytes per second; its diagonal is 0.
+
+    Two devices have the bandwidth of the link inside their server, or between their two servers: the paper's graph has
+    a bandwidth for each pair of devices, and does not know that devices of a server share its network interface.
+    """
+    homes = np.array(cluster.homes)
+    found: Floats = _server_bandwidths(cluster)[np.ix_(homes, homes)]
+    np.fill_diagonal(found, 0.0)
+    return found
+
+
+def order_by_cuts(bandwidths: Floats) -> tuple[int, ...]:
+    """Return v_1, v_2 ... v_V: the vertices of a link graph, devices or servers, by rank.
+
+    ``bandwidths``: symmetric, [V, V]; 0 where two have no link. A global minimum cut (Stoer and Wagner) divides them
+    into the first and the last of the order, and each part is divided again. The paper does not say which part comes
+    first, nor in which direction each is read: both are chosen so that the bandwidth between the two that meet is
+    highest, as the order is to have "maximal bandwidth between consecutive GPUs"; where several are equal the smaller
+    part is first. Raises PlanError for a graph that is not connected.
+    """
+    return tuple(_order(bandwidths, list(range(len(bandwidths)))))
+
+
+def _order(bandwidths: Floats, devices: Sequence[int]) -> list[int]:
+    """Return the order of some devices."""
+    if len(devices) == 1:
+        return list(devices)
+    inside = bandwidths[np.ix_(devices, devices)]
+    others = inside[~np.eye(len(devices), dtype=bool)]
+    if others.min() == others.max() > 0:
+        return list(devices)  # each minimum cut is that of one device, any of them
+    first, last = sorted((_order(bandwidths, part) for part in _min_cut(inside, devices)), key=lambda p: (len(p), p))
+    pairs = [(a, b) for a in (first, first[::-1]) for b in (last, last[::-1])]
+    joined = [*pairs, *((b, a) for a, b in pairs)]
+    best = max(joined, key=lambda pair: float(bandwidths[pair[0][-1], pair[1][0]]))
+    return [*best[0], *best[1]]
+
+
+def _min_cut(inside: Floats, devices: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return both sides of a global minimum cut; ``inside``: the bandwidths between ``devices``."""
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(len(devices)))
+    graph.add_weighted_edges_from(
+        (a, b, float(inside[a, b])) for a in range(len(devices)) for b in range(a) if inside[a, b] > 0
+    )
+    parts = sorted(map(sorted, nx.connected_components(graph)))
+    if len(parts) > 1:
+        near, far = devices[parts[0][0]], devices[parts[1][0]]
+        raise PlanError(
+            f"no links join devices {near} and {far}, not even through others: planner 'spp' is for devices that are "
+            "connected; add the missing links to the cluster"
+        )
+    _, sides = nx.stoer_wagner(graph)
+    one, other = ([devices[i] for i in sorted(side)] for side in sides)
+    return one, other

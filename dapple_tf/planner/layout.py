@@ -24,7 +24,7 @@ _GPIPE = POLICIES.index("gpipe")
 
 
 class LayoutTables(NamedTuple):
-    """What the costs of all layouts of one problem are computed from. Bytes are those of the profile's batch."""
+    """The tables from which the costs of all layouts of one problem are computed. Bytes are of the profile's batch."""
 
     sizes: Integers  # [Z] samples of a micro-batch
     micro_batches: Integers  # [Z]

@@ -79,7 +79,7 @@ def policy_warm_ups(stages: int, micro_batches: int) -> Integers:
 
 
 class Network(NamedTuple):
-    """What stages share: the ``flows`` on the servers' interfaces, and the ``rings`` of their AllReduces."""
+    """The ``flows`` of a plan's stages, which share the servers' interfaces, and the ``rings`` of their AllReduces."""
 
     flows: Flows
     rings: Rings

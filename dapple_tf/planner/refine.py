@@ -10,7 +10,7 @@ import numpy as np
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.anneal import FREE, IN_ORDER, SCATTERED, anneal
-from dapple_tf.planner.device_order import order_devices, order_servers
+from dapple_tf.planner.device_order import list_devices, order_servers
 from dapple_tf.planner.layout import (
     IDLE,
     Layout,
@@ -79,7 +79,10 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """What all runs of one local search share; ``orders`` of devices, and how they are dealt to stages."""
+    """The tables and workspace of all runs of one local search.
+
+    ``orders``: of devices. ``placings``: how devices are dealt to stages (see ``anneal``).
+    """
 
     problem: PlanningProblem
     tables: LayoutTables
@@ -101,7 +104,7 @@ class _Search:
         if not len(tables.policies):
             return None
         workspace = make_workspace(room, cluster.devices, int(tables.micro_batches.max()))
-        orders = dict.fromkeys(order_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
+        orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
         several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
         return _Search(
             problem, tables, workspace, tuple(orders), (IN_ORDER, SCATTERED) if several else (IN_ORDER,), room

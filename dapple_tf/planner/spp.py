@@ -11,9 +11,9 @@ import numpy as np
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import StagePlan
+from dapple_tf.planner.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
-from dapple_tf.planner.spp_device_order import device_bandwidths, order_devices
 from dapple_tf.planner.spp_execution import makespan, schedule_name
 from dapple_tf.planner.spp_partition import (
     LeastBandwidths,
@@ -56,7 +56,7 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
             "'best'"
         )
     bandwidths = device_bandwidths(cluster)
-    order = order_devices(bandwidths)
+    order = order_by_cuts(bandwidths)
     least = least_bandwidths(bandwidths[np.ix_(order, order)])
     chain = (
         problem.chain if len(problem.chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(problem.chain, _MOST_BLOCKS)

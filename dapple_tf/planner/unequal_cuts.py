@@ -22,7 +22,7 @@ from profiler.device_costs import profile_on
 from profiler.linearise import Chain
 
 _MOST_BLOCKS = 32
-_MOST_GROUPS = 16  # the devices are taken in so many groups at most
+_MOST_GROUPS = 16  # of consecutive devices, which belong to one stage
 
 
 class UnequalStages(NamedTuple):

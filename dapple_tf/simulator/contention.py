@@ -1,4 +1,4 @@
-"""What shares the servers' network interfaces: the rule, and the interface directions that each flow of a plan uses.
+"""Contention for the servers' network interfaces: the rule, and the interface directions that each flow of a plan uses.
 
 A *flow* is a transfer of one micro-batch over one boundary in one direction, or a ring: an AllReduce of one stage, of
 one layer of it where AllReduce overlaps backward. A flow first waits for its latency, and uses nothing. Then it moves.

@@ -63,8 +63,9 @@ class Rings(NamedTuple):
     exposed: Floats
 
 
-# Columns of the state of flows, [3 S, 6]: when the transfer or ring began and its seconds alone; seconds that what is
-# left to move takes alone, at a time since which it moves so many times more slowly; and when the phase ends.
+# Columns of the state of flows, [3 S, 6]. _BEGIN: when the transfer or ring began. _SECONDS: what it takes alone.
+# _LEFT: what the bytes that were left at the time _SINCE take alone. _FACTOR: how many times more slowly than alone
+# they move since then. _DUE: when the phase ends.
 _BEGIN, _SECONDS, _LEFT, _SINCE, _FACTOR, _DUE = range(6)
 # Columns of the state as integers, [3 S, 2]: the phase, and whether its end is no more that of a flow alone.
 _PHASE, _SLOWED = range(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class SharedFlows:
                 flow.left = max(0.0, flow.left - (now - flow.since) / flow.factor)
                 flow.since, flow.factor = now, factor
                 flow.due = now + flow.left * factor
-                self._at(flow.due, lambda time, number=number: self._end(number, time))  # type: ignore[misc]
+                self._at(flow.due, partial(self._end, number))
 
     def _end(self, number: int, now: float) -> None:
         """End a flow, unless it has ended or moves more slowly than when this was planned."""

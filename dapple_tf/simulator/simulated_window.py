@@ -9,8 +9,8 @@ from functools import cached_property
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.memory_limit import MemoryLimit
+from dapple_tf.simulator.simulated_figures import SimulatedFigures
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -18,11 +18,10 @@ from graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedWindow:
+class SimulatedWindow(SimulatedFigures):
     """A window of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
 
-    ``one_device_seconds``: seconds of one device running the whole window. ``device_memory``: bytes of the
-    device that has fewest. ``limits``: of each stage, where devices or their shares are unequal; else none.
+    The fields beside ``execution`` are as in ``SimulatedFigures``.
     """
 
     plan: Plan
@@ -40,11 +39,6 @@ class SimulatedWindow:
     def step_seconds(self) -> float:
         """Seconds until the last event ends."""
         return self.execution.seconds
-
-    @property
-    def speedup(self) -> float:
-        """``one_device_seconds`` over ``step_seconds``; 1 where nothing takes any time."""
-        return self.one_device_seconds / self.step_seconds if self.step_seconds else 1.0
 
     @property
     def acr(self) -> float:
@@ -68,19 +62,6 @@ class SimulatedWindow:
         """The most bytes that one device of each stage holds."""
         places = [[p for p in self.execution.window.rows if p[0] == stage] for stage in range(len(self.costs))]
         return tuple(max(max(self._memory(*place)[1]) for place in of_stage) for of_stage in places)
-
-    @property
-    def fits(self) -> tuple[bool, ...]:
-        """Whether each stage's peak is within the memory of its devices."""
-        return tuple(need <= usable_bytes(memory) for need, memory in self.tightest_memory)
-
-    @property
-    def tightest_memory(self) -> tuple[tuple[float, float], ...]:
-        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
-        if not self.limits:
-            return tuple((peak, self.device_memory) for peak in self.peak_memory_bytes)
-        pairs = zip(self.limits, self.peak_memory_bytes, strict=True)
-        return tuple((limit.need(peak), limit.memory) for limit, peak in pairs)
 
     def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times (seconds), and the bytes that replica 0 of ``stage`` holds from each on.

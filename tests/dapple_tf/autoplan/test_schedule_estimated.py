@@ -30,7 +30,7 @@ QUICK = Link(bandwidth=1e15, latency=0.0)
 
 
 def choose(memory: float, link: Link = QUICK, *, ranks: bool = False) -> ScheduleChoice:
-    """For three stages of two dense layers, a second of forward each, on devices of so many bytes."""
+    """For three stages of two dense layers, a second of forward each, on devices of ``memory`` bytes."""
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(LAYERS)]
     model = keras.Sequential([keras.Input((WIDTH,)), *stack])
     batch = (np.ones((ROWS * MICRO_BATCHES, WIDTH), np.float32),)

@@ -52,7 +52,7 @@ def test_the_command_line_plans_for_all_ranks() -> None:
 
 
 def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bool = True, samples: int = 16) -> Plan:
-    """Return the plan that rank 0 of so many ranks makes."""
+    """Return the plan that rank 0 of a job of ``ranks`` ranks makes."""
     batch = data(samples)
     request = Request(micro_batches=2)
     inputs = PlanningInputs(

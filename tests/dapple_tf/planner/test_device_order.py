@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dapple_tf.planner.device_order import order_devices, order_servers
+from dapple_tf.planner.device_order import list_devices, order_servers
 from tests.dapple_tf.planner.builders import make_cluster
 
 FAST = (100.0, 0.0)
@@ -35,4 +35,4 @@ def test_neighbours_on_a_ring_are_neighbours_in_the_order() -> None:
 
 
 def test_devices_follow_their_servers() -> None:
-    assert order_devices(make_cluster(2, 1, 2), (2, 0, 1)) == (3, 4, 0, 1, 2)
+    assert list_devices(make_cluster(2, 1, 2), (2, 0, 1)) == (3, 4, 0, 1, 2)

@@ -15,7 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.spp_device_order import device_bandwidths, order_devices
+from dapple_tf.planner.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.spp_execution import execution_order, makespan, schedule_name
 from dapple_tf.planner.spp_partition import (
     Partition,
@@ -75,7 +75,7 @@ def to_mapped(stages: Sequence[SppStage], order: Sequence[int]) -> list[Mapped]:
 
 
 def solve(instance: Instance) -> tuple[tuple[int, ...], SppCosts, tuple[Partition, ...]]:
-    order = order_devices(np.array(instance.bandwidths))
+    order = order_by_cuts(np.array(instance.bandwidths))
     costs = to_costs(instance, order)
     return order, costs, find_partitions(costs)
 
@@ -115,36 +115,36 @@ def follows_min_cuts(found: Any, order: Sequence[int]) -> bool:
 @by_the_paper
 @given(bandwidths(6))
 def test_min_cuts_divide_the_devices_recursively(found: list[list[float]]) -> None:
-    order = order_devices(np.array(found))
+    order = order_by_cuts(np.array(found))
     assert sorted(order) == list(range(len(found)))
     assert follows_min_cuts(found, order)
 
 
 def test_devices_of_a_server_and_servers_of_a_rack_follow_each_other() -> None:
     pairs = make_cluster(2, 2, inside=(10.0, 0.0), between=(1.0, 0.0))
-    assert order_devices(device_bandwidths(pairs)) == (0, 1, 2, 3)
+    assert order_by_cuts(device_bandwidths(pairs)) == (0, 1, 2, 3)
     # Servers 0 and 2, and 1 and 3, have fast links: the racks follow each other.
     links = {("s0", "s2"): (100.0, 0.0), ("s1", "s3"): (100.0, 0.0)}
     racks = make_cluster(2, 1, 2, 1, inside=(200.0, 0.0), links=links)
-    assert order_devices(device_bandwidths(racks)) == (2, 5, 4, 3, 0, 1)
+    assert order_by_cuts(device_bandwidths(racks)) == (2, 5, 4, 3, 0, 1)
 
 
 def test_a_ring_of_servers_is_followed() -> None:
     ring = {(f"s{i}", f"s{(i + 1) % 5}"): (10.0, 0.0) for i in range(5)}
-    order = order_devices(device_bandwidths(make_cluster(1, 1, 1, 1, 1, links=ring)))
+    order = order_by_cuts(device_bandwidths(make_cluster(1, 1, 1, 1, 1, links=ring)))
     assert all((b - a) % 5 in (1, 4) for a, b in itertools.pairwise(order))
 
 
 def test_the_wider_link_joins_the_parts_of_a_cut() -> None:
     # {0, 1} and {2, 3} are pairs. Between them only 0 and 3 have a link of more than 1: they meet.
     found = np.array([[0, 50, 1, 5], [50, 0, 1, 1], [1, 1, 0, 50], [5, 1, 50, 0]], float)
-    assert order_devices(found) == (1, 0, 3, 2)
+    assert order_by_cuts(found) == (1, 0, 3, 2)
 
 
 def test_devices_that_no_links_join_are_refused_by_name() -> None:
     found = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 0]], float)
     with refused(PlanError, "no links join devices 0 and 2, not even through others"):
-        order_devices(found)
+        order_by_cuts(found)
 
 
 # --- PRM

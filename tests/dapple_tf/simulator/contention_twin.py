@@ -34,7 +34,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the twin runs: the seconds of actions, bytes over boundaries by micro-batch, and each stage's rings.
+    """A step to simulate: seconds of its actions, bytes over boundaries by micro-batch, and each stage's rings.
 
     ``rings``: seconds before the end of the last gradients, and bytes.
     """

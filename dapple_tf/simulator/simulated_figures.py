@@ -1,0 +1,48 @@
+"""The figures that a simulated step and a simulated window have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory_limit import MemoryLimit
+
+
+class SimulatedFigures(ABC):
+    """Figures that follow from the seconds of a step or window, and from the peaks of its stages.
+
+    ``one_device_seconds``: seconds of one device running the whole batch. ``device_memory``: bytes of the device that
+    has fewest. ``limits``: of each stage, where devices or their shares are unequal; else none.
+    """
+
+    one_device_seconds: float
+    device_memory: float
+    limits: tuple[MemoryLimit, ...]
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float:
+        """Seconds until the last event ends."""
+
+    @property
+    @abstractmethod
+    def peak_memory_bytes(self) -> tuple[float, ...]:
+        """The most bytes that one device of each stage holds."""
+
+    @property
+    def speedup(self) -> float:
+        """``one_device_seconds`` over ``step_seconds``; 1 where nothing takes any time."""
+        return self.one_device_seconds / self.step_seconds if self.step_seconds else 1.0
+
+    @property
+    def fits(self) -> tuple[bool, ...]:
+        """Whether each stage's peak is within the memory of its devices."""
+        return tuple(need <= usable_bytes(memory) for need, memory in self.tightest_memory)
+
+    @property
+    def tightest_memory(self) -> tuple[tuple[float, float], ...]:
+        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
+        if not self.limits:
+            return tuple((peak, self.device_memory) for peak in self.peak_memory_bytes)
+        pairs = zip(self.limits, self.peak_memory_bytes, strict=True)
+        return tuple((limit.need(peak), limit.memory) for limit, peak in pairs)
