@@ -24,31 +24,32 @@ def anneal(
     events: int,
     hot: float,
     cold: float,
+    hurried: bool,
     random: Integers,
 ) -> float:
     """Improve ``start`` in place to the best layout met, and return its seconds.
 
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that only their numbers are searched. ``random``: see ``draw``.
+    after each move, so that only their numbers are searched. ``hurried``: see ``price_layout``. ``random``: see ``draw``.
     """
     room, devices = len(start.recompute), len(start.owner)
     now, trial = make_layout(room, devices), make_layout(room, devices)
     if placing != FREE:
         deal_devices(start, 0, start.shape[0], placing == SCATTERED)
     copy_layout(start, now)
-    seconds = price_layout(t, now, w, np.inf, False).seconds
+    seconds = price_layout(t, now, w, np.inf, hurried).seconds
     least, left = seconds, events
     while left > 0:
         copy_layout(now, trial)
         left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
-        if not move_at_random(t, trial, random):
+        if not move_at_random(t.moves, trial, random):
             continue
         if placing != FREE:
             deal_devices(trial, 0, trial.shape[0], placing == SCATTERED)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_layout(t, trial, w, ceiling, True)
+        price = price_layout(t, trial, w, ceiling, hurried)
         left -= price.events
         if price.seconds < ceiling:
             seconds = price.seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.compiled import Floats, compiled, compiled_part
 
 
 @compiled
@@ -52,7 +52,7 @@ def simulate_1f1b(f: Floats, b: Floats, comm: float, micro_batches: int) -> tupl
     return free[0], _master_stage(from_own, n, m)
 
 
-@compiled
+@compiled_part
 def _operation(index: int, ahead: int, m: int) -> tuple[int, int]:
     """Return the kind (0 FP, 1 BP) and the micro-batch of a stage's operation in 1F1B.
 
@@ -66,7 +66,7 @@ def _operation(index: int, ahead: int, m: int) -> tuple[int, int]:
     return (0, ahead + pair) if (index - ahead) % 2 == 0 else (1, pair)
 
 
-@compiled
+@compiled_part
 def _index(z: int, y: int, ahead: int, m: int) -> int:
     """Return the place of an operation among those of its stage; see ``_operation``."""
     if z == 0:
@@ -74,7 +74,7 @@ def _index(z: int, y: int, ahead: int, m: int) -> int:
     return ahead + 2 * y + 1 if y < m - ahead else m + y
 
 
-@compiled
+@compiled_part
 def _master_stage(from_own: NDArray[np.bool_], n: int, m: int) -> int:
     """Return the stage of the most operations of the 1F1B phase on the path that ends with stage 0's last BP."""
     counts = np.zeros(n, np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 
 
 @compiled
@@ -73,7 +73,7 @@ def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers,
     return starts
 
 
-@compiled
+@compiled_part
 def _least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
     """Return the first block of each stage with the least sum of (what the stage costs + ``beside``)^2.
 

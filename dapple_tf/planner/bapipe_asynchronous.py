@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
@@ -90,7 +90,7 @@ def two_lanes(forward: Floats, backward: Floats, held: Integers, micro_batches: 
     return now
 
 
-@compiled
+@compiled_part
 def _lane_seconds(forward: Floats, backward: Floats, begun: Integers, ended: Integers, lane: int, x: int) -> float:
     """Return the seconds of a whole operation in a lane, as busy as its accelerator is now."""
     if begun[1 - lane, x] > ended[1 - lane, x]:

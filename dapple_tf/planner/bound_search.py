@@ -16,7 +16,7 @@ from dapple_tf.planner.table_lookups import (
     stage_seconds,
     transfer_seconds,
 )
-from dapple_tf.simulator.compiled import compiled
+from dapple_tf.simulator.compiled import compiled_part
 
 # Bounds add up the same seconds in another order than the simulator, so they are lowered by more than sums round.
 ROUNDING = 1 - 1e-12
@@ -30,7 +30,7 @@ class StepBound(NamedTuple):
     bound: float
 
 
-@compiled
+@compiled_part
 def bound_step(before: StepBound, transfer: float, stage: StageSeconds, m: int, later: float) -> StepBound:
     """Return the lower bound of the simulated step of every plan that begins with these stages.
 
@@ -50,7 +50,7 @@ def bound_step(before: StepBound, transfer: float, stage: StageSeconds, m: int, 
     return StepBound(first_forward_end, drain, max(before.bound, bound * ROUNDING))
 
 
-@compiled
+@compiled_part
 def extend_by_bound(
     t: CostTables,
     labels: Labels,

@@ -7,12 +7,12 @@ import heapq
 import numpy as np
 
 from dapple_tf.planner.labels import Labels, placement_of
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 
 CompletePlan = tuple[float, int, int, int]  # -score, label, and placement and first block of the last stage
 
 
-@compiled
+@compiled_part
 def make_heap() -> list[CompletePlan]:
     """Return an empty heap; the plan of the highest score will be its first."""
     heap = [(0.0, -1, -1, -1)]
@@ -20,7 +20,7 @@ def make_heap() -> list[CompletePlan]:
     return heap
 
 
-@compiled
+@compiled_part
 def offer_plan(heap: list[CompletePlan], plan: CompletePlan, results: int, ceiling: float) -> float:
     """Keep a complete plan if it is among the best ``results``, and return the new ceiling.
 
@@ -33,7 +33,7 @@ def offer_plan(heap: list[CompletePlan], plan: CompletePlan, results: int, ceili
     return min(ceiling, -heap[0][0])
 
 
-@compiled
+@compiled_part
 def unwind(heap: list[CompletePlan], labels: Labels) -> tuple[Floats, Integers, Integers, Integers]:
     """Backtrack from each plan through its parent labels; return scores, stage counts, first blocks and placements.
 

@@ -30,7 +30,7 @@ from dapple_tf.planner.table_lookups import (
     transfer_seconds,
     working_bytes,
 )
-from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.compiled import Floats, compiled_part
 
 
 class Formula(NamedTuple):
@@ -41,7 +41,7 @@ class Formula(NamedTuple):
     bound: float
 
 
-@compiled
+@compiled_part
 def add_network(labels: Labels, label: int, transfer: float, m: int) -> Formula:
     """Return the terms of a label and one more network stage, whose F and B are ``transfer`` each (section IV.A).
 
@@ -54,7 +54,7 @@ def add_network(labels: Labels, label: int, transfer: float, m: int) -> Formula:
     return Formula(round_trip, max(steady, threshold - 2 * transfer), bound)
 
 
-@compiled
+@compiled_part
 def add_stage(before: Formula, stage: StageSeconds, m: int, later: float) -> Formula:
     """Return the formula's terms with one more stage.
 
@@ -72,7 +72,7 @@ def add_stage(before: Formula, stage: StageSeconds, m: int, later: float) -> For
     return Formula(round_trip, threshold, max(before.bound, bound * ROUNDING))
 
 
-@compiled
+@compiled_part
 def extend_by_formula(
     t: CostTables,
     labels: Labels,
@@ -134,7 +134,7 @@ def extend_by_formula(
     return ceiling, unexplored
 
 
-@compiled
+@compiled_part
 def latency_with_rest(
     t: CostTables,
     labels: Labels,
@@ -174,7 +174,7 @@ def latency_with_rest(
     return float(pipeline_latency(scratch[0, place:], scratch[1, place:], scratch[2, place:], t.micro_batches))
 
 
-@compiled
+@compiled_part
 def holds_warm_up(t: CostTables, labels: Labels, label: int, first: int, p: int) -> bool:
     """Return whether each stage i of a complete plan can hold min(S - i, M) micro-batches (policy A, section V.C).
 

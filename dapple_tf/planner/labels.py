@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 
 
 class Labels(NamedTuple):
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
     require_warm_up: bool
 
 
-@compiled
+@compiled_part
 def make_labels(blocks: int, placements: int, width: int, by_formula: bool) -> Labels:
     """Return room for the labels of every state with blocks left, and the empty plan."""
     states = max(0, blocks - 1) * placements
@@ -80,7 +80,7 @@ def make_labels(blocks: int, placements: int, width: int, by_formula: bool) -> L
     return labels
 
 
-@compiled
+@compiled_part
 def labels_of_state(labels: Labels, planned: int, placement: int) -> tuple[int, int]:
     """Return the range of labels of a state, as begin and end (exclusive); without planned blocks the empty plan."""
     if planned == 0:
@@ -89,7 +89,7 @@ def labels_of_state(labels: Labels, planned: int, placement: int) -> tuple[int, 
     return state * labels.width, state * labels.width + int(labels.counts[state])
 
 
-@compiled
+@compiled_part
 def find_slot(labels: Labels, state: int) -> int:
     """Return the entry for a new label of a state: the first free one, or that of the label with the worst rank."""
     first, count = state * labels.width, labels.counts[state]
@@ -102,13 +102,13 @@ def find_slot(labels: Labels, state: int) -> int:
     return int(worst)
 
 
-@compiled
+@compiled_part
 def is_kept(labels: Labels, state: int, slot: int, rank: float) -> bool:
     """Return whether a label of this rank gets the slot of ``find_slot``: it is free, or its label ranks worse."""
     return bool((labels.counts[state] < labels.width) | (rank < labels.rank[slot]))
 
 
-@compiled
+@compiled_part
 def put_label(
     labels: Labels, state: int, slot: int, parent: int, first_block: int, stages: int, bound: float, rank: float
 ) -> float:
@@ -122,7 +122,7 @@ def put_label(
     return float(evicted)
 
 
-@compiled
+@compiled_part
 def placement_of(labels: Labels, label: int) -> int:
     """Return the placement of a label's last stage."""
     return int(label // labels.width % labels.placements)

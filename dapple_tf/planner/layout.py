@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.pricing import POLICIES
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.early_backward import early_backward_seconds
 from dapple_tf.simulator.memory import usable_bytes
@@ -23,10 +23,20 @@ UNFIT = 1e12  # seconds of a layout that does not fit: more than any that does, 
 _GPIPE = POLICIES.index("gpipe")
 
 
+class MoveTables(NamedTuple):
+    """What moves of a local search read of a problem; few arrays, since each costs seconds of compiling."""
+
+    sizes: Integers  # [Z] samples of a micro-batch
+    work: Floats  # [Z, N + 1] seconds of a micro-batch on one device, sums over the blocks before
+    homes: Integers  # [D] the server of each device
+    unequal_links: bool  # whether some pairs of servers have links of their own
+    may_recompute: bool
+
+
 class LayoutTables(NamedTuple):
     """The tables from which the costs of all layouts of one problem are computed. Bytes are of the profile's batch."""
 
-    sizes: Integers  # [Z] samples of a micro-batch
+    moves: MoveTables
     micro_batches: Integers  # [Z]
     scale: Floats  # [Z] of the profile's bytes
     row: Integers  # [Z, D + 1] of seconds, for each replica count
@@ -41,13 +51,10 @@ class LayoutTables(NamedTuple):
     working: Floats  # [N] bytes
     boundary: Floats  # [N + 1] bytes that cross the cut before each block; 0 at both ends
     splittable: NDArray[np.bool_]  # [N + 1] whether stages of unequal replica counts can meet before each block
-    homes: Integers  # [D] the server of each device
     links: LinkTables
-    unequal_links: bool  # whether some pairs of servers have links of their own
     memory_bytes: float
     fixed_bytes_per_parameter_byte: float
     policies: Integers  # those that the schedule allows
-    may_recompute: bool
 
 
 class Layout(NamedTuple):
@@ -95,14 +102,18 @@ def make_layout_tables(problem: PlanningProblem, sizes: Integers, may_recompute:
     seconds = [chain.block_seconds(n) for n in distinct]
     layers = [profile.backward_seconds(n) for n in distinct] if problem.overlap else []
     first = np.zeros((len(sizes), 1), np.int64)
+    forward, backward = _sums(np.array([f for f, _ in seconds])), _sums(np.array([b for _, b in seconds]))
+    work = (forward + backward)[row[:, 0]] * factor[:, :1]
     return LayoutTables(
-        sizes=sizes,
+        moves=MoveTables(
+            sizes, work, np.array(problem.cluster.homes, np.int64), bool(problem.cluster.links), may_recompute
+        ),
         micro_batches=problem.global_batch_size // sizes,
         scale=sizes / profile.batch_size,
         row=np.hstack([first, row]).astype(np.int64),
         factor=np.hstack([first.astype(np.float64), factor]),
-        forward=_sums(np.array([f for f, _ in seconds])),
-        backward=_sums(np.array([b for _, b in seconds])),
+        forward=forward,
+        backward=backward,
         layer_backward=np.array(layers).reshape(len(layers), len(profile.layers)),
         layer_parameters=np.array(profile.parameter_bytes),
         positions=np.array(chain.positions, np.int64),
@@ -111,13 +122,10 @@ def make_layout_tables(problem: PlanningProblem, sizes: Integers, may_recompute:
         working=np.array(chain.working_bytes),
         boundary=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]),
         splittable=np.concatenate([[True], chain.splittable, [True]]),
-        homes=np.array(problem.cluster.homes, np.int64),
         links=link_tables(problem.cluster),
-        unequal_links=bool(problem.cluster.links),
         memory_bytes=usable_bytes(problem.cluster.least_memory),
         fixed_bytes_per_parameter_byte=2.0 + problem.optimizer_slots,
         policies=np.array([i for i, name in enumerate(POLICIES) if problem.schedule in (name, "auto")], np.int64),
-        may_recompute=may_recompute,
     )
 
 
@@ -161,10 +169,10 @@ def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> W
     )
 
 
-@compiled
+@compiled_part
 def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w: Workspace) -> tuple[float, float]:
     """Return ``measure_transfer`` in time that does not grow with the cluster, where all its servers are alike."""
-    if t.unequal_links:
+    if t.moves.unequal_links:
         return measure_transfer(senders, receivers, t.links)
     count, both = 0, np.concatenate((senders, receivers))
     for i, server in enumerate(both):
@@ -181,7 +189,7 @@ def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w:
     return measure_transfer(both[: len(senders)], both[len(senders) :], few)
 
 
-@compiled
+@compiled_part
 def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
     """Write the costs of the stages into ``w.costs``; return the bytes that the devices lack, infinite if impossible.
 
@@ -195,7 +203,7 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
             w.offsets[s + 1] += 1
     for s in range(stages):
         r = w.offsets[s + 1]
-        if r == 0 or r > t.sizes[z]:
+        if r == 0 or r > t.moves.sizes[z]:
             return np.inf
         if s and not t.splittable[layout.starts[s]] and r != w.offsets[s] - w.offsets[s - 1]:
             return np.inf
@@ -203,7 +211,7 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
     place = w.offsets[:stages].copy()
     for i, s in enumerate(layout.owner):
         if s >= 0:
-            w.servers[place[s]] = t.homes[layout.device_at[i]]
+            w.servers[place[s]] = t.moves.homes[layout.device_at[i]]
             place[s] += 1
     lacking, scale = 0.0, t.scale[z]
     for s in range(stages):
@@ -287,7 +295,7 @@ def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, 
     return LayoutPrice(best, events)
 
 
-@compiled
+@compiled_part
 def set_warm_up(t: LayoutTables, costs: Floats, policy: int, micro_batches: int, warm_up: Integers) -> int:
     """Write K_i under a policy, within the memory; return D, M if nothing limits it, below 1 if nothing fits."""
     stages, limit = len(warm_up), micro_batches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.planner.layout import IDLE, Layout, LayoutTables
-from dapple_tf.simulator.compiled import Integers, compiled
+from dapple_tf.planner.layout import IDLE, Layout, MoveTables
+from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
 _LEAST_SHIFT = 0.5  # the chance that a cut moves one block further still
 
@@ -21,13 +21,13 @@ def draw(random: Integers, below: int) -> int:
     return int(np.int64((x >> np.uint64(11)) % np.uint64(below)))
 
 
-@compiled
+@compiled_part
 def draw_share(random: Integers) -> float:
     """Return a pseudo-random number from 0 to 1."""
     return draw(random, 1 << 30) / (1 << 30)
 
 
-@compiled
+@compiled_part
 def count_devices(layout: Layout, stage: int) -> int:
     """Return how many places belong to a stage, or are idle."""
     count = 0
@@ -36,7 +36,7 @@ def count_devices(layout: Layout, stage: int) -> int:
     return count
 
 
-@compiled
+@compiled_part
 def shift_cut(layout: Layout, boundary: int, blocks: int) -> bool:
     """Move the cut before stage ``boundary`` by ``blocks``, as far as both stages keep a block."""
     start = layout.starts[boundary]
@@ -45,7 +45,7 @@ def shift_cut(layout: Layout, boundary: int, blocks: int) -> bool:
     return bool(moved != start)
 
 
-@compiled
+@compiled_part
 def draw_shift(random: Integers) -> int:
     """Return a number of blocks and a direction: mostly one block."""
     blocks = 1
@@ -54,8 +54,8 @@ def draw_shift(random: Integers) -> int:
     return blocks if draw(random, 2) else -blocks
 
 
-@compiled
-def give_devices(t: LayoutTables, layout: Layout, source: int, target: int, wanted: int, random: Integers) -> bool:
+@compiled_part
+def give_devices(t: MoveTables, layout: Layout, source: int, target: int, wanted: int, random: Integers) -> bool:
     """Move up to ``wanted`` devices from one stage (or IDLE) to another, from one place on, those of one server first.
 
     A stage keeps at least one.
@@ -81,7 +81,7 @@ def give_devices(t: LayoutTables, layout: Layout, source: int, target: int, want
     return True
 
 
-@compiled
+@compiled_part
 def spread_devices(layout: Layout, source: int, target: int, wanted: int) -> bool:
     """Move ``wanted`` devices from one stage to another, evenly among its places; it keeps at least one."""
     have, seen, moved = count_devices(layout, source), 0, 0
@@ -96,7 +96,7 @@ def spread_devices(layout: Layout, source: int, target: int, wanted: int) -> boo
     return True
 
 
-@compiled
+@compiled_part
 def take_first_devices(layout: Layout, source: int, target: int, wanted: int, last: bool) -> bool:
     """Move the first ``wanted`` devices of a stage, or its last ones, to another; it keeps at least one."""
     if not 0 < wanted < count_devices(layout, source):
@@ -110,8 +110,8 @@ def take_first_devices(layout: Layout, source: int, target: int, wanted: int, la
     return True
 
 
-@compiled
-def split_stage(t: LayoutTables, layout: Layout, stage: int, random: Integers) -> bool:
+@compiled_part
+def split_stage(t: MoveTables, layout: Layout, stage: int, random: Integers) -> bool:
     """Cut a stage in two, and share its devices between them; or give one of them idle devices."""
     stages = layout.shape[0]
     first, end = layout.starts[stage], layout.starts[stage + 1]
@@ -128,9 +128,9 @@ def split_stage(t: LayoutTables, layout: Layout, stage: int, random: Integers) -
     layout.shape[0] = stages + 1
     if idle and (have < 2 or draw(random, 2)):
         return give_devices(t, layout, IDLE, stage + 1, 1 + draw(random, idle), random)
-    share = t.forward[0, layout.starts[stage + 1]] + t.backward[0, layout.starts[stage + 1]]
-    begin = t.forward[0, first] + t.backward[0, first]
-    whole = t.forward[0, end] + t.backward[0, end] - begin
+    work = t.work[layout.shape[1]]
+    share, begin = work[layout.starts[stage + 1]], work[first]
+    whole = work[end] - begin
     wanted = have - int(have * (share - begin) / whole + draw_share(random)) if whole > 0 else have // 2
     if draw(random, 4) == 0:
         wanted = 1 + draw(random, have - 1)
@@ -140,7 +140,7 @@ def split_stage(t: LayoutTables, layout: Layout, stage: int, random: Integers) -
     return take_first_devices(layout, stage, stage + 1, wanted, True)
 
 
-@compiled
+@compiled_part
 def merge_stages(layout: Layout, stage: int, drop: bool) -> None:
     """Make one stage of ``stage`` and the next one, on the devices of both; with ``drop`` on those of one."""
     stages = layout.shape[0]
@@ -156,33 +156,29 @@ def merge_stages(layout: Layout, stage: int, drop: bool) -> None:
     layout.shape[0] = stages - 1
 
 
-@compiled
-def even_cuts(t: LayoutTables, layout: Layout, first: int, last: int) -> None:
+@compiled_part
+def even_cuts(t: MoveTables, layout: Layout, first: int, last: int) -> None:
     """Cut the stages ``first`` to ``last`` (inclusive) again, each with compute in proportion to its devices."""
-    z, begin, end = layout.shape[1], layout.starts[first], layout.starts[last + 1]
-    row, total, before = t.row[z, 1], 0, 0
+    begin, end = layout.starts[first], layout.starts[last + 1]
+    work, total, before = t.work[layout.shape[1]], 0, 0
     replicas = np.zeros(last + 1 - first, np.int64)
     for s in layout.owner:
         if first <= s <= last:
             replicas[s - first] += 1
             total += 1
-    base = t.forward[row, begin] + t.backward[row, begin]
-    work = t.forward[row, end] + t.backward[row, end] - base
-    block = begin
+    whole, block = work[end] - work[begin], begin
     for s in range(first, last):
         before += replicas[s - first]
-        wanted, most = base + work * before / total, end - (last - s)
+        wanted, most = work[begin] + whole * before / total, end - (last - s)
         block = max(block, layout.starts[s] + 1)
-        while block < most and t.forward[row, block] + t.backward[row, block] < wanted:
+        while block < most and work[block] < wanted:
             block += 1
-        here = t.forward[row, block] + t.backward[row, block]
-        previous = t.forward[row, block - 1] + t.backward[row, block - 1]
-        if block - 1 > layout.starts[s] and wanted - previous < here - wanted:
+        if block - 1 > layout.starts[s] and wanted - work[block - 1] < work[block] - wanted:
             block -= 1
         layout.starts[s + 1] = min(block, most)
 
 
-@compiled
+@compiled_part
 def deal_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
     """Share the places of the stages ``first`` to ``last`` (inclusive) out among them anew, as many to each as before.
 
@@ -217,8 +213,8 @@ def deal_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
     return changed
 
 
-@compiled
-def swap_owners(t: LayoutTables, layout: Layout, random: Integers) -> bool:
+@compiled_part
+def swap_owners(t: MoveTables, layout: Layout, random: Integers) -> bool:
     """Exchange a device of one stage for one of another server, of another stage or idle; the places keep theirs."""
     i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
     a, b = layout.owner[i], layout.owner[j]
@@ -226,8 +222,8 @@ def swap_owners(t: LayoutTables, layout: Layout, random: Integers) -> bool:
     return bool(a != b and t.homes[layout.device_at[i]] != t.homes[layout.device_at[j]])
 
 
-@compiled
-def swap_devices(t: LayoutTables, layout: Layout, random: Integers) -> bool:
+@compiled_part
+def swap_devices(t: MoveTables, layout: Layout, random: Integers) -> bool:
     """Exchange the devices at two places, which are on different servers; with it their order within stages."""
     i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
     a, b = layout.device_at[i], layout.device_at[j]
@@ -235,7 +231,7 @@ def swap_devices(t: LayoutTables, layout: Layout, random: Integers) -> bool:
     return bool(t.homes[a] != t.homes[b] and (layout.owner[i] != IDLE or layout.owner[j] != IDLE))
 
 
-@compiled
+@compiled_part
 def swap_stages(layout: Layout, a: int, b: int) -> None:
     """Exchange all devices of two stages."""
     for i in range(len(layout.owner)):
@@ -245,8 +241,8 @@ def swap_stages(layout: Layout, a: int, b: int) -> None:
             layout.owner[i] = a
 
 
-@compiled
-def rescale(t: LayoutTables, layout: Layout, size: int, random: Integers) -> None:
+@compiled_part
+def rescale(t: MoveTables, layout: Layout, size: int, random: Integers) -> None:
     """Change the index of the micro-batch size; split stages with too many replicas for it, or merge some of them."""
     grows = size > layout.shape[1]
     layout.shape[1] = size
@@ -265,8 +261,8 @@ def rescale(t: LayoutTables, layout: Layout, size: int, random: Integers) -> Non
         even_cuts(t, layout, 0, layout.shape[0] - 1)
 
 
-@compiled
-def move_at_random(t: LayoutTables, layout: Layout, random: Integers) -> bool:
+@compiled_part
+def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
     """Change a layout by one random move; return whether it changed. It may be a layout that is impossible."""
     stages, devices, sizes = layout.shape[0], len(layout.owner), len(t.sizes)
     kind = draw(random, 100)
@@ -343,8 +339,8 @@ def move_at_random(t: LayoutTables, layout: Layout, random: Integers) -> bool:
     return True
 
 
-@compiled
-def _more(t: LayoutTables, layout: Layout, random: Integers) -> bool:
+@compiled_part
+def _more(t: MoveTables, layout: Layout, random: Integers) -> bool:
     """Cut all stages again, or a random range of them."""
     stages = layout.shape[0]
     a, b = draw(random, stages), draw(random, stages)

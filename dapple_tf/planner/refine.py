@@ -112,7 +112,8 @@ class _Search:
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
-        usable = sorted((c for c in candidates if c.micro_batch_size in self.tables.sizes), key=lambda c: c.seconds)
+        sizes = self.tables.moves.sizes
+        usable = sorted((c for c in candidates if c.micro_batch_size in sizes), key=lambda c: c.seconds)
         chosen: dict[object, Candidate] = {}
         for field in ("origin", "micro_batch_size"):
             best: dict[object, Candidate] = {}
@@ -121,7 +122,7 @@ class _Search:
             for candidate in list(best.values())[:most]:
                 chosen.setdefault((candidate.stages, candidate.micro_batch_size), candidate)
         ranked = sorted(chosen.values(), key=lambda c: c.seconds)
-        return [layout_of(self.problem, self.tables.sizes, candidate) for candidate in ranked]
+        return [layout_of(self.problem, sizes, candidate) for candidate in ranked]
 
     def reorder(self, layout: Layout, order: Sequence[int]) -> Layout:
         """Return a copy whose places have devices in this order, each of the same stage as before."""
@@ -135,7 +136,7 @@ class _Search:
         """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
         random = np.array([_SEED], np.uint64)
         for placing, layout in runs:
-            anneal(self.tables, layout, self.workspace, placing, events // len(runs), hot, _COLD, random)
+            anneal(self.tables, layout, self.workspace, placing, events // len(runs), hot, _COLD, True, random)
         return sorted(runs, key=self.seconds)
 
     def seconds(self, run: tuple[int, Layout]) -> float:
@@ -144,7 +145,7 @@ class _Search:
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""
-        for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.may_recompute else ():
+        for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.moves.may_recompute else ():
             before = self.seconds((FREE, layout))
             layout.recompute[stage] = False
             if self.seconds((FREE, layout)) > before * (1 + 1e-12):
@@ -162,7 +163,7 @@ class _Search:
         stages = [StagePlan(a, b - 1, tuple(d)) for (a, b), d in zip(itertools.pairwise(bounds), devices, strict=True)]
         again = [layer for s in np.flatnonzero(layout.recompute[:count]) for layer in range(bounds[s], bounds[s + 1])]
         recompute = len(again) == len(problem.profile.layers) or (tuple(again) if again else False)
-        size = int(self.tables.sizes[layout.shape[1]])
+        size = int(self.tables.moves.sizes[layout.shape[1]])
         return problem.evaluate(stages, size, "local search", recompute=recompute)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dapple_tf.planner.cost_tables import CostTables
-from dapple_tf.simulator.compiled import compiled
+from dapple_tf.simulator.compiled import compiled, compiled_part
 
 
 class StageSeconds(NamedTuple):
@@ -36,7 +36,7 @@ def stage_seconds(t: CostTables, first: int, end: int, p: int) -> StageSeconds:
     )
 
 
-@compiled
+@compiled_part
 def compute_seconds(t: CostTables, first: int, end: int, p: int) -> float:
     """Return the seconds of a stage's forward and backward together, F + B."""
     row = t.seconds_row[p]
@@ -92,7 +92,7 @@ def fits(t: CostTables, first: int, end: int, p: int, largest: float) -> bool:
     return bool(fixed + work / replicas + stash_bytes(t, first, end) / replicas <= t.memory_bytes)
 
 
-@compiled
+@compiled_part
 def can_follow(t: CostTables, transition: int, start: int) -> bool:
     """Return whether the second stage of a transition can begin at block ``start``.
 
@@ -103,7 +103,7 @@ def can_follow(t: CostTables, transition: int, start: int) -> bool:
     return bool(enough_samples & (t.splittable[start] | t.same_replicas[transition]))
 
 
-@compiled
+@compiled_part
 def least_later(t: CostTables, end: int, p: int) -> float:
     """Return the seconds of a micro-batch in the busiest stage after this one, at least; 0 if none follows.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search_space import coarsen
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from profiler.device_costs import profile_on
@@ -129,7 +129,7 @@ def _sums(rows: Floats) -> Floats:
     return np.concatenate([np.zeros((*rows.shape[:-1], 1)), np.cumsum(rows, axis=-1)], axis=-1)
 
 
-@compiled
+@compiled_part
 def _stage_seconds(c: _Costs, first: int, end: int, group: int, until: int) -> float:
     """Return the seconds of blocks ``first`` to ``end`` on these groups; infinite if they do not fit the memory."""
     speed, kinds = 0.0, c.compute.shape[0]

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.plan import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_loads
 from graph_passes.analysis.row_bounds import cut_points
 from profiler.cluster import Cluster
@@ -80,7 +80,7 @@ def find_flows(
     return measure_flows(servers, offsets, cuts, np.array(moves, np.bool_), tables)
 
 
-@compiled
+@compiled_part
 def no_flows(stages: int) -> Flows:
     """Return flows of which none shares anything."""
     return _keep_shared(np.zeros((3 * stages, 0)), np.zeros(3 * stages))
@@ -133,7 +133,7 @@ def fill_ring(demands: Floats, servers: Integers, t: LinkTables) -> float:
     return float(latency)
 
 
-@compiled
+@compiled_part
 def _keep_shared(demands: Floats, latency: Floats) -> Flows:
     """Return flows with these demands [flows, directions]."""
     flows, every = demands.shape
@@ -158,7 +158,7 @@ def _keep_shared(demands: Floats, latency: Floats) -> Flows:
     return Flows(first, direction[:place].copy(), demand[:place].copy(), latency, directions, near_first, near)
 
 
-@compiled
+@compiled_part
 def _find_near(first: Integers, direction: Integers, directions: int) -> tuple[Integers, Integers]:
     """Return ``near_first`` and ``near``."""
     flows = len(first) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.order import FORWARD, INPUTS, KIND_MASK, KIND_SHIFT, NONE, STAGE_SHIFT, Order
 
 
@@ -26,7 +26,7 @@ def count_in_flight(order: Order) -> Integers:
     return most
 
 
-@compiled
+@compiled_part
 def row_peak(row: Integers, stash: Floats) -> float:
     """Return the most ``stash`` that a worker with this row of actions holds at once.
 

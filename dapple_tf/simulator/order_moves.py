@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.held_stash import row_peak
 from dapple_tf.simulator.order import KIND_SHIFT, NONE, Order
@@ -53,7 +53,7 @@ def move_actions(
     return best
 
 
-@compiled
+@compiled_part
 def _passes_another(row: Integers, source: int, target: int) -> bool:
     """Return whether the entry at ``source`` would pass one of the same stage and kind on its way to ``target``."""
     for place in range(min(source, target), max(source, target) + 1):
@@ -62,7 +62,7 @@ def _passes_another(row: Integers, source: int, target: int) -> bool:
     return False
 
 
-@compiled
+@compiled_part
 def _shift(row: Integers, source: int, target: int) -> None:
     """Move the entry at ``source`` to ``target``."""
     moved, step = row[source], 1 if target > source else -1

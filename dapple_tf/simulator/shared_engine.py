@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import Run, step_seconds
 from dapple_tf.simulator.order import (
@@ -80,7 +80,7 @@ def _begin(f: Floats, g: Integers, flow: int, begin: float, latency: float, seco
     f[flow, _LEFT], f[flow, _DUE] = seconds - wait, begin + wait
 
 
-@compiled
+@compiled_part
 def _factor(counts: Integers, first: Integers, direction: Integers, demand: Floats, flow: int) -> float:
     """Return how many times more slowly than alone a flow moves."""
     factor = 1.0
@@ -148,7 +148,7 @@ def _move(
         g[flow, _SLOWED] = 1
 
 
-@compiled
+@compiled_part
 def _halt(f: Floats, g: Integers, flow: int, now: float) -> bool:
     """Interrupt a flow until ``_resume``; return whether it moved. ``_LEFT`` is then what is left to move."""
     moved = g[flow, _PHASE] == _MOVES
@@ -161,7 +161,7 @@ def _halt(f: Floats, g: Integers, flow: int, now: float) -> bool:
     return bool(moved)
 
 
-@compiled
+@compiled_part
 def _resume_latency(f: Floats, g: Integers, flow: int, now: float) -> None:
     """Let a flow go on that was interrupted during its latency."""
     wait = f[flow, _SINCE]
@@ -387,13 +387,13 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
     return found, ring_end
 
 
-@compiled
+@compiled_part
 def whole_rings(exposed: Floats) -> Rings:
     """Return one ring for each stage, which starts after the last gradients."""
     return Rings(np.arange(len(exposed) + 1), np.zeros(len(exposed)), exposed, exposed)
 
 
-@compiled
+@compiled_part
 def layer_rings(
     gradients: Floats, parameters: Floats, bounds: Integers, latency: Floats, per_byte: Floats, exposed: Floats
 ) -> Rings:

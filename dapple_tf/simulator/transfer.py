@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from graph_passes.analysis.row_bounds import cut_points
 from profiler.cluster import Cluster
 
@@ -69,7 +69,7 @@ def transfer_cost(
     return measure_shares(*servers, cut, cut_next, tables)
 
 
-@compiled
+@compiled_part
 def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
     """Return ``transfer_cost`` of equal shares for arrays, for compiled callers."""
     return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
@@ -84,7 +84,7 @@ def measure_shares(
     return latency, max(unshared, max(leaving.max(), entering.max()) * t.interface)
 
 
-@compiled
+@compiled_part
 def measure_loads(
     senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
 ) -> tuple[float, float, Floats, Floats]:

@@ -33,7 +33,7 @@ def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
     workspace = make_workspace(room, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
-        price = price_layout(tables, layout_of(problem, tables.sizes, candidate), workspace, np.inf, False)
+        price = price_layout(tables, layout_of(problem, tables.moves.sizes, candidate), workspace, np.inf, False)
         assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
         assert price.seconds < UNFIT
 
