@@ -1,4 +1,4 @@
-"""Two ranks of unequal devices: a core, and half a core that another process keeps busy.
+"""Two ranks of unequal devices: a core, and half a core, whose process is stopped half of the time.
 
 The plans of ``best`` and ``bapipe`` for these two devices are compared with the even one: the ratio of their measured
 steps with the ratio of the simulated ones. The profile has seconds of both kinds of device, each measured on it.
@@ -28,7 +28,15 @@ from benchmarks.needs import find_missing_for_ranks
 PLANNERS = ("best", "bapipe")
 LAYERS, WIDTH, BATCH, MICRO_BATCH = 12, 768, 1024, 128
 TURNS, STEPS = 3, 7
-_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+_PAUSE = 0.002  # seconds; far less than a stage takes for a micro-batch
+_STOP_HALF_OF_THE_TIME = """
+import os, signal, sys, time
+parent, pause = os.getppid(), float(sys.argv[1])
+while os.getppid() == parent:
+    for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(parent, signal_number)
+        time.sleep(pause)
+"""
 
 
 def run() -> Iterator[Row]:
@@ -98,13 +106,16 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
 
 @contextmanager
 def half_a_core() -> Iterator[None]:
-    """Share this process's core with one that computes all the time."""
-    busy = subprocess.Popen([sys.executable, "-c", _BUSY])
+    """Stop this process half of the time, by another one.
+
+    A process that computes beside it on its core would take less than half: the scheduler favours one that has waited.
+    """
+    stopper = subprocess.Popen([sys.executable, "-c", _STOP_HALF_OF_THE_TIME, str(_PAUSE)])
     try:
         yield
     finally:
-        busy.kill()
-        busy.wait()
+        stopper.kill()  # only a running process comes here, so none is left stopped
+        stopper.wait()
 
 
 def save_profile(path: str) -> None:

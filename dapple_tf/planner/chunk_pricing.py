@@ -17,16 +17,15 @@ from dapple_tf.planner.pricing import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
-from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost
+from dapple_tf.simulator.transfer import ring_seconds
 from graph_passes.schedules.policies import splits_backward
 from graph_passes.schedules.worker_map import WorkerMap
 
 _ROUNDS = 4  # of even_sums
 _NOTHING = 1e-300  # in place of a sum of 0, to divide by
-
-Servers = tuple[int, ...]  # of each replica of a worker
 
 
 class BlockCosts(NamedTuple):
@@ -83,12 +82,10 @@ class CostSource:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._links: LinkTables = link_tables(problem.cluster)
+        self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
         self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
         self._places: dict[tuple[int, int, int], Sequence[Groups]] = {}
-        self._transfers: dict[tuple[Servers, Servers], tuple[float, float]] = {}
-        self._rings: dict[Servers, tuple[float, float]] = {}
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return seconds that no cuts for micro-batches of ``size`` samples go below: all work, spread evenly."""
@@ -128,19 +125,9 @@ class CostSource:
         moved = [(0.0, 0.0)] * len(worker_of)
         for stage, (here, there) in enumerate(itertools.pairwise(worker_of)):
             if here != there:
-                moved[stage] = self._transfer(servers[here], servers[there])
-        rings = [self._ring(servers[worker]) for worker in worker_of]
+                moved[stage] = self._links.transfer(servers[here], servers[there])
+        rings = [self._links.allreduce(servers[worker]) for worker in worker_of]
         return WorkerLinks(np.array(worker_of, np.int64), *np.array(moved).T.copy(), *np.array(rings).T.copy())
-
-    def _transfer(self, senders: Servers, receivers: Servers) -> tuple[float, float]:
-        if (senders, receivers) not in self._transfers:
-            self._transfers[senders, receivers] = transfer_cost(senders, receivers, self._links)
-        return self._transfers[senders, receivers]
-
-    def _ring(self, servers: Servers) -> tuple[float, float]:
-        if servers not in self._rings:
-            self._rings[servers] = allreduce_cost(servers, self._links)
-        return self._rings[servers]
 
 
 class CutPricer:

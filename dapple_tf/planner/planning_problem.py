@@ -16,7 +16,7 @@ from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
 from dapple_tf.simulator.contention import Flows, plan_flows
-from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
@@ -161,7 +161,7 @@ class PlanningProblem:
             check_workers(plan)
         except (PlanError, ScheduleError):
             return None
-        of_stages = stage_costs(plan, self.profile, self.cluster, optimizer_slots=self.optimizer_slots)
+        of_stages = self._costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
         network = make_network(self.find_flows(stages), of_stages)
         arrays = stage_cost_arrays(of_stages)
@@ -181,6 +181,10 @@ class PlanningProblem:
             self._flows[key] = plan_flows(stages, self.cluster)
         flows = self._flows[key]
         return flows if flows.directions else None
+
+    @cached_property
+    def _costs(self) -> CostModel:
+        return CostModel(self.profile, self.cluster)
 
     @cached_property
     def _flows(self) -> dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Flows]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from dapple_tf.plan import Plan
 from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
-from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
+from dapple_tf.simulator.transfer import ring_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import splits_backward, stages_ending_split
 from profiler.cluster import Cluster
@@ -27,48 +28,61 @@ def stage_costs(
     layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
     inputs are stashed (DAPPLE, section VI.E). Raises ProfileError for a kind of devices without costs.
     """
-    tables = link_tables(cluster)
-    homes = [[cluster.homes[d] for d in stage.devices] for stage in plan.stages]
-    crossing, working = profile.crossing_bytes(), profile.working_bytes()
-    parameters, stash = profile.parameter_bytes, profile.stash_bytes
-    samples = plan.micro_batch_size if samples is None else samples
-    seconds = ReplicaSeconds(profile, cluster)
-    splits = splits_backward(plan.schedule)
-    ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
-    scale = samples / profile.batch_size
-    found = []
-    for index, stage in enumerate(plan.stages):
-        layers = slice(stage.first_layer, stage.last_layer + 1)
-        runs = plan.runs(index)
-        forward, backward = seconds.slowest(stage, samples, runs)
-        send = 0.0
-        if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
-            shares = stage.row_shares, plan.stages[index + 1].row_shares
-            latency, per_byte = transfer_cost(homes[index], homes[index + 1], tables, shares)
-            send = latency + per_byte * float(crossing[stage.last_layer]) * scale
-        parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
-        trained = float(parameters[layers].sum())
-        stashed, work = _memory(layers, runs, stash, working, crossing)
-        ring_cost = allreduce_cost(homes[index], tables)
-        # Where AllReduce overlaps backward each layer with parameters has a ring of its own, which pays the latency.
-        rings = [ring_seconds(*ring_cost, amount) for amount in (parameters[layers] if plan.overlap else [trained])]
-        total, gradients = float(sum(rings)), backward.weights if index in ends_split else backward.layers
-        found.append(
-            StageCosts(
-                forward_seconds=forward,
-                backward_seconds=backward.total,
-                send_forward_seconds=send,
-                send_backward_seconds=send,
-                allreduce_seconds=total,
-                exposed_seconds=exposed_seconds(gradients, np.array(rings)) if plan.overlap else total,
-                fixed_bytes=trained * (2 + optimizer_slots),
-                stash_bytes=stashed * scale / parts,
-                working_bytes=work * scale / parts,
-                weights_seconds=float(backward.weights.sum()) if splits else 0.0,
-                rings=overlapped_rings(gradients, rings) if plan.overlap else (),
+    return CostModel(profile, cluster).stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
+
+
+class CostModel:
+    """The cost model of one profile on one cluster: what is computed for one plan is kept for the next."""
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self._profile, self._cluster = profile, cluster
+        self._links = LinkCosts(cluster)
+        self._seconds = ReplicaSeconds(profile, cluster)
+        self._crossing, self._working = profile.crossing_bytes(), profile.working_bytes()
+
+    def stage_costs(
+        self, plan: Plan, *, optimizer_slots: int = 2, samples: int | None = None
+    ) -> tuple[StageCosts, ...]:
+        """Return the costs of every stage of ``plan``; see the function ``stage_costs``."""
+        homes = [tuple(self._cluster.homes[d] for d in stage.devices) for stage in plan.stages]
+        parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
+        samples = plan.micro_batch_size if samples is None else samples
+        splits = splits_backward(plan.schedule)
+        ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
+        scale = samples / self._profile.batch_size
+        found = []
+        for index, stage in enumerate(plan.stages):
+            layers = slice(stage.first_layer, stage.last_layer + 1)
+            runs = plan.runs(index)
+            forward, backward = self._seconds.slowest(stage, samples, runs)
+            send = 0.0
+            if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
+                shares = stage.row_shares, plan.stages[index + 1].row_shares
+                latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares)
+                send = latency + per_byte * float(self._crossing[stage.last_layer]) * scale
+            parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
+            trained = float(parameters[layers].sum())
+            stashed, work = _memory(layers, runs, stash, self._working, self._crossing)
+            ring_cost = self._links.allreduce(homes[index])
+            # Where AllReduce overlaps backward each layer with parameters has a ring of its own and pays its latency.
+            rings = [ring_seconds(*ring_cost, x) for x in (parameters[layers] if plan.overlap else [trained])]
+            total, gradients = float(sum(rings)), backward.weights if index in ends_split else backward.layers
+            found.append(
+                StageCosts(
+                    forward_seconds=forward,
+                    backward_seconds=backward.total,
+                    send_forward_seconds=send,
+                    send_backward_seconds=send,
+                    allreduce_seconds=total,
+                    exposed_seconds=exposed_seconds(gradients, np.array(rings)) if plan.overlap else total,
+                    fixed_bytes=trained * (2 + optimizer_slots),
+                    stash_bytes=stashed * scale / parts,
+                    working_bytes=work * scale / parts,
+                    weights_seconds=float(backward.weights.sum()) if splits else 0.0,
+                    rings=overlapped_rings(gradients, rings) if plan.overlap else (),
+                )
             )
-        )
-    return tuple(found)
+        return tuple(found)
 
 
 def _memory(
@@ -79,6 +93,8 @@ def _memory(
     A re-computed run adds its inputs to the stash, and all its stash to its working set. ``crossing``: bytes that cross
     the cut after each layer.
     """
+    if not runs:
+        return float(stash[layers].sum()), float(working[layers].max())
     run_inputs = sum(float(crossing[run.start - 1]) for run in runs if run.start)
     others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
     of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
