@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.planner.layout import Layout, LayoutTables, Workspace, copy_layout, make_layout, price_layout
+from dapple_tf.planner.layout import (
+    Layout,
+    LayoutPrice,
+    LayoutTables,
+    Workspace,
+    copy_layout,
+    make_layout,
+    price_layout,
+)
+from dapple_tf.planner.layout_contention import price_with_contention
 from dapple_tf.planner.layout_moves import deal_devices, draw_share, move_at_random
-from dapple_tf.simulator.compiled import Integers, compiled
+from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
 # What pricing a layout costs beside its simulation, in events.
 _EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
@@ -25,6 +34,7 @@ def anneal(
     hot: float,
     cold: float,
     hurried: bool,
+    contention: bool,
     random: Integers,
 ) -> float:
     """Improve ``start`` in place to the best layout met, and return its seconds.
@@ -32,6 +42,7 @@ def anneal(
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
     after each move, so that only their numbers are searched. ``hurried``: see ``price_layout``.
+    ``contention``: whether it counts.
     ``random``: see ``draw``.
     """
     room, devices = len(start.recompute), len(start.owner)
@@ -39,7 +50,7 @@ def anneal(
     if placing != FREE:
         deal_devices(start, 0, start.shape[0], placing == SCATTERED)
     copy_layout(start, now)
-    seconds = price_layout(t, now, w, np.inf, hurried).seconds
+    seconds = _price(t, now, w, np.inf, hurried, contention).seconds
     least, left = seconds, events
     while left > 0:
         copy_layout(now, trial)
@@ -50,7 +61,7 @@ def anneal(
             deal_devices(trial, 0, trial.shape[0], placing == SCATTERED)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_layout(t, trial, w, ceiling, hurried)
+        price = _price(t, trial, w, ceiling, hurried, contention)
         left -= price.events
         if price.seconds < ceiling:
             seconds = price.seconds
@@ -59,3 +70,12 @@ def anneal(
                 least = seconds
                 copy_layout(now, start)
     return least
+
+
+@compiled_part
+def _price(
+    t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool, contention: bool
+) -> LayoutPrice:
+    if contention:
+        return price_with_contention(t, layout, w, ceiling, hurried)
+    return price_layout(t, layout, w, ceiling, hurried)

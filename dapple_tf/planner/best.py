@@ -45,7 +45,7 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_LOCAL_EVENTS = 400_000  # simulated by one local search, for each device
+_LOCAL_EVENTS = 400_000  # simulated by one local search, for each of the first devices; twice as many for others
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
 _MOVES = 40  # of single cuts and devices, under schedules that the local search does not know
@@ -264,13 +264,9 @@ def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate
     """Return what local search finds; ``binds``: whether memory makes re-computation of single stages worth a try."""
     if problem.schedule in (*POLICIES, "auto"):
         blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
-        events = int(
-            _LOCAL_EVENTS * min(max(devices, _LEAST_DEVICES), _MOST_DEVICES) * min(1.0, blocks * devices / _FEW_PLACES)
-        )
-        found = refine(problem, candidates, events, may_recompute=binds)
-        # Reason: the local search prices without contention, which moves cuts by a few blocks.
-        busy = [c for c in _fastest_few([*candidates, *found])[:1] if problem.find_flows(c.stages) is not None]
-        return [*found, *(move_singly(problem, candidate, _MOVES) for candidate in busy)]
+        more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)
+        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _FEW_PLACES))
+        return refine(problem, candidates, events, may_recompute=binds)
     return [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
 
 

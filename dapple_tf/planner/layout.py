@@ -77,15 +77,17 @@ class Workspace(NamedTuple):
     arrival: Floats  # [most stages, most M]
     servers: Integers  # [D] of the devices of all stages, one stage after the other
     offsets: Integers  # [most stages + 1] where each stage's begin
-    warm_up: Integers  # [most stages]
+    warm_up: Integers  # [most stages] K_i of the policy that is simulated
+    best_warm_up: Integers  # [most stages] K_i of the fastest policy
     names: Integers  # [D] short names of the servers of one boundary, IDLE outside of ``measure_boundary``
 
 
 class LayoutPrice(NamedTuple):
-    """Seconds of a step (``UNFIT`` and more if it does not fit), and events simulated."""
+    """Seconds of a step (``UNFIT`` and more if it does not fit), events simulated, and the policy, -1 if none."""
 
     seconds: float
     events: int
+    policy: int
 
 
 def make_layout_tables(problem: PlanningProblem, sizes: Integers, may_recompute: bool) -> LayoutTables:
@@ -164,6 +166,7 @@ def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> W
         np.zeros((most_stages, most_micro_batches)),
         np.zeros(devices, np.int64),
         np.zeros(most_stages + 1, np.int64),
+        np.zeros(most_stages, np.int64),
         np.zeros(most_stages, np.int64),
         np.full(devices, IDLE),
     )
@@ -266,18 +269,18 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool) -> LayoutPrice:
     """Return the price under the fastest policy allowed; infinite where it reaches ``ceiling`` seconds.
 
-    Contention does not count here: simulating it takes 25 times as long.
+    Contention does not count here; see ``price_with_contention``. The K_i of that policy are in ``w.best_warm_up``.
 
     ``hurried``: see ``early_backward_seconds``; GPipe, which hardly ever wins, is then tried only where it is given.
     """
     lacking = fill_costs(t, layout, w)
     if lacking > 0:
-        return LayoutPrice(UNFIT * (1 + lacking / t.memory_bytes), 0)
+        return LayoutPrice(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
-    best, events = np.inf, 0
+    best, events, fastest = np.inf, 0, -1
     bound = least_seconds(w.costs, stages, m)
     if bound >= ceiling:
-        return LayoutPrice(np.inf, 0)
+        return LayoutPrice(np.inf, 0, -1)
     c, warm_up = w.costs[:, :stages], w.warm_up[:stages]
     for policy in t.policies[::-1]:
         if hurried and policy == _GPIPE and len(t.policies) > 1:
@@ -289,10 +292,11 @@ def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, 
         seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, hurried)
         events += 2 * stages * m
         if seconds < best:
-            best = seconds
+            best, fastest = seconds, policy
+            w.best_warm_up[:stages] = warm_up
             if seconds <= bound * (1 + 1e-9):
                 break
-    return LayoutPrice(best, events)
+    return LayoutPrice(best, events, fastest)
 
 
 @compiled_part

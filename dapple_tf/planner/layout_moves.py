@@ -232,6 +232,53 @@ def swap_devices(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
 
 @compiled_part
+def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
+    """Exchange the devices of two servers between their stages: the first of one for the first of the other, and so on.
+
+    Those that a larger server has more of keep theirs.
+    """
+    places = len(layout.owner)
+    a = t.homes[layout.device_at[draw(random, places)]]
+    b = t.homes[layout.device_at[draw(random, places)]]
+    if a == b:
+        return False
+    j, changed = 0, False
+    for i in range(places):
+        if t.homes[layout.device_at[i]] == a:
+            while j < places and t.homes[layout.device_at[j]] != b:
+                j += 1
+            if j == places:
+                break
+            changed = changed or layout.owner[i] != layout.owner[j]
+            layout.owner[i], layout.owner[j] = layout.owner[j], layout.owner[i]
+            j += 1
+    return changed
+
+
+@compiled_part
+def gather_stage(t: MoveTables, layout: Layout, stage: int, random: Integers) -> bool:
+    """Exchange devices of a stage for those of other stages, or idle ones, of one server that it uses already."""
+    places, j, changed = len(layout.owner), 0, False
+    skip = draw(random, count_devices(layout, stage))
+    server = 0
+    for i in range(places):
+        if layout.owner[i] == stage:
+            server = t.homes[layout.device_at[i]]
+            if skip == 0:
+                break
+            skip -= 1
+    for i in range(places):
+        if layout.owner[i] == stage and t.homes[layout.device_at[i]] != server:
+            while j < places and (t.homes[layout.device_at[j]] != server or layout.owner[j] == stage):
+                j += 1
+            if j == places:
+                break
+            layout.owner[i], layout.owner[j] = layout.owner[j], stage
+            changed = True
+    return changed
+
+
+@compiled_part
 def swap_stages(layout: Layout, a: int, b: int) -> None:
     """Exchange all devices of two stages."""
     for i in range(len(layout.owner)):
@@ -292,6 +339,10 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
                 shift_cut(layout, boundary, -1 if source < target else 1)
         return True
     if kind < 50:
+        if draw(random, 4) == 0:
+            return swap_servers(t, layout, random)
+        if draw(random, 3) == 0:
+            return gather_stage(t, layout, s, random)
         if t.unequal_links and draw(random, 2):
             return swap_devices(t, layout, random)
         return swap_owners(t, layout, random)

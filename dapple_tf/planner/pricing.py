@@ -27,7 +27,7 @@ POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the fir
 # Schedules that split backwards and have a name, by stages per device: one alone, or two in the shape of a V.
 _STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _GPIPE = POLICIES.index("gpipe")
-_SHARED = 25  # how many times longer a simulation with contention takes, about
+SHARED_EVENTS = 25  # how many times longer a simulation with contention takes, about
 
 
 class StageCostArrays(NamedTuple):
@@ -361,7 +361,7 @@ def _simulate_policies(
                 seconds, new_limit = shared_policy_seconds(
                     costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network
                 )
-                max_events -= _SHARED * 4 * stages * t.micro_batches
+                max_events -= SHARED_EVENTS * 4 * stages * t.micro_batches
             if seconds < best * (1 - 1e-9):
                 best, index, fastest, limit = seconds, i, policy, new_limit
             if seconds <= bounds[i] * (1 + 1e-9):

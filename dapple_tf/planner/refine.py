@@ -22,14 +22,15 @@ from dapple_tf.planner.layout import (
     make_workspace,
     price_layout,
 )
+from dapple_tf.planner.layout_contention import price_with_contention
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 from dapple_tf.simulator.compiled import Integers
 from profiler.cluster import Cluster
 
 _SEED = 88172645463325252
-_STARTS, _KEPT = 3, 3
-_DEALT, _NEAR, _FREE, _LAST = 0.35, 0.15, 0.3, 0.2  # shares of the events of each part of the search
+_STARTS, _KEPT = 3, 4
+_DEALT, _NEAR, _FREE, _FULL, _LAST = 0.2, 0.1, 0.1, 1.0, 0.4  # shares of the events of each part of the search
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices
 _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
@@ -40,7 +41,8 @@ def refine(
 ) -> list[Candidate]:
     """Return plans that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
-    First only the numbers of devices are searched, dealt to the stages in order or evenly; then their places, too. The
+    First only the numbers of devices are searched, dealt to the stages in order or evenly; then their places, too; and
+    at last with contention, if it counts in the problem. The
     same problem and number of simulated ``events`` give the same plans. ``may_recompute``: whether single stages may be
     re-computed. Empty without candidates, and for a schedule that is none of the simulated policies.
     """
@@ -52,13 +54,17 @@ def refine(
     dealt = [(placing, search.reorder(start, order)) for order, placing, start in ways]
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
-    near = search.run_all([(FREE, layout) for layout in starts], int(events * _NEAR), 0.01)
+    near = search.run_all([(FREE, search.copy(layout)) for layout in starts], int(events * _NEAR), 0.01)
     kept = sorted([*dealt, *near], key=search.seconds)[:_KEPT]
     kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.03)
-    ((_, best),) = search.run_all([(FREE, layout) for _, layout in kept[:1]], int(events * _LAST), 0.005)
+    # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
+    full = problem.contention
+    either = [*kept, *((FREE, layout) for layout in starts)]
+    kept = sorted(either, key=lambda run: search.seconds(run, contention=full))[:_KEPT]
+    kept = search.run_all(kept, int(events * _FULL), 0.05, contention=full)
+    ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=full)
     search.drop_recompute(best)
-    # The search prices without contention; with it another of the last layouts may be the fastest.
-    found = [search.candidate(layout) for layout in (best, *(layout for _, layout in kept[1:]))]
+    found = [search.candidate(layout) for _, layout in kept]
     return [candidate for candidate in found if candidate is not None]
 
 
@@ -124,31 +130,40 @@ class _Search:
         ranked = sorted(chosen.values(), key=lambda c: c.seconds)
         return [layout_of(self.problem, sizes, candidate) for candidate in ranked]
 
+    def copy(self, layout: Layout) -> Layout:
+        """Return a copy of a layout."""
+        same = make_layout(self.room, len(layout.owner))
+        copy_layout(layout, same)
+        return same
+
     def reorder(self, layout: Layout, order: Sequence[int]) -> Layout:
         """Return a copy whose places have devices in this order, each of the same stage as before."""
-        copy = make_layout(self.room, len(order))
-        copy_layout(layout, copy)
+        copy = self.copy(layout)
         copy.device_at[:] = order
         copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
         return copy
 
-    def run_all(self, runs: Sequence[tuple[int, Layout]], events: int, hot: float) -> list[tuple[int, Layout]]:
+    def run_all(
+        self, runs: Sequence[tuple[int, Layout]], events: int, hot: float, *, contention: bool = False
+    ) -> list[tuple[int, Layout]]:
         """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
         random = np.array([_SEED], np.uint64)
         for placing, layout in runs:
-            anneal(self.tables, layout, self.workspace, placing, events // len(runs), hot, _COLD, True, random)
-        return sorted(runs, key=self.seconds)
+            share = events // len(runs)
+            anneal(self.tables, layout, self.workspace, placing, share, hot, _COLD, True, contention, random)
+        return sorted(runs, key=lambda run: self.seconds(run, contention=contention))
 
-    def seconds(self, run: tuple[int, Layout]) -> float:
+    def seconds(self, run: tuple[int, Layout], *, contention: bool = False) -> float:
         """Return the seconds of a run's layout."""
-        return price_layout(self.tables, run[1], self.workspace, np.inf, False).seconds
+        price = price_with_contention if contention else price_layout
+        return price(self.tables, run[1], self.workspace, np.inf, False).seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""
         for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.moves.may_recompute else ():
-            before = self.seconds((FREE, layout))
+            before = self.seconds((FREE, layout), contention=self.problem.contention)
             layout.recompute[stage] = False
-            if self.seconds((FREE, layout)) > before * (1 + 1e-12):
+            if self.seconds((FREE, layout), contention=self.problem.contention) > before * (1 + 1e-12):
                 layout.recompute[stage] = True
 
     def candidate(self, layout: Layout) -> Candidate | None:
