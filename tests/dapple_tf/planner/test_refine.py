@@ -16,6 +16,7 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace, price_layout
+from dapple_tf.planner.layout_contention import price_with_contention
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refine import layout_of, refine
 from profiler.cluster import Cluster, Link, Server
@@ -36,6 +37,19 @@ def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
         price = price_layout(tables, layout_of(problem, tables.moves.sizes, candidate), workspace, np.inf, False)
         assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
         assert price.seconds < UNFIT
+
+
+@given(cases())
+def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> None:
+    options = {**case.options, "schedule": "dapple-a"}
+    problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=True, **options)
+    tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
+    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    for candidate in baseline_candidates(problem):
+        layout = layout_of(problem, tables.moves.sizes, candidate)
+        price = price_with_contention(tables, layout, workspace, np.inf, False)
+        assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
 def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
