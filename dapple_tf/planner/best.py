@@ -29,7 +29,7 @@ from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.pricing import POLICIES, simulate_found_plans
 from dapple_tf.planner.ranking import rank_candidates
-from dapple_tf.planner.refine import refine
+from dapple_tf.planner.refine import counts_contention, refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
@@ -48,7 +48,7 @@ _REFINED = 3
 _LOCAL_EVENTS = 400_000  # simulated by one local search, for each of the first devices; twice as many for others
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
-_MOVES = 40  # of single cuts and devices, under schedules that the local search does not know
+_MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
 _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
 _AMPLE = 1e30  # bytes of a device that any plan fits
@@ -266,7 +266,12 @@ def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate
         blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
         more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)
         events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _FEW_PLACES))
-        return refine(problem, candidates, events, may_recompute=binds)
+        found = refine(problem, candidates, events, may_recompute=binds)
+        if counts_contention(problem):
+            return found
+        # Reason: without contention the cuts of the local search are off by a few blocks.
+        busy = [c for c in _fastest_few([*candidates, *found])[:1] if problem.find_flows(c.stages) is not None]
+        return [*found, *(move_singly(problem, candidate, _MOVES) for candidate in busy)]
     return [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
 
 

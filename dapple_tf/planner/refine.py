@@ -33,6 +33,7 @@ _STARTS, _KEPT = 3, 4
 _DEALT, _NEAR, _FREE, _FULL, _LAST = 0.2, 0.1, 0.1, 1.0, 0.4  # shares of the events of each part of the search
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices
+_MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
 _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 
 
@@ -42,9 +43,9 @@ def refine(
     """Return plans that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
     First only the numbers of devices are searched, dealt to the stages in order or evenly; then their places, too; and
-    at last with contention, if it counts in the problem. The
-    same problem and number of simulated ``events`` give the same plans. ``may_recompute``: whether single stages may be
-    re-computed. Empty without candidates, and for a schedule that is none of the simulated policies.
+    at last with contention (see ``counts_contention``). The same problem and number of simulated ``events`` give the
+    same plans. ``may_recompute``: whether single stages may be re-computed. Empty without candidates, and for a
+    schedule that is none of the simulated policies.
     """
     search = _Search.of(problem, candidates, may_recompute)
     if search is None:
@@ -58,7 +59,7 @@ def refine(
     kept = sorted([*dealt, *near], key=search.seconds)[:_KEPT]
     kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
-    full = problem.contention
+    full = counts_contention(problem)
     either = [*kept, *((FREE, layout) for layout in starts)]
     kept = sorted(either, key=lambda run: search.seconds(run, contention=full))[:_KEPT]
     kept = search.run_all(kept, int(events * _FULL), 0.05, contention=full)
@@ -66,6 +67,11 @@ def refine(
     search.drop_recompute(best)
     found = [search.candidate(layout) for _, layout in kept]
     return [candidate for candidate in found if candidate is not None]
+
+
+def counts_contention(problem: PlanningProblem) -> bool:
+    """Return whether the local search ends with contention: where it counts, and the cluster is not too large."""
+    return problem.contention and problem.cluster.devices <= _MOST_CONTENDING
 
 
 def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -> Layout:
@@ -161,9 +167,9 @@ class _Search:
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""
         for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.moves.may_recompute else ():
-            before = self.seconds((FREE, layout), contention=self.problem.contention)
+            before = self.seconds((FREE, layout), contention=counts_contention(self.problem))
             layout.recompute[stage] = False
-            if self.seconds((FREE, layout), contention=self.problem.contention) > before * (1 + 1e-12):
+            if self.seconds((FREE, layout), contention=counts_contention(self.problem)) > before * (1 + 1e-12):
                 layout.recompute[stage] = True
 
     def candidate(self, layout: Layout) -> Candidate | None:
