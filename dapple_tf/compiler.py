@@ -13,6 +13,7 @@ from dapple_tf.exactness import Exactness
 from dapple_tf.plan import Plan, check_workers
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
+from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import DType, Graph, Shape, TensorType
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.allreduce import AllReduce
@@ -68,10 +69,11 @@ class PlannedModel:
     def exactness(self) -> Exactness:
         """Why a step differs from one device's under this plan."""
         if self.plan.window is not None and self.plan.window.in_turn:
-            return Exactness()  # every minibatch is computed whole, on one replica
+            found = self.model.exactness.of_minibatches  # each is computed whole, on one replica
+            return Exactness(found.reasons, windows=True)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
-        return Exactness((*self.model.exactness.reasons, *writes))
+        return Exactness((*self.model.exactness.reasons, *writes), windows=self.plan.window is not None)
 
     def same(self, other: PlannedModel) -> bool:
         """Return whether both run the same steps."""
@@ -143,8 +145,9 @@ def window_passes(
     versions = plan.versions
     window, trained = versions.window, frozenset(model.trained)
     assert model.updates is not None  # check_window_model refuses models without an optimizer
+    counters = find_variables(model.graph).once  # the next minibatches have written them before this one's backward
     return (
-        *([Recompute(model.runs)] if any(model.runs) else []),
+        *([Recompute(model.runs, counters)] if any(model.runs) else []),
         *([LookUpRows(model.lookups)] if model.lookups else []),
         Microbatch(model.stages, window.micro_batches, model.merges, model.loss),  # the calls of one minibatch
         *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared, plan.shares)]),

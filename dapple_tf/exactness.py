@@ -50,13 +50,15 @@ class Inexactness:
 
     ``layer``: the layer or op that causes it; ``why``: what it does; ``remedy``: what the user can do. ``documented``:
     a training step is allowed to differ for this reason (batch norm in training mode, draws without a seed); any other
-    reason is an error unless the user allows it.
+    reason is an error unless the user allows it. ``uncut``: the step differs also where one micro-batch is the whole
+    batch.
     """
 
     layer: str
     why: str
     remedy: str
     documented: bool = False
+    uncut: bool = False
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.why}. {self.remedy}"
@@ -64,9 +66,13 @@ class Inexactness:
 
 @dataclass(frozen=True)
 class Exactness:
-    """All reasons for which a step differs from one device's; its ``str`` is a table, or says that there are none."""
+    """All reasons for which a step differs from one device's; its ``str`` is a table, or says that there are none.
+
+    ``windows``: the reasons are those of each minibatch of an asynchronous window, with the weights that it uses.
+    """
 
     reasons: tuple[Inexactness, ...] = ()
+    windows: bool = False
 
     @property
     def exact(self) -> bool:
@@ -78,11 +84,21 @@ class Exactness:
         """The reasons that are errors unless the user allows them."""
         return tuple(reason for reason in self.reasons if not reason.documented)
 
+    @property
+    def of_minibatches(self) -> Exactness:
+        """The reasons that also hold for the minibatches of an asynchronous window, each computed whole."""
+        return Exactness(tuple(reason for reason in self.reasons if reason.uncut))
+
     def to_json(self) -> list[dict[str, Any]]:
         """Return the reasons as JSON objects."""
-        return [asdict(reason) for reason in self.reasons]
+        return [{key: value for key, value in asdict(reason).items() if key != "uncut"} for reason in self.reasons]
 
     def __str__(self) -> str:
+        if not self.reasons and self.windows:
+            return (
+                "exact, each minibatch by itself: its loss, gradients and state equal those of one device that has the "
+                "weights which the minibatch uses, some of them a few updates old"
+            )
         if not self.reasons:
             return "exact: loss, gradients, variables and state equal those of one device"
         rows: Sequence[Sequence[str]] = [(reason.layer, reason.why, reason.remedy) for reason in self.reasons]

@@ -122,13 +122,15 @@ def stage_model(
     recompute: Collection[int] = (),
     *,
     sparse: bool = True,
+    windows: bool = False,
 ) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
-    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. Without an
-    optimizer the pipelined graph computes gradients, and writes only the state that forward writes. Raises
-    PartitionError where the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an
-    unsuitable optimizer.
+    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. ``windows``:
+    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. Without an optimizer
+    the pipelined graph computes gradients, and writes only the state that forward writes. Raises PartitionError where
+    the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an unsuitable
+    optimizer.
     """
     stages = partition(layers, starts)
     scaled = optimizer is not None and scales_loss(optimizer)
@@ -137,7 +139,7 @@ def stage_model(
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
     if tail := build_tail(stages, joint, pruned[-1]):
         functions[-1] = (*functions[-1], tail)
-    graph = stage_graph(captured, functions, build_once(stages, joint, functions))
+    graph = stage_graph(captured, functions, build_once(stages, joint, functions, repeated=windows))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dapple_tf.errors import GraphError, PlanError
 from dapple_tf.plan import Plan
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.variable_use import find_variables
+from graph_passes.analysis.variable_use import Variables, find_variables
+from graph_passes.ir.names import at
+from graph_passes.ir.ops import OpName
 from graph_passes.passes.update_groups import check_updates
 
 
@@ -17,6 +19,11 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
     """
     if model.updates is None:
         raise PlanError("mode='async' without an optimizer: a window updates the weights after every minibatch")
+    if model.counter in model.model_variables:
+        raise PlanError(
+            f"mode='async': the loss reads the optimizer's step counter, {model.counter!r}, of which each stage has "
+            "its own in a window: count minibatches in a variable of your own, which the loss advances by assign_add"
+        )
     try:
         check_updates(model.updates, model.counter)
     except GraphError as error:
@@ -30,7 +37,10 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
                 "mode='sync'"
             )
         if name in model.trained and name in variables.state:
-            raise PlanError(f"mode='async': {name!r} is trained, and forward writes it too")
+            raise PlanError(
+                f"mode='async': {name!r} is trained, and forward writes it too (as a spectral norm does), so a version "
+                "of the weights would not have what forward wrote: write another variable, or train with mode='sync'"
+            )
     assert plan.window is not None
     for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
         written = [name for name in variables.used(stage) if name in variables.state - variables.once]
@@ -40,3 +50,25 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
                 "minibatches in turn, so it cannot be written in the order of the minibatches: give this stage one "
                 "device"
             )
+    _check_late_reads(model, plan, variables)
+
+
+def _check_late_reads(model: StagedModel, plan: Plan, variables: Variables) -> None:
+    """Raise PlanError where a call would read a variable after a later minibatch has written it.
+
+    What runs once a minibatch writes, and gives calls the values that they need. A call that reads the variable itself,
+    such as one with a loop, reads it later: a backward after the forwards before it, and where replicas take
+    minibatches in turn, a forward after the writes of its whole group.
+    """
+    for stage, (warm_up, replicas) in enumerate(zip(plan.versions.window.warm_up, plan.replicas, strict=True)):
+        in_turn = plan.window is not None and plan.window.in_turn and replicas > 1
+        for op, late in ((OpName.FORWARD, in_turn), (OpName.BACKWARD, in_turn or warm_up > 1)):
+            function = model.graph.function_by_name.get(at(stage, what=op))
+            read = [port.name for _, port in function.input_ports("variable")] if function and late else []
+            written = [name for name in read if name in (variables.once if op == OpName.FORWARD else variables.state)]
+            if written:
+                raise PlanError(
+                    f"mode='async': {op} of stage {stage} reads {written[0]!r} in a loop, a nested function or a "
+                    "custom gradient, and the loss writes it for every minibatch, so a later minibatch has written "
+                    "it by then: read it outside of them and pass the value in, or train with mode='sync'"
+                )

@@ -109,6 +109,11 @@ class Autoplan:
         return self._request.window
 
     @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
+        return self._request.runs_whole_minibatches
+
+    @property
     def user_inexact(self) -> Inexact:
         """The treatment of a loss that does not add up that the user asks for."""
         return self._request.inexact
@@ -116,7 +121,7 @@ class Autoplan:
     @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
-        return "allow" if self._request.runs_whole_minibatches else self._request.inexact
+        return "allow" if self.runs_whole_minibatches else self._request.inexact
 
     @property
     def batch_loss(self) -> BatchLoss:

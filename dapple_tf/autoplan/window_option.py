@@ -50,5 +50,5 @@ def check_window_options(
     for name, (value, default) in others.items():
         if value != default:
             raise PlanError(f"{name}={value!r} with mode='async': windows have an order of their own; leave it out")
-    if replicas is not None:
+    if replicas and min(replicas) > 0:  # else refused when the stages are known
         window.versions(replicas)

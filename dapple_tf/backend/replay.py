@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.backend.operations import Operations
 from graph_passes.ir.graph import Graph, Node, Value
-from graph_passes.ir.names import nodes_of
+from graph_passes.ir.names import find_minibatch, nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that write the user's variables, and ops without a result that others use.
@@ -67,4 +67,6 @@ def _describe_place(node: Node, of_minibatch: int) -> str:
     if of_minibatch and node.has("micro_batch"):
         minibatch, micro_batch = divmod(node.integer("micro_batch"), of_minibatch)
         places[-1] = f"minibatch {minibatch}" + (f", micro-batch {micro_batch}" if of_minibatch > 1 else "")
+    elif (number := find_minibatch(node.name)) is not None:
+        places.append(f"minibatch {number}")
     return ", ".join([*places, op])

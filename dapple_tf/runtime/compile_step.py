@@ -130,6 +130,9 @@ def compile_step(
             options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
             earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
             captured = trace_batch(loss_fn, batch, size, *options, earlier=earlier, compiled=by_xla)
+            if autoplan.runs_whole_minibatches and captured.dependence is not None:
+                reasons = captured.dependence.exactness.of_minibatches.undocumented
+                report_exactness(captured.graph.name, reasons, autoplan.user_inexact)
             micro_batch = autoplan.micro_batch_size(size)
             captured, shapes = infer_batch_axes(captured, micro_batch)
         if not shapes and micro_batch != size:
@@ -142,7 +145,8 @@ def compile_step(
         with times.phase("profile"):
             cuts = autoplan.decide(captured, layers, shapes, batch)
         with times.phase("differentiate"):
-            model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, sparse=autoplan.keeps_slices)
+            kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
+            model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, **kinds)
         autoplan.choose_schedule(model, size)
         return model
 

@@ -133,7 +133,8 @@ class PipelinedStep:
     def exactness(self) -> Exactness:
         """The reasons for which the step that ran last differs from one device's: a table of layers, reasons, remedies.
 
-        Empty for most models. UsageError before the first batch.
+        Empty for most models. In asynchronous windows, of each minibatch with the weights that it uses. UsageError
+        before the first batch.
         """
         return self._compiled_last().planned.exactness
 

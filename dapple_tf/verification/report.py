@@ -69,7 +69,7 @@ class Report:
             "max_errors": _finite(self.deciding.errors),
             "plain": _comparison_to_json(self.plain),
             "in_turn": None if self.in_turn is None else _comparison_to_json(self.in_turn),
-            "exactness": [dataclasses.asdict(reason) for reason in self.exactness.reasons],
+            "exactness": self.exactness.to_json(),
             "plan": dataclasses.asdict(self.plan),
         }
 

@@ -34,12 +34,15 @@ class Recomputation:
     stash: tuple[Value, ...]
 
 
-def find_recomputation(forward: Function, runs: Sequence[Set[str]]) -> Recomputation:
-    """Return what backward repeats of ``forward`` to recompute ``runs``: the names of each run's nodes, in order."""
+def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set[str] = frozenset()) -> Recomputation:
+    """Return what backward repeats of ``forward`` to recompute ``runs``: the names of each run's nodes, in order.
+
+    ``written``: variables that other functions may write before backward runs; it reads none of them again.
+    """
     graph = forward.graph
     old_stash = [v for port, v in zip(forward.outputs, graph.outputs, strict=True) if port.role == "stash"]
     run_of = {name: index for index, run in enumerate(runs) for name in run}
-    search = _Search(graph, find_run_once(forward), run_of)
+    search = _Search(graph, find_run_once(forward, written), run_of)
     search.stash.update(value for value in old_stash if value.node not in run_of)
     for index in reversed(range(len(runs))):  # later runs first: they may take values of earlier ones
         search.recompute([value for value in old_stash if run_of.get(value.node) == index])
@@ -49,13 +52,16 @@ def find_recomputation(forward: Function, runs: Sequence[Set[str]]) -> Recomputa
     return Recomputation(tuple(nodes), frozenset(search.repeated).difference(*nodes), tuple(stash))
 
 
-def find_run_once(forward: Function) -> frozenset[str]:
-    """Return the nodes of a forward function that must run once: with effects, or with other results if run again."""
+def find_run_once(forward: Function, written: Set[str] = frozenset()) -> frozenset[str]:
+    """Return the nodes of a forward function that must run once: with effects, or with other results if run again.
+
+    ``written``: see ``find_recomputation``.
+    """
     graph = forward.graph
     variables = {
         node: port.name for node, port in zip(graph.inputs, forward.inputs, strict=True) if port.role == "variable"
     }
-    written = written_variables(graph)
+    written = written | written_variables(graph).keys()
     found = {node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)}
     for node in graph.nodes:
         if any(variables.get(value.node) in written for value in node.inputs):

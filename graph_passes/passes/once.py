@@ -18,12 +18,14 @@ from graph_passes.passes.partition import StageGraph
 
 
 def build_once(
-    stages: StageGraph, joint: Graph, functions: Sequence[tuple[Function, ...]]
+    stages: StageGraph, joint: Graph, functions: Sequence[tuple[Function, ...]], *, repeated: bool = False
 ) -> tuple[Function | None, ...]:
     """Return, for each stage, the function that computes the inputs of role ``once`` of its ``functions``.
 
-    It also makes the writes that run once and are assigned to the stage. None for a stage that has neither. ``joint``:
-    the graph after differentiation.
+    It also makes the writes that run once and are assigned to the stage, and to the stage's own copy all writes of
+    what its ``functions`` read themselves (in a loop). None for a stage that has none of these. ``joint``: the graph
+    after differentiation. ``repeated``: it runs for one minibatch after the other, without copies of variables being
+    refreshed in between; so it makes all writes of what it reads too, also those that come after its reads.
     """
     joint = _use_shapes_of_batch(joint)
     values = {str(value): value for name in stages.once for value in joint.node(name).values()}
@@ -32,6 +34,9 @@ def build_once(
         names = dict.fromkeys(port.name for function in pair for _, port in function.input_ports("once"))
         taken.append([values[name] for name in names])
     writes = _assign_writes(stages, joint, functions, taken)
+    for stage, own in enumerate(functions):
+        read = {port.name for function in own for _, port in function.input_ports("variable")}
+        _add_writes(stages, joint, [value.node for value in taken[stage]], writes[stage], read, repeated=repeated)
     return tuple(
         _once_function(stages, stage, joint, taken[stage], writes[stage]) if taken[stage] or writes[stage] else None
         for stage in range(len(functions))
@@ -76,6 +81,27 @@ def _assign_writes(
         owners |= dict.fromkeys(own, stage)
         found[stage].append(node.name)
     return found
+
+
+def _add_writes(
+    stages: StageGraph, joint: Graph, taken: Sequence[str], writes: list[str], read: set[str], *, repeated: bool
+) -> None:
+    """Add to a stage's ``writes`` those of the variables that it reads and another stage writes.
+
+    ``taken``: the nodes of the values that its functions take; ``read``: the variables that its functions read.
+    """
+    while True:
+        if repeated:
+            inside = _needed(stages, joint, [*taken, *writes])
+            read = read | {name for name in inside if joint.node(name).op == "variable"}
+        found = [
+            node.name
+            for node in joint.nodes
+            if node.name in stages.once and node.effect is Effect.WRITE and read & {*node.strings("writes")}
+        ]
+        if not (missing := [name for name in found if name not in writes]):
+            return
+        writes += missing
 
 
 def _needed(stages: StageGraph, joint: Graph, roots: Sequence[str]) -> set[str]:

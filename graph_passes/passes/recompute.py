@@ -34,14 +34,18 @@ from graph_passes.passes.recompute_gates import add_recompute_gates
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes."""
+    """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes.
+
+    ``written``: see ``find_recomputation``.
+    """
 
     runs: tuple[tuple[frozenset[str], ...], ...]
+    written: frozenset[str] = frozenset()
     name: str = "recompute"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return recompute_stages(graph, self.runs)
+        return recompute_stages(graph, self.runs, self.written)
 
 
 def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...]:
@@ -54,8 +58,11 @@ def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...
     return tuple(runs)
 
 
-def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]]) -> Graph:
-    """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already."""
+def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]], written: Set[str] = frozenset()) -> Graph:
+    """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already.
+
+    ``written``: see ``find_recomputation``.
+    """
     if any(node.has("function") for node in graph.nodes):
         raise GraphError(
             "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
@@ -64,7 +71,7 @@ def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]]) -> Graph:
     for stage, stage_runs in enumerate(runs):
         if stage_runs:
             forward, backward = (graph.function(at(stage, what=op)) for op in (OpName.FORWARD, OpName.BACKWARD))
-            recomputation = find_recomputation(forward, stage_runs)
+            recomputation = find_recomputation(forward, stage_runs, written)
             changed[forward.name] = reduce_stash(forward, recomputation.stash)
             changed[backward.name] = recompute_in_backward(forward, backward, recomputation)
     return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))

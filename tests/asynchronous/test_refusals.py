@@ -71,6 +71,11 @@ def test_depth_with_replicas() -> None:
     refused("depth", {**ASYNC, "depth": 2, "replicas": [2, 1, 1]})
 
 
+@pytest.mark.parametrize("replicas", [[0, 1, 1], [2, -1, 1], []])
+def test_stages_without_devices(replicas: list[int]) -> None:
+    refused(r"replicas=\[", {**ASYNC, "replicas": replicas})
+
+
 @pytest.mark.parametrize("replicas", [[3, 1, 1], [1, 2, 3]])
 def test_minibatches_that_are_no_multiple_of_the_replicas_of_a_stage(replicas: list[int]) -> None:
     refused("minibatches", {**ASYNC, "replicas": replicas})

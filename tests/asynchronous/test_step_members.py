@@ -442,3 +442,29 @@ def test_the_micro_batch_of_a_minibatch_that_failed_is_named() -> None:
     bad[6] = np.nan  # minibatch 1 has rows 4 to 7, in two micro-batches
     with pytest.raises(StepError, match=r"stage \d, replica 0, minibatch 1, micro-batch 1, forward: "):
         step(x, bad)
+
+
+def test_the_minibatch_whose_check_of_arguments_failed_is_named() -> None:
+    """What does not depend on samples runs once a minibatch, outside of its micro-batch."""
+    network = dense([1, 1])
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        tf.debugging.assert_less(x, tf.constant(100.0, x.dtype))
+        return network.loss_fn(x, y)
+
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=["layer1"], mode="async", minibatches=4)
+    x, y = network.batch(8)
+    wrong = x.numpy()
+    wrong[5] = 1000  # minibatch 2 has rows 4 and 5
+    with pytest.raises(StepError, match=r"stage \d, replica 0, minibatch 2, run_once: "):
+        step(wrong, y)
+
+
+def test_exactness_is_that_of_each_minibatch() -> None:
+    network = dense([1, 1])
+    step = dapple.pipeline(
+        network.loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=["layer1"], mode="async", minibatches=4
+    )
+    step(*network.batch(8))
+    assert step.exactness.exact
+    assert "each minibatch by itself" in str(step.exactness)

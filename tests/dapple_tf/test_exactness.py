@@ -14,6 +14,12 @@ def test_no_reasons_are_exact() -> None:
     assert Exactness().undocumented == ()
 
 
+def test_windows_are_exact_minibatch_by_minibatch() -> None:
+    text = str(Exactness(windows=True))
+    assert text.startswith("exact, each minibatch by itself")
+    assert "updates old" in text
+
+
 def test_documented_reasons_are_inexact_but_no_errors() -> None:
     assert not Exactness((NORM,)).exact
     assert Exactness((NORM,)).undocumented == ()

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import CaptureError, PlanError, StepError
+from dapple_tf.errors import CaptureError, ExactnessError, PlanError, StepError
 from tests.equality.one_device import TOLERANCE, Problem, compare, relative_error
 
 LAYERS = keras.layers
@@ -402,3 +402,14 @@ def test_other_choices_are_refused() -> None:
     choice: Any = "whole"
     with pytest.raises(PlanError, match="batch_norm='whole': give one of 'micro-batch', 'deferred', 'sync'"):
         dapple.pipeline(lambda x: x, optimizer=sgd(), batch_norm=choice)
+
+
+@pytest.mark.parametrize("batch_norm", ["micro-batch", "deferred", "sync"])
+def test_what_combines_samples_before_batch_norm_is_refused(batch_norm: str) -> None:
+    """That batch norm combines samples is documented, which does not excuse what comes before it."""
+    layer = norm("norm")
+    centred = LAYERS.Lambda(lambda x: x * keras.ops.mean(x, 0), dtype="float64")
+    problem = regression(dense("first"), centred, layer, dense("last"))
+    step = dapple.pipeline(problem.loss_fn, optimizer=sgd(), stages=["last"], micro_batches=2, batch_norm=batch_norm)
+    with pytest.raises(ExactnessError, match=r"the loss is no sum or mean over samples"):
+        step(*random([6])[0])

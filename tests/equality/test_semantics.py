@@ -193,6 +193,24 @@ def test_nested_arguments_equal_one_device() -> None:
     compare(problem, batches, stages=2, micro_batches=2).check(TOLERANCE["float64"])
 
 
+def test_a_loop_reads_what_another_stage_has_written_before_it() -> None:
+    """The stage of the loop writes its copy too."""
+    matrices = weights(2)
+    scale = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="scale")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        scale.assign(scale * 0.9)
+        with tf.name_scope("layer0"):
+            x = tf.tanh(x @ matrices[0]) * scale
+        with tf.name_scope("layer1"):
+            x = tf.while_loop(lambda i, _: i < 2, lambda i, v: (i + 1, tf.tanh(v * scale)), [0, x])[1]
+            x = tf.tanh(x @ matrices[1])
+        return tf.reduce_mean(tf.square(x - y))
+
+    problem = Problem(loss_fn, {v.name[:5]: v for v in (*matrices, scale)}, sgd)
+    compare(problem, [data(5), data(6, 2)], stages=["layer1"], micro_batches=2).check(TOLERANCE["float64"])
+
+
 # --- outputs
 
 

@@ -234,6 +234,8 @@ class Analysis:
         trained = kind.trained or any(operand.trained for operand in kinds)
         if kind.form is Form.SIZE and value in scope.numbers:
             return dataclasses.replace(kind, trained=False) if varies(scope.numbers[value]) else CONSTANT
+        if node.has("batch_norm") and any(operand.coupled and not operand.documented for operand in kinds):
+            return dataclasses.replace(kind, trained=trained)  # what comes before batch norm combined samples
         if node.has("batch_norm") and (kind.coupled or kind.total):
             call = node.integer("batch_norm")
             if trained or call in self.divided:

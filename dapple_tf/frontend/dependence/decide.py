@@ -330,7 +330,7 @@ class _Decision:
                     name = ", ".join(sorted(direct))
                     why = f"reads {name} before the loss writes it; micro-batches run after that write"
                     remedy = f"read {name} after it is written, or write it outside of the loss"
-                    self._add(Inexactness(_layer(node), why, remedy))
+                    self._add(Inexactness(_layer(node), why, remedy, uncut=True))
 
     def _draws(self) -> tuple[RowDraw, ...]:
         found = []

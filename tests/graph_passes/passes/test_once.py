@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
+
 from graph_passes.ir.graph import Function, Graph
 from graph_passes.passes.once import build_once
 from graph_passes.passes.partition import Stage, StageGraph
@@ -23,12 +25,13 @@ JOINT = """
 
 
 def once(
-    text: str, names: Iterable[str], *functions: tuple[Function, ...]
+    text: str, names: Iterable[str], *functions: tuple[Function, ...], repeated: bool = False
 ) -> tuple[Graph, tuple[Function | None, ...]]:
     """The graph, and each stage's function of the nodes ``names``, which run once."""
     joint = graph(text)
     stages = tuple(Stage(i, i, i, (), (), ()) for i in range(len(functions)))
-    return joint, build_once(StageGraph(joint, stages, frozenset(), frozenset(), frozenset(names)), joint, functions)
+    staged = StageGraph(joint, stages, frozenset(), frozenset(), frozenset(names))
+    return joint, build_once(staged, joint, functions, repeated=repeated)
 
 
 def nodes_of(built: Function | None) -> list[str]:
@@ -94,15 +97,28 @@ WRITES = """
 """
 
 
-def writers(text: str, names: Iterable[str], *functions: tuple[Function, ...]) -> list[list[str]]:
+def writers(
+    text: str, names: Iterable[str], *functions: tuple[Function, ...], repeated: bool = False
+) -> list[list[str]]:
     """The nodes of each stage's function."""
-    _, built = once(text, names, *functions)
+    _, built = once(text, names, *functions, repeated=repeated)
     return [[] if found is None else nodes_of(found) for found in built]
 
 
-def test_a_write_belongs_to_the_first_stage_that_uses_the_variable() -> None:
+def test_each_stage_that_reads_a_variable_itself_writes_its_copy() -> None:
     found = writers(WRITES, ["assign"], takes(0, "arg x"), takes(1, "variable average"), takes(2, "variable average"))
-    assert found == [[], ["read", "assign"], []]
+    assert found == [[], ["read", "assign"], ["read", "assign"]]
+
+
+READ_BEFORE = WRITES.replace("%assign =", "%value = ReadVariableOp(%average:0) -> (float32[]) !read\n    %assign =")
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_write_after_a_read_belongs_to_the_first_stage_unless_minibatches_follow(repeated: bool) -> None:
+    taken = [takes(stage, "once %value:0 float32[]") for stage in range(2)]
+    first, second = writers(READ_BEFORE, ["value", "assign"], *taken, repeated=repeated)
+    assert sorted(first) == ["assign", "read", "value"]
+    assert sorted(second) == (["assign", "read", "value"] if repeated else ["value"])
 
 
 def test_a_write_of_a_variable_that_no_stage_uses_follows_what_it_reads() -> None:
