@@ -21,22 +21,27 @@ from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from graph_passes.schedules.text import is_text
 
 _MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
+_MOST_PLACES = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
 _Planners = tuple[Callable[[PlanningProblem], PlannerResult | None], ...]
 _OF_ANY_DEVICES: _Planners = (partial(plan_even, chunks=(1,)), plan_torchgpipe, plan_hetpipe, plan_bapipe)
-_OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, plan_spp, plan_autopipe)
+_OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, plan_autopipe)
 
 
 def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -> list[Candidate]:
     """Return what each comparator chooses, as it is and under the fastest policy, if below ``ceiling`` seconds.
 
-    Plans of one stage per device; none on more than 64 devices, nor of a planner that refuses the cluster. Planners
+    Plans of one stage per device; none on more than 64 devices, nor of a planner that refuses the cluster, nor of SPP
+    where blocks times devices are more than 3200. Planners
     "dp", "gpipe" and "dapple" are not among them: best has their plans from ``baseline_candidates`` and
     ``choose_by_formula``.
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []
     found = list[Candidate]()
-    for planner in _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ()):
+    planners = _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ())
+    if problem.cluster.is_uniform and len(problem.chain.parameter_bytes) * problem.cluster.devices <= _MOST_PLACES:
+        planners += (plan_spp,)
+    for planner in planners:
         with contextlib.suppress(PlanError):
             result = planner(problem)
             if result is not None and result.chosen.stages[0].worker is None:  # virtual workers cannot be run
