@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from numbers import Real
+
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, check_workers
 from graph_passes.analysis.row_bounds import least_rows
 from profiler.cluster import Cluster
 from profiler.profile import Profile
+from profiler.quote import quote
 from profiler.units import format_samples
+
+_KINDS: Mapping[str, type] = {"plan": Plan, "profile": Profile, "cluster": Cluster}
+
+
+def check_inputs(**inputs: object) -> None:
+    """Raise PlanError for an argument that is no Plan, Profile or Cluster; each has the name of one of them."""
+    for name, value in inputs.items():
+        kind = _KINDS[name]
+        if not isinstance(value, kind):
+            raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
+
+
+def check_optimizer_slots(value: object) -> None:
+    """Raise PlanError unless ``value`` is a finite number of at least 0."""
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise PlanError(f"optimizer_slots is {quote(value)}, not a finite number of at least 0")
+    if value < 0:
+        raise PlanError(f"optimizer_slots is {value}; it must be at least 0")
 
 
 def check_plan(plan: Plan, profile: Profile, cluster: Cluster) -> None:

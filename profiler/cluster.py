@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,9 @@ from profiler.servers import (
     check_above_zero,
     check_kinds,
     check_servers,
+    check_type,
     devices_to_data,
+    is_finite,
     kind_to_data,
     parse_field,
     read_kinds,
@@ -235,9 +236,10 @@ class Cluster:
 
 
 def _check_link(where: str, link: Link) -> None:
+    check_type(where, link, Link)
     check_above_zero(f"{where}.bandwidth", link.bandwidth)
-    if not (math.isfinite(link.latency) and link.latency >= 0):
-        raise ClusterError(f"{where}.latency is {link.latency}, not a finite number of at least 0")
+    if not (is_finite(link.latency) and link.latency >= 0):
+        raise ClusterError(f"{where}.latency is {quote(link.latency)}, not a finite number of at least 0")
 
 
 def _to_data(cluster: Cluster) -> dict[str, Any]:
@@ -281,11 +283,14 @@ def _from_data(data: Any) -> Cluster:
     intra, inter = (_link_of(top, key) for key in ("intra_server", "inter_server"))
     if intra is None and any(server.devices > 1 for server in servers):
         raise ClusterError("intra_server is missing, but a server has several devices")
-    links = _read_links(top)
     names = [server.name for server in servers]
+    links = _read_links(top, names)
     if inter is None and len(servers) > 1:
         if not any(a != b for a, b in links):
-            raise ClusterError(f"inter_server is missing, but there are {len(servers)} servers")
+            raise ClusterError(
+                f"inter_server is missing, but there are {len(servers)} servers: give it, or links or switches that "
+                "connect all of them"
+            )
         _check_names(links, names)
         links = route(names, links)
         inter = min((link for (a, b), link in links.items() if a != b), key=lambda link: link.bandwidth)  # of no pair
@@ -302,8 +307,11 @@ def _from_data(data: Any) -> Cluster:
     )
 
 
-def _read_links(top: Fields) -> Links:
-    """Return the links of pairs of servers: those that the file gives, then those of its switches."""
+def _read_links(top: Fields, names: Sequence[str]) -> Links:
+    """Return the links of pairs of servers: those that the file gives, then those of its switches.
+
+    ``names``: of the servers.
+    """
     links: Links = {}
     for item in top.each("links", known=("between", "bandwidth", "latency")) if top.has("links") else ():
         pair = item.texts("between")
@@ -313,11 +321,17 @@ def _read_links(top: Fields) -> Links:
             raise ClusterError(f"{item.where}between: the link of {pair[0]!r} and {pair[1]!r} is given twice")
         links[pair[0], pair[1]] = _parse_link(item)
     switch_of: dict[frozenset[str], str] = {}
+    switches: set[str] = set()
     known = ("name", "servers", "bandwidth", "latency")
     for item in top.each("switches", known=known) if top.has("switches") else ():
         name, servers = item.text("name"), item.texts("servers")
         if len(servers) < 2 or len(set(servers)) < len(servers):
             raise ClusterError(f"{item.where}servers is {quote(list(servers))}: name two or more servers, each once")
+        if unknown := [server for server in servers if server not in names]:
+            raise ClusterError(f"{item.where}servers names {unknown[0]!r}; the servers are {quote(list(names))}")
+        if name in switches:
+            raise ClusterError(f"{item.where}name is {name!r}, as is that of another switch: give each its own")
+        switches.add(name)
         for pair in itertools.combinations(servers, 2):
             if (other := switch_of.setdefault(frozenset(pair), name)) != name:
                 raise ClusterError(
@@ -331,6 +345,10 @@ def _read_links(top: Fields) -> Links:
 def _check_names(links: Mapping[tuple[str, str], Link], names: Sequence[str]) -> None:
     """Raise ClusterError for a link of a server that does not exist."""
     known = set(names)
+    keys: list[object] = list(links)
+    for key in keys:
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise ClusterError(f"links has the key {quote(key)}, not a pair of servers' names")
     for a, b in links:
         for name in (a, b):
             if name not in known:

@@ -319,6 +319,8 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
 
 def _on_kind(profile: Profile, kind: str | None, speed: float | None) -> Profile:
     """Return ``profile.of_kind(kind, speed)``; the profile itself where nothing differs."""
+    if speed is not None and not (math.isfinite(speed) and speed > 0):
+        raise ProfileError(f"the speed of {kind!r} is {speed}, not a finite number above 0")
     if kind is None or (speed == 1.0 and not any(kind in layer.kinds for layer in profile.layers)):
         return profile
     layers = []

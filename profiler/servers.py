@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from profiler.errors import ClusterError
@@ -57,6 +58,7 @@ def check_servers(servers: tuple[Server, ...]) -> None:
         raise ClusterError("servers is empty: a cluster needs at least one server")
     first: dict[str, int] = {}
     for index, server in enumerate(servers):
+        check_type(f"servers[{index}]", server, Server)
         if not server.name:
             raise ClusterError(f"servers[{index}].name is empty: every server needs a name of its own")
         if first.setdefault(server.name, index) != index:
@@ -64,6 +66,7 @@ def check_servers(servers: tuple[Server, ...]) -> None:
                 f"servers[{index}].name is {server.name!r}, as is that of servers[{first[server.name]}]: every server "
                 "needs a name of its own"
             )
+        check_whole(f"servers[{index}].devices", server.devices)
         if server.devices < 1:
             raise ClusterError(f"servers[{index}].devices is {server.devices}; it must be at least 1")
         if server.kinds and len(server.kinds) != server.devices:
@@ -77,6 +80,7 @@ def check_kinds(servers: Sequence[Server], kinds: Mapping[str, DeviceKind], devi
     for name, kind in kinds.items():
         if not name:
             raise ClusterError("kinds has an entry with an empty name: every kind needs a name")
+        check_type(f"kinds.{name}", kind, DeviceKind)
         if kind.memory is not None:
             check_above_zero(f"kinds.{name}.memory", kind.memory)
         if kind.speed is not None:
@@ -102,8 +106,26 @@ def check_kinds(servers: Sequence[Server], kinds: Mapping[str, DeviceKind], devi
 
 def check_above_zero(where: str, value: float) -> None:
     """Raise ClusterError, naming the field ``where``, unless ``value`` is finite and above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise ClusterError(f"{where} is {value}, not a finite number above 0")
+    if not (is_finite(value) and value > 0):
+        raise ClusterError(f"{where} is {quote(value)}, not a finite number above 0")
+
+
+def is_finite(value: object) -> bool:
+    """Return whether ``value`` is a finite number; a text such as "16GB" is none."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def check_type(where: str, value: object, kind: type[Any]) -> None:
+    """Raise ClusterError, naming the field ``where``, unless ``value`` is an object of the dataclass ``kind``."""
+    if not isinstance(value, kind):
+        names = ", ".join(field.name for field in fields(kind)[:2])
+        raise ClusterError(f"{where} is {quote(value)}, not a {kind.__name__}: give {kind.__name__}({names})")
+
+
+def check_whole(where: str, value: object) -> None:
+    """Raise ClusterError, naming the field ``where``, unless ``value`` is a whole number."""
+    if not isinstance(value, Integral):
+        raise ClusterError(f"{where} is {quote(value)}, not a whole number")
 
 
 def devices_to_data(server: Server) -> int | list[dict[str, Any]]:
@@ -149,6 +171,8 @@ def read_kinds(top: Fields) -> dict[str, DeviceKind]:
     """Return the kinds of devices of a cluster's file; ClusterError names the field that is wrong."""
     kinds = {}
     for name in top.mapping("kinds") if top.has("kinds") else ():
+        if not isinstance(name, str):  # YAML reads an unquoted 1080 as a number
+            raise ClusterError(f"kinds has the name {quote(name)}, which is not a string: write it in quotes")
         kind = Fields(top.mapping("kinds"), ClusterError, "kinds.").inner(name, known=("memory", "speed"))
         kinds[name] = DeviceKind(
             parse_field(kind, "memory", BYTES) if kind.has("memory") else None,

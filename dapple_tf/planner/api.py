@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,7 +10,9 @@ from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
+from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.alpa_inter import plan_alpa_inter
+from dapple_tf.planner.arguments import check_flags, check_options, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
 from dapple_tf.planner.autopipe import plan_autopipe
 from dapple_tf.planner.bapipe import plan_bapipe
@@ -50,7 +51,8 @@ from graph_passes.schedules.policies import check_schedule as check_schedule_of
 from profiler.cluster import Cluster
 from profiler.device_costs import profiles_on
 from profiler.profile import Profile
-from profiler.units import format_bytes
+from profiler.quote import quote
+from profiler.units import format_bytes, format_samples
 
 # A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
@@ -71,6 +73,7 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
 # The planners that know devices of different kinds, and those that know schedules with several stages per device.
 _OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
 _OF_SHARED_DEVICES = ("best", "even", "gpipe")
+_AMPLE = 1e30  # bytes of a device that holds any model
 
 
 def plan(
@@ -151,6 +154,7 @@ def plan_windows(
     if planner == "pipedream":
         options = {"minibatch_size": problem.micro_batch_sizes[0], **options}
     result = run_planner(problem, planner, **options)
+    _check_workers(result.chosen, planner, "asynchronous windows are for")
     return rank_windows(problem, window, [*candidates, result.chosen, *result.runners_up], planner)
 
 
@@ -184,17 +188,14 @@ def make_problem(
     Raises ProfileError for a kind of devices without costs. Where all devices are of one kind, the problem is that of
     the profile on this kind.
     """
-    for name, value, kind in (("profile", profile, Profile), ("cluster", cluster, Cluster)):
-        if not isinstance(value, kind):
-            raise PlanError(f"{name} is a {type(value).__name__}: read a file with dapple.{kind.__name__}.load(path)")
-    sizes: dict[str, object] = {"global_batch_size": global_batch_size}
+    check_inputs(profile=profile, cluster=cluster)
+    check_sizes(global_batch_size=global_batch_size)
     if micro_batch_size is not None:
-        sizes["micro_batch_size"] = micro_batch_size
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise PlanError(f"{name} is {size!r}, not a whole number")
-    if optimizer_slots < 0:
-        raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
+        check_sizes(micro_batch_size=micro_batch_size)
+    check_flags(recompute=recompute, overlap=overlap, contention=contention)
+    check_optimizer_slots(optimizer_slots)
+    if not isinstance(schedule, str):
+        raise PlanError(f"schedule is {quote(schedule)}, not a text: give 'auto' or the name of a schedule")
     micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
         check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
@@ -251,6 +252,15 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     build_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
 
+def check_planner(name: str) -> None:
+    """Raise PlanError, with the names that there are, if no planner is called ``name``."""
+    text = str(name)
+    if text not in PLANNERS or text != name:
+        near = difflib.get_close_matches(text, PLANNERS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise PlanError(f"no planner is called {quote(name)}{hint}; there are {', '.join(PLANNERS)}")
+
+
 def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:
     """Return the result of ``planner``.
 
@@ -258,7 +268,7 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     """
     result = find_result(problem, planner, **options)
     if result is None:
-        raise PlanError(_explain_failure(problem, planner))
+        raise PlanError(_explain_failure(problem, planner, options))
     return result
 
 
@@ -267,15 +277,9 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
 
     Raises PlanError if there is no such planner, or if it does not have one of the ``options``.
     """
-    if planner not in PLANNERS:
-        near = difflib.get_close_matches(planner, PLANNERS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise PlanError(f"no planner is called {planner!r}{hint}; there are {', '.join(PLANNERS)}")
+    check_planner(planner)
     function = PLANNERS[planner]
-    known = list(inspect.signature(function).parameters)[1:]
-    for name in options:
-        if name not in known:
-            raise PlanError(f"planner {planner!r} has no option {name!r}; it has {', '.join(known) or 'none'}")
+    check_options(planner, function, options)
     if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
         raise PlanError(
             f"schedule {abbreviate_schedule(problem.schedule)!r} runs several stages on a device, and planner "
@@ -287,9 +291,12 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
             f"the cluster has devices of different kinds ({kinds}), and planner {planner!r} makes plans for equal "
             f"devices: use planner {_list(_OF_UNEQUAL_DEVICES)}"
         )
-    # Reason: searches take long to find nothing.
-    may_fit = problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
-    return function(problem, **options) if may_fit else None
+    return function(problem, **options) if may_fit(problem) else None
+
+
+def may_fit(problem: PlanningProblem) -> bool:
+    """Return False where no plan fits the memory: searches take long to find nothing."""
+    return problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
 
 
 def _list(names: Sequence[str]) -> str:
@@ -297,17 +304,35 @@ def _list(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _explain_failure(problem: PlanningProblem, planner: str) -> str:
+def lacks_memory(problem: PlanningProblem, planner: str, **options: Any) -> bool:
+    """Return whether ``planner``, which found nothing, would have a plan if the devices had any amount of memory."""
+    kinds = {name: replace(kind, memory=None) for name, kind in problem.cluster.kinds.items()}
+    ample = replace(problem.cluster, device_memory=_AMPLE, kinds=kinds)
+    return PLANNERS[planner](replace(problem, cluster=ample), **options) is not None
+
+
+def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
+    """Return why a planner found nothing where memory is not the reason."""
+    given = [f"{name}={value!r}" for name, value in options.items()]
+    if problem.schedule != "auto":
+        given.append(f"schedule {abbreviate_schedule(problem.schedule)!r}")
+    given.append(f"micro-batches of at most {format_samples(max(problem.micro_batch_sizes))}")
+    return (
+        f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, and at least one sample for each "
+        "replica"
+    )
+
+
+def _explain_failure(problem: PlanningProblem, planner: str, options: Mapping[str, Any]) -> str:
     """Return why ``planner`` found nothing, and what would help."""
     if not problem.cluster.is_uniform:
+        if planner != "best" and plan_best(problem) is not None:
+            return _explain_choice(problem, planner, options)
         return _explain_unequal(problem)
     if problem.schedule == "auto" and not fits_memory(problem):
         return describe_shortage(problem)
     if planner != "best" and (problem.schedule == "auto" or plan_best(problem) is not None):
-        return (
-            f"planner {planner!r} has no plan that fits the devices' memory with at least one sample for each replica: "
-            "use planner 'best', which has one"
-        )
+        return _explain_choice(problem, planner, options)
     # Under schedule "auto" stages hold fewest micro-batches.
     auto, again = replace(problem, schedule="auto"), replace(problem, recompute=True)
     remedies = ["schedule 'auto'"] if fits_memory(auto) else []
@@ -318,6 +343,15 @@ def _explain_failure(problem: PlanningProblem, planner: str) -> str:
     return f"under schedule 'auto', which needs the least memory, {describe_shortage(problem)}"
 
 
+def _explain_choice(problem: PlanningProblem, planner: str, options: Mapping[str, Any]) -> str:
+    """Return why ``planner`` found nothing where planner "best" has a plan."""
+    if lacks_memory(problem, planner, **options):
+        why = "has no plan that fits the devices' memory with at least one sample for each replica"
+    else:
+        why = describe_other_reason(problem, **options)
+    return f"planner {planner!r} {why}: use planner 'best', which has one"
+
+
 def _explain_unequal(problem: PlanningProblem) -> str:
     """Return that no plan fits unequal devices, and what would help."""
     memories = Counter(problem.cluster.memories)
@@ -326,6 +360,15 @@ def _explain_unequal(problem: PlanningProblem) -> str:
         f"no plan of {problem.profile.model!r} was found that fits the memory of the devices ({devices}), each with "
         "its share of the rows: give more devices or devices with more memory, a smaller micro_batch_size, or recompute"
     )
+
+
+def _check_workers(candidate: Candidate, planner: str, what: str) -> None:
+    """Raise PlanError if the candidate has virtual workers; ``what``: begins the sentence on what is not for them."""
+    if candidate.stages[0].worker is not None:
+        raise PlanError(
+            f"planner {planner!r} has virtual workers that cut the model differently, and {what} one pipeline: use "
+            "planner 'best'"
+        )
 
 
 def predict_plan(
@@ -343,6 +386,7 @@ def predict_plan(
     bare = problem.plan_of(candidate, planner)
     note = ""
     if is_searched(candidate.schedule):
+        _check_workers(candidate, planner, f"schedule {candidate.schedule!r} is searched for")
         found = search_plan_order(problem, bare)
         bare, note = with_order(bare, found), str(found)
     if sizes is not None:

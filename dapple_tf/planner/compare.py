@@ -17,7 +17,16 @@ from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError
 from dapple_tf.plan import Plan
-from dapple_tf.planner.api import PLANNERS, find_result, make_problem, predict_plan
+from dapple_tf.planner.api import (
+    PLANNERS,
+    check_planner,
+    describe_other_reason,
+    find_result,
+    lacks_memory,
+    make_problem,
+    may_fit,
+    predict_plan,
+)
 from dapple_tf.planner.explain import describe_loss, describe_recompute, notation, step_parts
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.timeline.timeline import Timeline
@@ -192,10 +201,11 @@ def compare(
     input or finds nothing that fits the memory, its row says why. ``progress`` is called with each planner's name
     before it runs. Raises PlanError for invalid arguments, and for a planner that does not exist.
     """
+    if isinstance(planners, str):
+        raise PlanError(f"planners is the text {planners!r}: give a list of names, such as ['best', 'dapple']")
     names = list(PLANNERS) if planners is None else list(dict.fromkeys(planners))
     for name in names:
-        if name not in PLANNERS:
-            raise PlanError(f"no planner is called {name!r}; there are {', '.join(PLANNERS)}")
+        check_planner(name)
     if not names:
         raise PlanError("planners is empty: name at least one")
     problem = make_problem(
@@ -230,10 +240,17 @@ def _run(problem: PlanningProblem, name: str) -> tuple[str, float, Plan, Timelin
         result = find_result(problem, name)
         seconds = time.perf_counter() - begin
         if result is None:
-            return ComparedPlan(name, seconds, "no plan that it may choose fits the devices' memory")
+            return ComparedPlan(name, seconds, _why_none(problem, name))
         return (name, seconds, *predict_plan(problem, result.chosen, name, pipedream=result.pipedream))
     except _REFUSALS as error:
         return ComparedPlan(name, time.perf_counter() - begin, str(error))
+
+
+def _why_none(problem: PlanningProblem, name: str) -> str:
+    """Return why a planner found no plan."""
+    if not may_fit(problem) or lacks_memory(problem, name):
+        return "no plan that it may choose fits the devices' memory"
+    return describe_other_reason(problem)
 
 
 def _row(found: tuple[str, float, Plan, Timeline], fastest: tuple[str, float, Plan, Timeline]) -> ComparedPlan:

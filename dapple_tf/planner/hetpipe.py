@@ -19,6 +19,7 @@ from profiler.cluster import Cluster
 from profiler.device_costs import profile_on
 from profiler.linearise import Chain
 from profiler.profile import Profile
+from profiler.units import format_samples
 
 _POLICIES = ("NP", "ED", "HD")
 _MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed
@@ -59,11 +60,11 @@ def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> Plan
         )
     possible = [workers for workers in dict.fromkeys(allocations.values()) if workers]
     if all(problem.global_batch_size % len(workers) for workers in possible):
-        numbers = " or ".join(str(count) for count in sorted({len(workers) for workers in possible}))
         raise PlanError(
-            f"a batch of {problem.global_batch_size} samples has no equal parts for {numbers} virtual workers: choose "
-            "another global_batch_size"
+            f"a batch of {format_samples(problem.global_batch_size)} has no equal parts for {_counts(possible)}: "
+            "choose another global_batch_size"
         )
+    _check_possible(problem, possible)
     found = [
         candidate
         for workers in possible
@@ -71,6 +72,25 @@ def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> Plan
         if size % len(workers) == 0 and (candidate := _plan_workers(problem, workers, size))
     ]
     return PlannerResult.fastest(found)
+
+
+def _counts(possible: Sequence[Sequence[Worker]]) -> str:
+    return " or ".join(str(count) for count in sorted({len(workers) for workers in possible})) + " virtual workers"
+
+
+def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker]]) -> None:
+    """Raise PlanError where no micro-batch has equal parts for the workers, or these have more devices than blocks."""
+    if all(size % len(workers) for workers in possible for size in problem.micro_batch_sizes):
+        raise PlanError(
+            f"micro-batches of {format_samples(max(problem.micro_batch_sizes))} have no equal parts for "
+            f"{_counts(possible)}: choose another micro_batch_size"
+        )
+    blocks, least = len(problem.chain.parameter_bytes), min(max(map(len, workers)) for workers in possible)
+    if least > blocks:
+        raise PlanError(
+            f"a virtual worker has up to {least} devices, a stage each, but the layers of {problem.profile.model!r} "
+            f"form {blocks} blocks that can be a stage: use planner 'best', or fewer devices per server"
+        )
 
 
 def allocate(problem: PlanningProblem, policy: str) -> tuple[Worker, ...]:

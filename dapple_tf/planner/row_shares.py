@@ -21,8 +21,9 @@ def share_rows(
     """Return the stages with shares by the speeds of their devices; those that have shares keep them.
 
     Shares are whole rows of a micro-batch of ``micro_batch_size`` samples. A device that is too slow for a row is left
-    out. Stages on the same devices get the same shares, by the seconds of all their layers. Nothing changes where all
-    devices are of one kind. Raises ProfileError for a kind without costs.
+    out. A stage whose devices are equally fast has no shares: it shares equally. Stages on the same devices get the
+    same shares, by the seconds of all their layers. Nothing changes where all devices are of one kind. Raises
+    ProfileError for a kind without costs.
     """
     if cluster.is_uniform:
         return tuple(stages)
@@ -55,6 +56,8 @@ def _with_shares(
         kind: _seconds(together, size / stage.replicas, profile_on(profile, cluster, stage.devices[kinds.index(kind)]))
         for kind in dict.fromkeys(kinds)
     }
+    if len(set(seconds.values())) == 1:  # shares equally, as where all devices of the cluster are equal
+        return replace(stage, devices=stage.devices[:size])
     rows = cut_rows(size, np.array([1 / seconds[kind] if seconds[kind] else 1.0 for kind in kinds]))
     kept = [(device, float(count)) for device, count in zip(stage.devices, rows, strict=True) if count]
     devices, shares = zip(*kept, strict=True)

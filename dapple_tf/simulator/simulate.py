@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
-from dapple_tf.plan_check import check_plan
+from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
@@ -41,8 +40,8 @@ def simulate(
     one that is last. Raises PlanError for a plan that does
     not match the profile or the cluster, and ScheduleError for a schedule that does not exist.
     """
-    if optimizer_slots < 0:
-        raise PlanError(f"optimizer_slots is {optimizer_slots}; it must be at least 0")
+    check_optimizer_slots(optimizer_slots)
+    check_inputs(plan=plan, profile=profile, cluster=cluster)
     check_plan(plan, profile, cluster)
     if plan.virtual_workers:
         steps = simulate_workers(plan, profile, cluster, optimizer_slots=optimizer_slots)

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cluster import Cluster, Link, Server
+from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.errors import ClusterError
 from tests.profiler.builders import make_cluster
 
@@ -195,3 +195,24 @@ def test_the_own_link_of_a_pair_is_used_in_either_direction() -> None:
     assert cluster.link(1, 1) == Link(2e9, 0.0)
     assert cluster.link(0, 0) == cluster.intra_server
     assert make_cluster().link(0, 1) == make_cluster().inter_server
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device_memory": "16GB"}, "device_memory is '16GB', not a finite number above 0"),
+        ({"intra_server": Link("12GB/s", 0.0)}, "intra_server.bandwidth is '12GB/s', not a finite number above 0"),
+        ({"intra_server": Link(1.0, None)}, "intra_server.latency is None, not a finite number of at least 0"),
+        ({"inter_server": 1e9}, r"inter_server is 1000000000.0, not a Link: give Link\(bandwidth, latency\)"),
+        ({"servers": (Server("a", "2"),)}, r"servers\[0\].devices is '2', not a whole number"),
+        ({"servers": (Server("a", 2.5),)}, r"servers\[0\].devices is 2.5, not a whole number"),
+        ({"servers": (("a", 2),)}, r"servers\[0\] is \('a', 2\), not a Server: give Server\(name, devices\)"),
+        ({"links": {"ab": Link(1.0, 0.0)}}, "links has the key 'ab', not a pair of servers' names"),
+        ({"links": {("a", "b", "c"): Link(1.0, 0.0)}}, r"links has the key \('a', 'b', 'c'\), not a pair"),
+        ({"kinds": {"T4": 0.5}}, r"kinds.T4 is 0.5, not a DeviceKind: give DeviceKind\(memory, speed\)"),
+        ({"kinds": {"T4": DeviceKind(1e9, "fast")}}, "kinds.T4.speed is 'fast', not a finite number above 0"),
+    ],
+)
+def test_a_value_of_another_type_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        make_cluster(**fields)

@@ -114,6 +114,15 @@ def test_every_cluster_with_kinds_can_be_saved_and_loaded(
     assert Cluster.load(path) == cluster
 
 
+def test_a_kind_whose_name_yaml_reads_as_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({**VALID, "kinds": {**VALID["kinds"], 1080: {"speed": 0.5}}}))
+    with pytest.raises(
+        ClusterError, match=r"c\.yaml: kinds has the name 1080, which is not a string: write it in quotes"
+    ):
+        Cluster.load(path)
+
+
 def of_kind(**fields: Any) -> dict[str, Any]:
     return {"kinds": {**VALID["kinds"], "T4": fields}}
 

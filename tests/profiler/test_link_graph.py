@@ -79,10 +79,17 @@ def test_the_widest_way_is_taken_and_of_equal_ones_the_shortest() -> None:
         ),
         ({"links": [link("a", "b")]}, r"links do not connect \['c'\] to"),
         ({"links": [link("a", "x")]}, "links: 'a' to 'x' names 'x'"),
-        ({"links": [link("a", "a")]}, "inter_server is missing, but there are 4 servers"),
+        ({"links": [link("a", "a")]}, "inter_server is missing, but there are 4 servers: give it, or links or"),
         ({"switches": [switch("s", "a")]}, r"switches\[0\].servers is \['a'\]: name two or more servers, each once"),
         ({"switches": [switch("s", "a", "a")]}, r"switches\[0\].servers is \['a', 'a'\]: name two or more"),
-        ({"switches": [switch("s", "a", "x")]}, "links: 'a' to 'x' names 'x'"),
+        (
+            {"switches": [switch("s", "a", "x")]},
+            r"switches\[0\].servers names 'x'; the servers are \['a', 'b', 'c', 'd'\]",
+        ),
+        (
+            {"switches": [switch("s", "a", "b"), switch("s", "a", "b", "c", bandwidth=2.0)]},
+            r"switches\[1\].name is 's', as is that of another switch: give each its own",
+        ),
         ({"switches": [{"name": "s", "servers": ["a", "b"], "latency": 1}]}, r"switches\[0\].bandwidth is missing"),
         (
             {"switches": [switch("s", "a", "b"), switch("t", "b", "a")]},

@@ -99,3 +99,9 @@ def test_a_wrong_field_is_named(tmp_path: Path, kinds: Any, message: str) -> Non
     path.write_text(json.dumps(data))
     with pytest.raises(ProfileError, match=f"^{path}: {message}"):
         Profile.load(path)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_speed_is_refused(speed: float) -> None:
+    with pytest.raises(ProfileError, match=f"the speed of 'V100' is {speed}, not a finite number above 0"):
+        PROFILE.of_kind("V100", speed)

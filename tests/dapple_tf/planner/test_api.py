@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_result
-from profiler.cluster import Cluster
+from profiler.cluster import Cluster, DeviceKind, Server
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.graph_passes.builders import refused
@@ -42,6 +43,16 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
         ({"micro_batch_size": 0}, "micro_batch_size=0 does not divide global_batch_size=8"),
         ({"batch": 0}, "global_batch_size is 0; it must be at least 1"),
         ({"optimizer_slots": -1}, "optimizer_slots is -1; it must be at least 0"),
+        ({"planner": None}, "no planner is called None; there are best, dapple"),
+        ({"planner": ["best"]}, r"no planner is called \['best'\] .*; there are best, dapple"),
+        ({"schedule": None}, "schedule is None, not a text: give 'auto' or the name of a schedule"),
+        ({"contention": None}, "contention is None, not True or False"),
+        ({"recompute": [0]}, r"recompute is \[0\], not True or False"),
+        ({"optimizer_slots": "2"}, "optimizer_slots is '2', not a finite number of at least 0"),
+        ({"optimizer_slots": math.nan}, "optimizer_slots is nan, not a finite number of at least 0"),
+        ({"planner": "gpipe", "stages": "2"}, "stages is '2', not a whole number of at least 1"),
+        ({"planner": "even", "chunks": 2}, "chunks is 2, not a list of whole numbers"),
+        ({"planner": "pipedream", "flat": "no"}, "flat is 'no', not True or False"),
         ({"planner": "gpipe", "stages": 5}, "stages=5: 'net' on 4 devices can have 1 to 4 stages"),
         ({"planner": "gpipe", "stages": 0}, "stages=0: 'net' on 4 devices can have 1 to 4 stages"),
     ],
@@ -99,6 +110,37 @@ def test_where_dp_does_not_fit_the_error_names_planner_best() -> None:
     found = plan(profile, cluster)
     assert found.replicas == (1, 1, 1, 1)
     assert all(dapple.simulate(found, profile, cluster).fits)
+
+
+def test_where_samples_are_too_few_memory_is_not_blamed() -> None:
+    message = (
+        "planner 'dp' has no plan on 4 devices with micro-batches of at most 2 samples, and at least one sample for "
+        "each replica: use planner 'best', which has one"
+    )
+    with pytest.raises(PlanError, match=f"^{message}$"):
+        plan(planner="dp", micro_batch_size=2)
+    row = dapple.compare(PROFILE, make_cluster(4), global_batch_size=8, micro_batch_size=2, planners=["dp"]).rows[0]
+    assert row.reason == message.partition("'dp' ")[2].partition(": use")[0]
+
+
+def test_on_unequal_devices_planner_best_is_named_where_it_has_a_plan() -> None:
+    kinds = {"V100": DeviceKind(420.0, 1.0), "T4": DeviceKind(420.0, 0.5)}  # one layer's 400 bytes a device
+    servers = (Server.of_kinds("a", [("V100", 2)]), Server.of_kinds("b", [("T4", 2)]))
+    cluster = replace(make_cluster(1), servers=servers, kinds=kinds)
+    profile = make_profile(*[(1, 2, 1, 4, 100)] * 4)
+    with pytest.raises(
+        PlanError, match=r"planner 'dp' has no plan that fits the devices' memory .* use planner 'best'"
+    ):
+        plan(profile, cluster, planner="dp")
+    assert plan(profile, cluster).replicas == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["plan", "profile", "cluster"])
+def test_simulate_names_an_argument_that_is_a_path(name: str) -> None:
+    given: dict[str, Any] = {"plan": plan(planner="dp"), "profile": PROFILE, "cluster": make_cluster(4)}
+    message = rf"{name} is a str: read a file with dapple.{name.capitalize()}.load\(path\)"
+    with pytest.raises(PlanError, match=message):
+        dapple.simulate(*{**given, name: "file.json"}.values())
 
 
 def test_planners_that_use_all_devices_refuse_more_devices_than_samples() -> None:

@@ -166,3 +166,12 @@ def test_planners_that_do_not_exist_and_none_are_refused() -> None:
         compare(1, planners=["megatron"])
     with refused(PlanError, "planners is empty"):
         compare(1, planners=[])
+
+
+def test_planners_given_as_a_text_are_told() -> None:
+    with pytest.raises(
+        PlanError, match=r"planners is the text 'dp': give a list of names, such as \['best', 'dapple'\]"
+    ):
+        compare(2, planners="dp")
+    with pytest.raises(PlanError, match=r"no planner is called 'bets' \(did you mean 'best'\?\)"):
+        compare(2, planners=["bets"])

@@ -18,6 +18,7 @@ from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.explain import describe_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.row_shares import cut_rows, share_rows
+from dapple_tf.planner.unequal_orders import device_orders
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.errors import ProfileError
 from profiler.profile import KindSeconds, LayerCost, Profile
@@ -68,6 +69,27 @@ def test_a_device_too_slow_for_a_row_is_left_out() -> None:
     slow = make_cluster([("V100", 2), ("T4", 1)], kinds={**KINDS, "T4": DeviceKind(1e9, 0.01)})
     (stage,) = share_rows([StagePlan(0, 3, (0, 1, 2))], 8, PROFILE, slow)
     assert (stage.devices, stage.shares) == ((0, 1), None)
+
+
+def test_equally_fast_devices_share_equally_as_on_a_cluster_of_equal_devices() -> None:
+    """Seven rows on three devices: equal shares cost what they cost where all devices are equal."""
+    cluster = make_cluster([("V100", 3)], [("T4", 1)])
+    (stage,) = share_rows([StagePlan(0, 3, (0, 1, 2))], 7, PROFILE, cluster)
+    assert (stage.devices, stage.shares) == ((0, 1, 2), None)
+    (few,) = share_rows([StagePlan(0, 3, (0, 1, 2))], 2, PROFILE, cluster)
+    assert (few.devices, few.shares) == ((0, 1), None)
+    best = dapple.plan(PROFILE, cluster, global_batch_size=7, micro_batch_size=7).predicted
+    equal = make_cluster([("V100", 3)])
+    of_equal = dapple.plan(PROFILE, equal, global_batch_size=7, micro_batch_size=7, planner="dp").predicted
+    assert best is not None
+    assert of_equal is not None
+    assert best["step_seconds"] <= of_equal["step_seconds"] * (1 + 1e-9)
+
+
+def test_orders_begin_with_any_kind_and_with_other_servers() -> None:
+    orders = device_orders(PROFILE, make_cluster([("V100", 1)], [("T4", 2)], [("V100", 1)]))
+    assert {(0, 1, 2, 3), (0, 1, 3, 2), (1, 0, 2, 3), (1, 2, 0, 3), (1, 2, 3, 0), (3, 0, 1, 2)} <= set(orders)
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
 
 
 def test_stages_of_one_worker_get_the_same_shares() -> None:
