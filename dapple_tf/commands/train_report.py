@@ -36,7 +36,9 @@ def report_run(
     ``minibatch_losses``: of each asynchronous window.
     """
     speed = f"{run.samples_per_second:.1f} samples/s"
-    if plain_speed is not None:
+    if run.step_seconds is None:
+        speed = "samples/s are not measured in a run of one step"
+    elif plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
     name, steps = "loss", "steps"

@@ -14,7 +14,7 @@ from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, load_plan, parse_request
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
-from dapple_tf.commands.window_options import check_window_usage, window_options
+from dapple_tf.commands.window_options import window_options
 from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
 from profiler.cluster import Cluster
@@ -61,12 +61,13 @@ def verify(**options: Any) -> None:
 
 def _refuse_windows(options: Mapping[str, Any]) -> None:
     """Raise UsageError for asynchronous windows."""
-    check_window_usage(**options)
-    if options["asynchronous"]:
+    given = ["--async"] if options["asynchronous"] else []
+    given += [f"--{name} {options[name]}" for name in ("minibatches", "weights", "depth") if options[name] is not None]
+    if given:
         raise click.UsageError(
-            "--async: a window uses weights that are some updates old, so no step on one device equals it. Verify the "
-            "same stages without --async: those of a window run the same functions, and the order of a window and the "
-            "weights that it uses are proved before it runs"
+            f"{given[0]}: an asynchronous window uses weights that are some updates old, so no step on one device "
+            "equals it. Verify the same stages in a step, without this option: a window runs the same functions, and "
+            "its order and the weights that it uses are proved before it runs"
         )
 
 

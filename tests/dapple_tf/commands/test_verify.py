@@ -64,3 +64,10 @@ def test_the_option_of_xla_reaches_the_pipeline(run_here: Run) -> None:
     with pytest.warns(DappleWarning, match="stage0/forward: it draws random numbers"):
         run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")
     assert run_here(*VERIFY, "--micro-batches", 2, "--jit-compile").json["ok"] is True
+
+
+@pytest.mark.parametrize("option", [("--async",), ("--minibatches", 4), ("--weights", "2bw"), ("--depth", 2)])
+def test_windows_cannot_be_verified(run_here: Run, option: tuple[str | int, ...]) -> None:
+    run = run_here("verify", TINY_MODEL, "--stages", 2, *option)
+    assert run.code == 2
+    assert f"{' '.join(map(str, option))}: an asynchronous window uses weights that are some" in run.stderr

@@ -35,10 +35,16 @@ def comparison() -> Comparison:
 def test_every_planner_has_a_row_the_fastest_first(comparison: Comparison) -> None:
     assert {row.planner for row in comparison.rows} == set(PLANNERS)
     seconds = [row.step_seconds for row in comparison.rows]
-    assert seconds == sorted(seconds)
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-8, abs=0)
     assert comparison.fastest == comparison.rows[0]
     assert comparison.rows[0].reason == "fastest"
     assert all(row.planner_seconds > 0 for row in comparison.rows)
+
+
+def test_of_plans_equal_but_for_rounding_bests_is_first() -> None:
+    comparison = compare(1)
+    assert len({f"{row.step_seconds:.9g}" for row in comparison.rows}) == 1, "one device has one plan"
+    assert comparison.rows[0].planner == "best"
 
 
 def test_a_row_has_the_plan_that_the_planner_makes(comparison: Comparison) -> None:
