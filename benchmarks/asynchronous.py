@@ -100,7 +100,7 @@ def rows_of_waits() -> list[Row]:
             stages=stage_names(STAGES),
             micro_batches=count,
             schedule="dapple-a",
-            inexact="allow",  # that Python code treats samples one by one is not known
+            inexact="allow",  # the stages run Python code, which is not analysed
         )
         batch = tuple(part[:count] for part in timed.batch)
         step(*batch)

@@ -106,15 +106,15 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
 
 @contextmanager
 def half_a_core() -> Iterator[None]:
-    """Stop this process half of the time, by another one.
+    """Let another process stop this one half of the time.
 
-    A process that computes beside it on its core would take less than half: the scheduler favours one that has waited.
+    A busy process on the same core would take less than half of it: the scheduler favours a process that has waited.
     """
     stopper = subprocess.Popen([sys.executable, "-c", _STOP_HALF_OF_THE_TIME, str(_PAUSE)])
     try:
         yield
     finally:
-        stopper.kill()  # only a running process comes here, so none is left stopped
+        stopper.kill()  # this line runs only while this process is not stopped
         stopper.wait()
 
 

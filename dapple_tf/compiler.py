@@ -69,7 +69,7 @@ class PlannedModel:
     def exactness(self) -> Exactness:
         """Why a step differs from one device's under this plan."""
         if self.plan.window is not None and self.plan.window.in_turn:
-            found = self.model.exactness.of_minibatches  # each is computed whole, on one replica
+            found = self.model.exactness.of_minibatches  # each minibatch runs uncut on one replica
             return Exactness(found.reasons, windows=True)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
@@ -145,9 +145,10 @@ def window_passes(
     versions = plan.versions
     window, trained = versions.window, frozenset(model.trained)
     assert model.updates is not None  # check_window_model refuses models without an optimizer
-    counters = find_variables(model.graph).once  # the next minibatches have written them before this one's backward
+    # The next minibatches have written these before a minibatch's backward re-computes its forward.
+    written = find_variables(model.graph).once
     return (
-        *([Recompute(model.runs, counters)] if any(model.runs) else []),
+        *([Recompute(model.runs, written)] if any(model.runs) else []),
         *([LookUpRows(model.lookups)] if model.lookups else []),
         Microbatch(model.stages, window.micro_batches, model.merges, model.loss),  # the calls of one minibatch
         *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared, plan.shares)]),

@@ -56,9 +56,10 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
 def _check_late_reads(model: StagedModel, plan: Plan, variables: Variables) -> None:
     """Raise PlanError where a call would read a variable after a later minibatch has written it.
 
-    What runs once a minibatch writes, and gives calls the values that they need. A call that reads the variable itself,
-    such as one with a loop, reads it later: a backward after the forwards before it, and where replicas take
-    minibatches in turn, a forward after the writes of its whole group.
+    The function that runs once per minibatch writes such variables, and passes their values to the forward and backward
+    calls. A call that reads the variable directly (for example in a loop) reads it later. A backward reads it after the
+    forwards of later minibatches; where replicas take minibatches in turn, a forward reads it after the writes of its
+    whole group of minibatches.
     """
     for stage, (warm_up, replicas) in enumerate(zip(plan.versions.window.warm_up, plan.replicas, strict=True)):
         in_turn = plan.window is not None and plan.window.in_turn and replicas > 1

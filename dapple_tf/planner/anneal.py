@@ -42,8 +42,7 @@ def anneal(
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
     after each move, so that only their numbers are searched. ``hurried``: see ``price_layout``.
-    ``contention``: whether it counts.
-    ``random``: see ``draw``.
+    ``contention``: whether to simulate it. ``random``: see ``draw``.
     """
     room, devices = len(start.recompute), len(start.owner)
     now, trial = make_layout(room, devices), make_layout(room, devices)

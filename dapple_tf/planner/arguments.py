@@ -25,9 +25,10 @@ def check_flags(**flags: object) -> None:
 
 
 def check_options(planner: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:
-    """Raise PlanError for an option that the ``planner`` called ``function`` does not have, or of another type.
+    """Raise PlanError for an option that the planner does not have, or whose value has the wrong type.
 
-    The types are those that the function's parameters name; only whole numbers, lists of them, and flags are checked.
+    ``planner``: its name. ``function``: what it runs, whose annotations give the types. Only whole numbers, lists of
+    them and flags are checked.
     """
     known = dict(list(inspect.signature(function).parameters.items())[1:])
     for name, value in options.items():

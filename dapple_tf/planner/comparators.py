@@ -30,10 +30,9 @@ _OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, pla
 def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -> list[Candidate]:
     """Return what each comparator chooses, as it is and under the fastest policy, if below ``ceiling`` seconds.
 
-    Plans of one stage per device; none on more than 64 devices, nor of a planner that refuses the cluster, nor of SPP
-    where blocks times devices are more than 3200. Planners
-    "dp", "gpipe" and "dapple" are not among them: best has their plans from ``baseline_candidates`` and
-    ``choose_by_formula``.
+    Plans of one stage per device. There are none on more than 64 devices, none of a planner that refuses the cluster,
+    and none of SPP where blocks times devices exceed 3200. Planners "dp", "gpipe" and "dapple" are not among them: best
+    has their plans from ``baseline_candidates`` and ``choose_by_formula``.
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []

@@ -228,7 +228,7 @@ def compare(
             failed.append(row)
         else:
             found.append(row)
-    found.sort(key=lambda row: float(f"{row[3].step_seconds:.9g}"))  # equal but for rounding: in the order of names
+    found.sort(key=lambda row: float(f"{row[3].step_seconds:.9g}"))  # of equally fast plans, ``names`` decide
     rows = [_row(row, found[0]) for row in found]
     return Comparison(profile.model, cluster.devices, cluster.least_memory, global_batch_size, (*rows, *failed))
 

@@ -24,7 +24,7 @@ _GPIPE = POLICIES.index("gpipe")
 
 
 class MoveTables(NamedTuple):
-    """What moves of a local search read of a problem; few arrays, since each costs seconds of compiling."""
+    """The part of a problem's tables that local-search moves read: few arrays, since each adds seconds of compiling."""
 
     sizes: Integers  # [Z] samples of a micro-batch
     work: Floats  # [Z, N + 1] seconds of a micro-batch on one device, sums over the blocks before
@@ -83,7 +83,7 @@ class Workspace(NamedTuple):
 
 
 class LayoutPrice(NamedTuple):
-    """Seconds of a step (``UNFIT`` and more if it does not fit), events simulated, and the policy, -1 if none."""
+    """Seconds of a step (``UNFIT`` and more if it does not fit), simulated events, and the policy's index, or -1."""
 
     seconds: float
     events: int
@@ -269,7 +269,7 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool) -> LayoutPrice:
     """Return the price under the fastest policy allowed; infinite where it reaches ``ceiling`` seconds.
 
-    Contention does not count here; see ``price_with_contention``. The K_i of that policy are in ``w.best_warm_up``.
+    The K_i of that policy are left in ``w.best_warm_up``. Contention does not count; see ``price_with_contention``.
 
     ``hurried``: see ``early_backward_seconds``; GPipe, which hardly ever wins, is then tried only where it is given.
     """

@@ -15,16 +15,17 @@ from dapple_tf.simulator.transfer import measure_allreduce
 
 @compiled
 def price_with_contention(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool) -> LayoutPrice:
-    """Return the price with contention; infinite where it reaches ``ceiling`` seconds. See ``price_layout``.
+    """Return the price with contention: at least ``ceiling``, perhaps infinite, where it reaches ``ceiling`` seconds.
 
-    Only the policy that is the fastest without contention is simulated with it, which never makes a step shorter.
+    See ``price_layout``. Contention never makes a step shorter, so a layout that reaches ``ceiling`` without it is not
+    simulated again. Only the policy that is the fastest without contention is simulated with it.
     """
     alone = price_layout(t, layout, w, ceiling, hurried)
     if alone.seconds >= ceiling or alone.policy < 0:
         return alone
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
     servers, offsets = w.servers[: w.offsets[stages]], w.offsets[: stages + 1]
-    cuts = np.empty(len(servers) + stages, np.int64)  # equal rows
+    cuts = np.empty(len(servers) + stages, np.int64)  # the replicas of a stage have equal shares of the rows
     for s in range(stages):
         for i in range(offsets[s], offsets[s + 1] + 1):
             cuts[i + s] = i - offsets[s]

@@ -233,9 +233,9 @@ def swap_devices(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
 @compiled_part
 def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Exchange the devices of two servers between their stages: the first of one for the first of the other, and so on.
+    """Swap the stages of two servers' devices: the first device of one with the first of the other, and so on.
 
-    Those that a larger server has more of keep theirs.
+    The surplus devices of the larger server keep their stages.
     """
     places = len(layout.owner)
     a = t.homes[layout.device_at[draw(random, places)]]
@@ -257,7 +257,7 @@ def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
 @compiled_part
 def gather_stage(t: MoveTables, layout: Layout, stage: int, random: Integers) -> bool:
-    """Exchange devices of a stage for those of other stages, or idle ones, of one server that it uses already."""
+    """Gather a stage on one server that it already uses: exchange its other devices for devices of that server."""
     places, j, changed = len(layout.owner), 0, False
     skip = draw(random, count_devices(layout, stage))
     server = 0

@@ -30,7 +30,7 @@ from profiler.cluster import Cluster
 
 _SEED = 88172645463325252
 _STARTS, _KEPT = 3, 4
-_DEALT, _NEAR, _FREE, _FULL, _LAST = 0.2, 0.1, 0.1, 1.0, 0.4  # shares of the events of each part of the search
+_DEALT, _NEAR, _FREE, _MAIN, _LAST = 0.2, 0.1, 0.1, 1.0, 0.4  # of the given events, for each part; in all 1.8
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices
 _MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
@@ -59,18 +59,18 @@ def refine(
     kept = sorted([*dealt, *near], key=search.seconds)[:_KEPT]
     kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
-    full = counts_contention(problem)
+    contention = counts_contention(problem)
     either = [*kept, *((FREE, layout) for layout in starts)]
-    kept = sorted(either, key=lambda run: search.seconds(run, contention=full))[:_KEPT]
-    kept = search.run_all(kept, int(events * _FULL), 0.05, contention=full)
-    ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=full)
+    kept = sorted(either, key=lambda run: search.seconds(run, contention=contention))[:_KEPT]
+    kept = search.run_all(kept, int(events * _MAIN), 0.05, contention=contention)
+    ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=contention)
     search.drop_recompute(best)
     found = [search.candidate(layout) for _, layout in kept]
     return [candidate for candidate in found if candidate is not None]
 
 
 def counts_contention(problem: PlanningProblem) -> bool:
-    """Return whether the local search ends with contention: where it counts, and the cluster is not too large."""
+    """Return whether the last parts of the local search simulate contention: it counts, and the cluster is small."""
     return problem.contention and problem.cluster.devices <= _MOST_CONTENDING
 
 

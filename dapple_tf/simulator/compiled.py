@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.integer[Any]]
 
-# Ways into a compiled function that it does without. (Numba's type stubs lack both options.)
+# Options that leave out the entry points for C callbacks and for Python. (Numba's type stubs lack both.)
 _NOT_FROM_C: dict[str, Any] = {"no_cfunc_wrapper": True}
 _NOT_FROM_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True}
 
@@ -34,10 +34,10 @@ def compiled(function: _Function) -> _Function:
 
 
 def compiled_part(function: _Function) -> _Function:
-    """Return the function as machine code that ``compiled`` functions call; calling it from Python fails.
+    """Return the function as machine code that only compiled functions can call; calling it from Python fails.
 
-    It compiles in about half the time: unpacking Python's arguments, of NamedTuples of many arrays above all, takes
-    more machine code than most functions themselves.
+    This saves compiling the code that unpacks Python's arguments, which is longer than most functions where these are
+    NamedTuples of many arrays.
     """
     return cast(_Function, numba.njit(cache=True, **_NOT_FROM_C, **_NOT_FROM_PYTHON)(function))
 

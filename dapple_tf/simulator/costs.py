@@ -32,7 +32,7 @@ def stage_costs(
 
 
 class CostModel:
-    """The cost model of one profile on one cluster: what is computed for one plan is kept for the next."""
+    """The cost model of one profile on one cluster; the costs of links and replicas are kept from plan to plan."""
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self._profile, self._cluster = profile, cluster

@@ -12,9 +12,9 @@ Servers = tuple[int, ...]
 
 
 class LinkCosts:
-    """The costs of transfers and AllReduces over the links of one cluster, kept for the next call.
+    """A cache of the costs of transfers and AllReduces over the links of one cluster.
 
-    Bounded by the groups of servers asked for: planners ask for the same few thousands of times.
+    It has one entry for each group of servers. Planners ask for a few groups, each of them thousands of times.
     """
 
     def __init__(self, cluster: Cluster) -> None:

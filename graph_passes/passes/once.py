@@ -22,10 +22,11 @@ def build_once(
 ) -> tuple[Function | None, ...]:
     """Return, for each stage, the function that computes the inputs of role ``once`` of its ``functions``.
 
-    It also makes the writes that run once and are assigned to the stage, and to the stage's own copy all writes of
-    what its ``functions`` read themselves (in a loop). None for a stage that has none of these. ``joint``: the graph
-    after differentiation. ``repeated``: it runs for one minibatch after the other, without copies of variables being
-    refreshed in between; so it makes all writes of what it reads too, also those that come after its reads.
+    The function also performs the run-once writes that are assigned to the stage. If ``functions`` read a variable
+    directly (in a loop), it performs all run-once writes of that variable too, so that the stage's copy is current.
+    None for a stage with neither inputs nor writes. ``joint``: the graph after differentiation. ``repeated``: the
+    function runs for one minibatch after another, and the copies of variables are not refreshed in between; it then
+    also performs all writes of the variables that it reads itself, including those after its reads.
     """
     joint = _use_shapes_of_batch(joint)
     values = {str(value): value for name in stages.once for value in joint.node(name).values()}
@@ -86,7 +87,7 @@ def _assign_writes(
 def _add_writes(
     stages: StageGraph, joint: Graph, taken: Sequence[str], writes: list[str], read: set[str], *, repeated: bool
 ) -> None:
-    """Add to a stage's ``writes`` those of the variables that it reads and another stage writes.
+    """Add to a stage's ``writes`` the run-once writes, still missing there, of the variables that the stage reads.
 
     ``taken``: the nodes of the values that its functions take; ``read``: the variables that its functions read.
     """
