@@ -65,8 +65,9 @@ def refine(
     kept = search.run_all(kept, int(events * _MAIN), 0.05, contention=contention)
     ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=contention)
     search.drop_recompute(best)
+    known = {(candidate.stages, candidate.micro_batch_size) for candidate in candidates}
     found = [search.candidate(layout) for _, layout in kept]
-    return [candidate for candidate in found if candidate is not None]
+    return [c for c in found if c is not None and (c.stages, c.micro_batch_size) not in known]
 
 
 def counts_contention(problem: PlanningProblem) -> bool:
