@@ -154,7 +154,7 @@ def plan_windows(
     if planner == "pipedream":
         options = {"minibatch_size": problem.micro_batch_sizes[0], **options}
     result = run_planner(problem, planner, **options)
-    _check_workers(result.chosen, planner, "asynchronous windows are for")
+    _refuse_virtual_workers(result.chosen, planner, "asynchronous windows need")
     return rank_windows(problem, window, [*candidates, result.chosen, *result.runners_up], planner)
 
 
@@ -195,7 +195,7 @@ def make_problem(
     check_flags(recompute=recompute, overlap=overlap, contention=contention)
     check_optimizer_slots(optimizer_slots)
     if not isinstance(schedule, str):
-        raise PlanError(f"schedule is {quote(schedule)}, not a text: give 'auto' or the name of a schedule")
+        raise PlanError(f"schedule is {quote(schedule)}, not a string: give 'auto' or the name of a schedule")
     micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
         check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
@@ -295,7 +295,7 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
 
 
 def may_fit(problem: PlanningProblem) -> bool:
-    """Return False where no plan fits the memory: searches take long to find nothing."""
+    """Return False where it is known at once that no plan fits the memory, which a search takes long to find out."""
     return problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
 
 
@@ -305,7 +305,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def lacks_memory(problem: PlanningProblem, planner: str, **options: Any) -> bool:
-    """Return whether ``planner``, which found nothing, would have a plan if the devices had any amount of memory."""
+    """Return whether ``planner``, which found nothing, would have a plan if the devices had unlimited memory."""
     kinds = {name: replace(kind, memory=None) for name, kind in problem.cluster.kinds.items()}
     ample = replace(problem.cluster, device_memory=_AMPLE, kinds=kinds)
     return PLANNERS[planner](replace(problem, cluster=ample), **options) is not None
@@ -318,8 +318,8 @@ def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
         given.append(f"schedule {abbreviate_schedule(problem.schedule)!r}")
     given.append(f"micro-batches of at most {format_samples(max(problem.micro_batch_sizes))}")
     return (
-        f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, and at least one sample for each "
-        "replica"
+        f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, in which each replica gets at "
+        "least one sample"
     )
 
 
@@ -362,12 +362,12 @@ def _explain_unequal(problem: PlanningProblem) -> str:
     )
 
 
-def _check_workers(candidate: Candidate, planner: str, what: str) -> None:
-    """Raise PlanError if the candidate has virtual workers; ``what``: begins the sentence on what is not for them."""
+def _refuse_virtual_workers(candidate: Candidate, planner: str, feature: str) -> None:
+    """Raise PlanError if the candidate has virtual workers; ``feature``: what needs a single pipeline, and its verb."""
     if candidate.stages[0].worker is not None:
         raise PlanError(
-            f"planner {planner!r} has virtual workers that cut the model differently, and {what} one pipeline: use "
-            "planner 'best'"
+            f"planner {planner!r} uses virtual workers, each with its own cuts of the model, but {feature} a single "
+            "pipeline: use planner 'best'"
         )
 
 
@@ -386,7 +386,7 @@ def predict_plan(
     bare = problem.plan_of(candidate, planner)
     note = ""
     if is_searched(candidate.schedule):
-        _check_workers(candidate, planner, f"schedule {candidate.schedule!r} is searched for")
+        _refuse_virtual_workers(candidate, planner, f"schedule {candidate.schedule!r} needs")
         found = search_plan_order(problem, bare)
         bare, note = with_order(bare, found), str(found)
     if sizes is not None:

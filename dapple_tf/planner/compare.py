@@ -202,7 +202,7 @@ def compare(
     before it runs. Raises PlanError for invalid arguments, and for a planner that does not exist.
     """
     if isinstance(planners, str):
-        raise PlanError(f"planners is the text {planners!r}: give a list of names, such as ['best', 'dapple']")
+        raise PlanError(f"planners is the string {planners!r}: give a list of names, such as ['best', 'dapple']")
     names = list(PLANNERS) if planners is None else list(dict.fromkeys(planners))
     for name in names:
         check_planner(name)

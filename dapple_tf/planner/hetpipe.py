@@ -79,16 +79,16 @@ def _counts(possible: Sequence[Sequence[Worker]]) -> str:
 
 
 def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker]]) -> None:
-    """Raise PlanError where no micro-batch has equal parts for the workers, or these have more devices than blocks."""
+    """Raise PlanError where micro-batches have no equal parts for the workers, or workers more devices than blocks."""
     if all(size % len(workers) for workers in possible for size in problem.micro_batch_sizes):
         raise PlanError(
             f"micro-batches of {format_samples(max(problem.micro_batch_sizes))} have no equal parts for "
             f"{_counts(possible)}: choose another micro_batch_size"
         )
-    blocks, least = len(problem.chain.parameter_bytes), min(max(map(len, workers)) for workers in possible)
-    if least > blocks:
+    blocks, most = len(problem.chain.parameter_bytes), min(max(map(len, workers)) for workers in possible)
+    if most > blocks:
         raise PlanError(
-            f"a virtual worker has up to {least} devices, a stage each, but the layers of {problem.profile.model!r} "
+            f"a virtual worker has up to {most} devices, one stage each, but the layers of {problem.profile.model!r} "
             f"form {blocks} blocks that can be a stage: use planner 'best', or fewer devices per server"
         )
 

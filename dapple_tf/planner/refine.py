@@ -30,7 +30,7 @@ from profiler.cluster import Cluster
 
 _SEED = 88172645463325252
 _STARTS, _KEPT = 3, 4
-_DEALT, _NEAR, _FREE, _MAIN, _LAST = 0.2, 0.1, 0.1, 1.0, 0.4  # of the given events, for each part; in all 1.8
+_DEALT, _NEAR, _FREE, _MAIN, _LAST = (weight / 18 for weight in (2, 1, 1, 10, 4))  # shares of the events
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices
 _MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
@@ -65,9 +65,14 @@ def refine(
     kept = search.run_all(kept, int(events * _MAIN), 0.05, contention=contention)
     ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=contention)
     search.drop_recompute(best)
-    known = {(candidate.stages, candidate.micro_batch_size) for candidate in candidates}
     found = [search.candidate(layout) for _, layout in kept]
-    return [c for c in found if c is not None and (c.stages, c.micro_batch_size) not in known]
+    return [candidate for candidate in found if candidate is not None and not _is_known(candidate, candidates)]
+
+
+def _is_known(found: Candidate, candidates: Iterable[Candidate]) -> bool:
+    """Return whether the stages found are those of a candidate that is as fast."""
+    same = [c for c in candidates if (c.stages, c.micro_batch_size) == (found.stages, found.micro_batch_size)]
+    return any(c.seconds <= found.seconds * (1 + 1e-9) for c in same)
 
 
 def counts_contention(problem: PlanningProblem) -> bool:
@@ -157,6 +162,7 @@ class _Search:
         random = np.array([_SEED], np.uint64)
         for placing, layout in runs:
             share = events // len(runs)
+            # Hurried is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
             anneal(self.tables, layout, self.workspace, placing, share, hot, _COLD, True, contention, random)
         return sorted(runs, key=lambda run: self.seconds(run, contention=contention))
 

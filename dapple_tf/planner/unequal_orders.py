@@ -14,12 +14,12 @@ _FEW_DEVICES = 16  # with more, rotated orders make the search 1.5 times as long
 
 
 def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Return the devices as given, by falling and by rising speed of the whole model, by kind, and from other servers.
+    """Return orders of the devices to try: as given, by speed, grouped by kind, interleaved by kind, and rotated.
 
-    By kind: in several orders of the kinds, one kind after the other, and one device of each in turn. From other
-    servers: as given, but beginning with the second server, the third or the fourth, of at most 16 devices. (The last
-    devices of an order may be unused, so what comes first matters.) Equally fast devices stay in their order. Raises
-    ProfileError for a kind without costs.
+    By speed of the whole model: falling and rising. By kind: for up to six orders of the kinds, all devices of one kind
+    after another, and one device of each kind in turn. Rotated, on at most 16 devices: as given, but starting at the
+    second, third or fourth server. (The last devices of an order may be unused, so what comes first matters.) Equally
+    fast devices stay in their order. Raises ProfileError for a kind without costs.
     """
     given = tuple(range(cluster.devices))
     seconds = {

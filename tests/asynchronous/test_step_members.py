@@ -445,7 +445,7 @@ def test_the_micro_batch_of_a_minibatch_that_failed_is_named() -> None:
 
 
 def test_the_minibatch_whose_check_of_arguments_failed_is_named() -> None:
-    """What does not depend on samples runs once a minibatch, outside of its micro-batch."""
+    """Compute what does not depend on samples in the function that runs once for each minibatch."""
     network = dense([1, 1])
 
     def loss_fn(x: Any, y: Any) -> Any:

@@ -206,5 +206,5 @@ def test_a_window_of_the_models_own_batch_size_may_be_too_small(run_here: Run) -
 def test_windows_are_not_verified_and_the_reason_is_given(run_here: Run) -> None:
     run = run_here("verify", TINY_MODEL, *ASYNC)
     assert (run.code, run.stdout) == (2, "")
-    assert "--async: a window uses weights that are some updates old, so no step on one device equals" in run.stderr
+    assert "--async: an asynchronous window uses weights that are some updates old, so no step" in run.stderr
     assert "--async" not in run_here("verify", "--help").stdout

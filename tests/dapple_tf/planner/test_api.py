@@ -45,7 +45,7 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
         ({"optimizer_slots": -1}, "optimizer_slots is -1; it must be at least 0"),
         ({"planner": None}, "no planner is called None; there are best, dapple"),
         ({"planner": ["best"]}, r"no planner is called \['best'\] .*; there are best, dapple"),
-        ({"schedule": None}, "schedule is None, not a text: give 'auto' or the name of a schedule"),
+        ({"schedule": None}, "schedule is None, not a string: give 'auto' or the name of a schedule"),
         ({"contention": None}, "contention is None, not True or False"),
         ({"recompute": [0]}, r"recompute is \[0\], not True or False"),
         ({"optimizer_slots": "2"}, "optimizer_slots is '2', not a finite number of at least 0"),
@@ -114,8 +114,8 @@ def test_where_dp_does_not_fit_the_error_names_planner_best() -> None:
 
 def test_where_samples_are_too_few_memory_is_not_blamed() -> None:
     message = (
-        "planner 'dp' has no plan on 4 devices with micro-batches of at most 2 samples, and at least one sample for "
-        "each replica: use planner 'best', which has one"
+        "planner 'dp' has no plan on 4 devices with micro-batches of at most 2 samples, in which each replica gets at "
+        "least one sample: use planner 'best', which has one"
     )
     with pytest.raises(PlanError, match=f"^{message}$"):
         plan(planner="dp", micro_batch_size=2)
@@ -147,7 +147,7 @@ def test_planners_that_use_all_devices_refuse_more_devices_than_samples() -> Non
     one = make_profile((1, 2, 8, 4, 10))
     for planner in ("dp", "dapple", "pipedream", "spp"):
         with pytest.raises(
-            PlanError, match=rf"'{planner}' has no plan .* one sample for each replica: use planner 'best'"
+            PlanError, match=rf"'{planner}' has no plan .* each replica gets at least one sample: use planner 'best'"
         ):
             plan(one, make_cluster(2), planner=planner, micro_batch_size=1)
     assert plan(one, make_cluster(2), micro_batch_size=1).replicas == (1,)

@@ -176,7 +176,7 @@ def test_planners_that_do_not_exist_and_none_are_refused() -> None:
 
 def test_planners_given_as_a_text_are_told() -> None:
     with pytest.raises(
-        PlanError, match=r"planners is the text 'dp': give a list of names, such as \['best', 'dapple'\]"
+        PlanError, match=r"planners is the string 'dp': give a list of names, such as \['best', 'dapple'\]"
     ):
         compare(2, planners="dp")
     with pytest.raises(PlanError, match=r"no planner is called 'bets' \(did you mean 'best'\?\)"):

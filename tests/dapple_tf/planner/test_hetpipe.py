@@ -234,7 +234,7 @@ def test_policies_that_do_not_exist_or_do_not_divide_the_servers_are_refused() -
 
 def test_fewer_layers_than_devices_of_a_worker_are_told() -> None:
     cluster = make_unequal("fast fast fast", "slow slow slow slow")
-    message = r"a virtual worker has up to 4 devices, a stage each, but the layers of 'net' form 2 blocks"
+    message = r"a virtual worker has up to 4 devices, one stage each, but the layers of 'net' form 2 blocks"
     with pytest.raises(PlanError, match=message):
         dapple.plan(make_profile((1, 2), (1, 2)), cluster, global_batch_size=8, planner="hetpipe")
 
@@ -248,13 +248,13 @@ def test_micro_batches_without_equal_parts_for_the_workers_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "zb-auto"}, "schedule 'zb-auto.*' is searched for one pipeline: use planner 'best'"),
-        ({"mode": "async", "minibatches": 4}, "asynchronous windows are for one pipeline: use planner 'best'"),
+        ({"schedule": "zb-auto"}, "schedule 'zb-auto.*' needs a single pipeline: use planner 'best'"),
+        ({"mode": "async", "minibatches": 4}, "asynchronous windows need a single pipeline: use planner 'best'"),
     ],
 )
 def test_what_virtual_workers_cannot_have_is_told(options: dict[str, Any], message: str) -> None:
     servers = (Server("a", 1), Server("b", 2))
     cluster = Cluster(servers, AMPLE, Link(1000.0, 0.0), Link(1000.0, 0.0))
     profile = make_profile(*[(1, 2)] * 4)
-    with pytest.raises(PlanError, match=f"virtual workers that cut the model differently, and {message}"):
+    with pytest.raises(PlanError, match=f"virtual workers, each with its own cuts of the model, but {message}"):
         dapple.plan(profile, cluster, global_batch_size=16, planner="hetpipe", **options)

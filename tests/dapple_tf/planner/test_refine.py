@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,16 @@ def test_the_same_problem_gives_the_same_plan() -> None:
     first, second = (refine(problem, baseline_candidates(problem), 1_000_000) for _ in range(2))
     assert first == second
     assert first[0].seconds < min(c.seconds for c in baseline_candidates(problem))
+
+
+def test_stages_that_are_given_are_found_again_only_where_they_are_faster() -> None:
+    profile = Profile("net", 1, "test", tuple(LayerCost(f"layer{i}", 1 + i % 3, 2, 5, 5, 50) for i in range(9)))
+    cluster = Cluster((Server("a", 3), Server("b", 2)), 1e9, Link(100, 0), Link(10, 0))
+    problem = make_problem(profile, cluster, global_batch_size=12)
+    best = refine(problem, baseline_candidates(problem), 1_000_000)[0]
+    slow = replace(best, schedule="gpipe", seconds=2 * best.seconds)
+    assert best.stages in [found.stages for found in refine(problem, [slow], 1)]
+    assert best.stages not in [found.stages for found in refine(problem, [best], 1)]
 
 
 @pytest.mark.parametrize("name", ["00-p-vgg16-A32-512", "02-d-amoeba-18-racks8x1-128", "amoeba-6s-A64-128"])
