@@ -1,7 +1,8 @@
 """Two ranks of unequal devices: a core, and half a core, whose process is stopped half of the time.
 
 The plans of ``best`` and ``bapipe`` for these two devices are compared with the even one: the ratio of their measured
-steps with the ratio of the simulated ones. The profile has seconds of both kinds of device, each measured on it.
+steps with the ratio of the simulated ones. The profile has seconds of both kinds of device, each measured on it, and
+the cluster the link between the two ranks, measured by ``profiler.links``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     import dapple_tf as dapple
     from dapple_tf.plan import StagePlan
     from dapple_tf.planner.explain import notation, split_positions
-    from profiler.cluster import Cluster, DeviceKind, Link, Server
+    from profiler.cluster import Cluster, DeviceKind, Server
     from profiler.profile import KindSeconds
 
     core = available_cores()[:1]
@@ -78,12 +79,11 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
         for layer, other in zip(profile.layers, slow.layers, strict=True)
     )
     profile = replace(profile, layers=layers)
-    link = Link(bandwidth=2.5e9, latency=0.5e-3)
-    cluster = Cluster(
-        (Server.of_kinds("host", [("core", 1), ("half", 1)]),),
-        8e9,
-        link,
-        link,
+    run_ranks("benchmarks.unequal", 2, "links", f"{folder}/links.json")
+    probed = Cluster.load(folder / "links.json")
+    cluster = replace(
+        probed,
+        servers=(Server.of_kinds("host", [("core", 1), ("half", 1)]),),
         kinds={"core": DeviceKind(speed=1.0), "half": DeviceKind()},
     )
     plans = {
@@ -127,6 +127,15 @@ def save_profile(path: str) -> None:
     dapple.profile(timed.workload.loss_fn, batch=timed.batch).save(path)
 
 
+def save_links(path: str) -> None:
+    """Measure the link between the two ranks of this job; rank 0 saves it in ``path``."""
+    from profiler.links import probe
+
+    cluster = probe()
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        cluster.save(path)
+
+
 def measure(path: str) -> float:
     """Return the median seconds of a step of the plan in this job."""
     import dapple_tf as dapple
@@ -140,7 +149,7 @@ def measure(path: str) -> float:
 
 
 def main() -> None:
-    """Profile one kind of device, or train as one of the two ranks."""
+    """Profile one kind of device, or measure the link or train as one of the two ranks."""
     import dapple_tf as dapple
 
     if sys.argv[1] == "profile":
@@ -153,11 +162,12 @@ def main() -> None:
         print("null")
         return
     dapple.init()
+    task = {"links": save_links, "steps": measure}[sys.argv[1]]
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         with half_a_core():
-            measure(sys.argv[2])
+            task(sys.argv[2])
     else:
-        print(json.dumps(measure(sys.argv[2])))
+        print(json.dumps(task(sys.argv[2])))
 
 
 if __name__ == "__main__":

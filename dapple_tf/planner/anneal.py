@@ -20,8 +20,9 @@ from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 # What pricing a layout costs beside its simulation, in events.
 _EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
 
-# Where the devices of the stages are: anywhere, in the order of the places, or each stage on many servers.
-FREE, IN_ORDER, SCATTERED = 0, 1, 2
+# Where the devices of the stages are: anywhere; in the order of the places; each stage on many servers; or the first
+# half of the stages each on many servers, and the others in the order of the places.
+FREE, IN_ORDER, SCATTERED, HALF_SCATTERED = 0, 1, 2, 3
 
 
 @compiled
@@ -47,7 +48,7 @@ def anneal(
     room, devices = len(start.recompute), len(start.owner)
     now, trial = make_layout(room, devices), make_layout(room, devices)
     if placing != FREE:
-        deal_devices(start, 0, start.shape[0], placing == SCATTERED)
+        _deal(start, placing)
     copy_layout(start, now)
     seconds = _price(t, now, w, np.inf, hurried, contention).seconds
     least, left = seconds, events
@@ -57,7 +58,7 @@ def anneal(
         if not move_at_random(t.moves, trial, random):
             continue
         if placing != FREE:
-            deal_devices(trial, 0, trial.shape[0], placing == SCATTERED)
+            _deal(trial, placing)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
         price = _price(t, trial, w, ceiling, hurried, contention)
@@ -69,6 +70,15 @@ def anneal(
                 least = seconds
                 copy_layout(now, start)
     return least
+
+
+@compiled_part
+def _deal(layout: Layout, placing: int) -> None:
+    """Deal all devices to the stages anew, as many to each as before."""
+    stages = layout.shape[0]
+    deal_devices(layout, 0, stages, placing == SCATTERED)
+    if placing == HALF_SCATTERED:
+        deal_devices(layout, 0, (stages - 1) // 2, True)
 
 
 @compiled_part

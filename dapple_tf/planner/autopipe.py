@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 
@@ -37,6 +38,7 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
     chain = sub_layer_blocks(problem.chain)
     chain = chain if len(chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(chain, _MOST_BLOCKS)
     best: tuple[Candidate, Simulated, Blocks] | None = None
+    unsliced = dataclasses.replace(problem, ceiling=math.inf)  # slicing may bring a step below the problem's ceiling
     for depth in _depths(problem, chain, stages):
         for size in problem.micro_batch_sizes:
             replicas = problem.cluster.devices // depth
@@ -46,14 +48,16 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
             found = search_scheme(blocks, depth)
             schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
             plans = _stage_plans(chain, found.scheme, replicas)
-            candidate = problem.evaluate(plans, size, "AutoPipe's heuristic", schedule)
-            if candidate is not None and (best is None or candidate.seconds < best[0].seconds):
-                best = candidate, found, blocks
+            ceiling = math.inf if best is None else best[0].seconds
+            candidate = unsliced.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
+            best = best if candidate is None else (candidate, found, blocks)
     if best is None:
         return None
     candidate, found, blocks = best
     if sliced and problem.schedule == "auto" and candidate.schedule == "dapple-a":
         candidate = _slice(problem, candidate, found, blocks)
+    if candidate.seconds >= problem.ceiling:
+        return None
     return PlannerResult(candidate, formula_seconds=found.seconds, formula="1F1B by AutoPipe's simulator")
 
 
@@ -105,6 +109,8 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     depth = len(f)
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
+        return candidate
+    if blocks.micro_batches * float((f + b).max()) >= problem.ceiling:  # halves compute as long as whole micro-batches
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)
     sizes = slice_sizes((candidate.micro_batch_size,) * blocks.micro_batches, count)

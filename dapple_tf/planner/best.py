@@ -45,7 +45,7 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_LOCAL_EVENTS = 720_000  # of one local search, for each of the first 16 devices; twice that for others
+_LOCAL_EVENTS = 1_440_000  # of one local search, for each of the first 16 devices; twice that for others
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
@@ -106,6 +106,9 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
         candidates = _fitting_candidate(problem)
     # Reason: the plan of planner "dapple" must never be faster than the result. Without: none of the 144 is longer.
     candidates += _formula_candidate(problem, candidates)
+    if complete:
+        # Reason: the better the first ceiling, the less is left to search, and to simulate of other planners' plans.
+        candidates += _refined_candidates(problem, candidates, binds=False)
     # Reason: no planner of another system must be faster than the result. Without: 2 of 33 steps of the published
     # profiles (../shared/profiles with pipedream/, A, B and C) are longer than PipeDream's, by up to 3.5%.
     candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
@@ -113,9 +116,6 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
         # Reason: a partial space may have few cuts; these pipelines are cut between all blocks. Without: no step of the
         # 20 partial cases is longer.
         candidates += fitted_baseline_candidates(problem)
-    if complete:
-        # Reason: the better the first ceiling, the less is left to search.
-        candidates += _refined_candidates(problem, candidates, binds=False)
     sizes = promising_sizes(problem, candidates)
     # Reason: finds most plans, and proves the optimum in 115 of 144 cases. Without the search over any number of stages
     # 29 of 144 steps are longer, by up to 56%, and 15 of the 20 partial ones, by up to 12%. The search over two stages

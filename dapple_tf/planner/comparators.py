@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from dapple_tf.errors import PlanError
@@ -36,15 +37,15 @@ def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []
-    found = list[Candidate]()
+    found, bounded = list[Candidate](), replace(problem, ceiling=ceiling)
     planners = _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ())
     if problem.cluster.is_uniform and len(problem.chain.parameter_bytes) * problem.cluster.devices <= _MOST_PLACES:
         planners += (plan_spp,)
     for planner in planners:
         with contextlib.suppress(PlanError):
-            result = planner(problem)
+            result = planner(bounded)
             if result is not None and result.chosen.stages[0].worker is None:  # virtual workers cannot be run
-                found += _with_fastest_policy(problem, result.chosen)
+                found += _with_fastest_policy(bounded, result.chosen)
     return [candidate for candidate in found if candidate.seconds < ceiling]
 
 
@@ -54,8 +55,8 @@ def interleaved_comparator_candidates(
     """Return what planner "even" chooses with these ``chunks``, stages per device, if below ``ceiling`` seconds."""
     if problem.cluster.devices > _MOST_DEVICES:
         return []
-    result = plan_even(problem, chunks=chunks)
-    return [result.chosen] if result is not None and result.chosen.seconds < ceiling else []
+    result = plan_even(replace(problem, ceiling=ceiling), chunks=chunks)
+    return [result.chosen] if result is not None else []
 
 
 def is_beyond_search(problem: PlanningProblem, candidate: Candidate) -> bool:

@@ -40,10 +40,13 @@ def plan_even(
         for size in problem.micro_batch_sizes
     ]
     fastest: Candidate | None = None
+    ceiling = problem.ceiling
     for least, shape, stages, size in sorted(tries, key=lambda entry: entry[0]):
-        if fastest is None or least < fastest.seconds:
-            found = problem.evaluate(stages, size, "even", shape.schedule)
-            fastest = min((c for c in (fastest, found) if c is not None), key=lambda c: c.seconds, default=None)
+        if least >= ceiling:
+            break
+        found = problem.evaluate(stages, size, "even", shape.schedule, ceiling=ceiling)
+        if found is not None:
+            fastest, ceiling = found, found.seconds
     return PlannerResult.fastest([fastest])
 
 

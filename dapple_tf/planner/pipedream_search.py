@@ -66,7 +66,8 @@ def find_stages(costs: BlockCosts, hierarchy: Hierarchy) -> tuple[float, tuple[F
         rows = 1 if number == len(hierarchy.levels) else blocks  # the last level is asked for pipelines from block 0
         send = 2 * costs.activation_bytes / level.bandwidth
         least = compute / hierarchy.sizes[number - 1] * _BELOW
-        arrays = _solve_level(inner, least, parameters, send, rows, level.count, level.bandwidth)
+        inner = np.ascontiguousarray(inner)  # with another layout Numba would compile the search again
+        arrays = _solve_level(inner, least, parameters, send, rows, level.count, float(level.bandwidth))
         solved.append(_Solved(*arrays))
         inner = solved[-1].seconds[:, :, level.count]
     places = tuple(range(len(hierarchy.devices)))

@@ -92,7 +92,7 @@ def _sums(costs: Floats) -> Floats:
 def _least_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second of the slowest link; infinity for one device."""
     levels = derive_hierarchy(cluster).levels
-    return min((level.bandwidth for level in levels), default=float("inf"))
+    return float(min((level.bandwidth for level in levels), default=math.inf))
 
 
 def _limit_blocks(chain: Chain, devices: int) -> Chain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,7 @@ class PlanningProblem:
     ``schedule``: a name, or "auto" for the fastest policy. ``recompute``: as in ``Plan``, but the searches re-compute
     all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs
     during the last backward. ``contention``: steps are simulated with contention for the servers' network interfaces.
+    ``ceiling``: seconds; plans whose step is not shorter are not of interest, and ``evaluate`` returns None for them.
     """
 
     profile: Profile
@@ -48,6 +50,7 @@ class PlanningProblem:
     optimizer_slots: int = 2
     overlap: bool = False
     contention: bool = True
+    ceiling: float = math.inf
 
     @cached_property
     def chain(self) -> Chain:
@@ -141,13 +144,14 @@ class PlanningProblem:
         origin: str,
         schedule: str | None = None,
         recompute: bool | tuple[int, ...] = False,
+        ceiling: float = math.inf,
     ) -> Candidate | None:
         """Simulate these stages under the fastest schedule allowed, or under ``schedule``.
 
         Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
-        None if they do not fit the memory, if some replica would get no sample, if unequal shares would meet where
-        tensors cannot be split, or if the schedule has other stages on the same devices. ``origin``: see ``Candidate``.
-        ``recompute``: see ``make_plan``.
+        None if they do not fit the memory, if their step is not below ``ceiling`` and the problem's, if some replica
+        would get no sample, if unequal shares would meet where tensors cannot be split, or if the schedule has other
+        stages on the same devices. ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
         stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
         if max(least_rows(stage.replicas, stage.row_shares) for stage in stages) > micro_batch_size:
@@ -163,10 +167,13 @@ class PlanningProblem:
             return None
         of_stages = self._costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
+        arrays, ceiling = stage_cost_arrays(of_stages), min(ceiling, self.ceiling)
+        # Reason: a device computes that long, so most plans that are too slow need no simulation.
+        if plan.micro_batches * float((arrays.forward_seconds + arrays.backward_seconds).max()) >= ceiling:
+            return None
         network = make_network(self.find_flows(stages), of_stages)
-        arrays = stage_cost_arrays(of_stages)
-        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network)
-        if found.seconds == float("inf"):
+        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
+        if found.seconds == math.inf:
             return None
         return Candidate(stages, micro_batch_size, found.schedule, found.seconds, origin, plan.recompute)
 

@@ -96,20 +96,22 @@ def fastest_schedule(
     memory_bytes: float,
     schedule: str = "auto",
     network: Network | None = None,
+    ceiling: float = np.inf,
 ) -> ScheduleSeconds:
     """Return the fastest policy for these stages, or the seconds of ``schedule``; D is added if memory needs it.
 
-    ``network``: for the seconds with contention; None for those without.
+    ``network``: for the seconds with contention; None for those without. ``ceiling``: seconds; what is not below them
+    is infinite. A step is simulated without contention first, which takes less time and is never slower.
 
     Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
     valid (``make_problem`` checks it).
     """
     if is_searched(schedule):
-        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network)
+        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network, ceiling)
     if schedule not in (*POLICIES, "auto"):
-        return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network)
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network, ceiling)
     warm_ups = policy_warm_ups(len(costs.forward_seconds), micro_batches)
-    best = ScheduleSeconds(np.inf, "")
+    best = ScheduleSeconds(ceiling, "")
     for policy, name in enumerate(POLICIES):
         if schedule in (name, "auto"):
             arguments = costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE
@@ -118,7 +120,7 @@ def fastest_schedule(
                 seconds, limit = shared_policy_seconds(*arguments, network)
             if seconds < best.seconds * (1 - 1e-9):
                 best = ScheduleSeconds(seconds, _limited(name, limit))
-    return best
+    return best if best.schedule else ScheduleSeconds(np.inf, "")
 
 
 def _limited(policy: str, limit: int) -> str:
@@ -127,7 +129,12 @@ def _limited(policy: str, limit: int) -> str:
 
 
 def _named_schedule_seconds(
-    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str, network: Network | None
+    costs: StageCostArrays,
+    micro_batches: int,
+    memory_bytes: float,
+    schedule: str,
+    network: Network | None,
+    ceiling: float,
 ) -> ScheduleSeconds:
     """Return the seconds of a schedule that is not one of ``POLICIES``; memory may limit ``zb-h1`` and ``zb-h2``."""
     nothing = ScheduleSeconds(np.inf, schedule)
@@ -138,26 +145,39 @@ def _named_schedule_seconds(
     if len(order.actions) < len(costs.forward_seconds):
         peaks = worker_peaks(order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
         fits = (peaks <= memory_bytes).all()
-        return ScheduleSeconds(order_seconds(order, costs, network), schedule) if fits else nothing
+        return ScheduleSeconds(_seconds_below(order, costs, network, ceiling), schedule) if fits else nothing
     room = memory_bytes - costs.fixed_bytes - costs.working_bytes
     short = in_flight * costs.stash_bytes > room
     if short.any():
         limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
         if schedule not in STRAIGHT_ZERO_BUBBLE or limit < 1:
             return nothing
-        return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}", network)
-    return ScheduleSeconds(order_seconds(order, costs, network), schedule)
+        return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}", network, ceiling)
+    return ScheduleSeconds(_seconds_below(order, costs, network, ceiling), schedule)
+
+
+def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None, ceiling: float) -> float:
+    """Return the seconds of a step; infinity if they are not below ``ceiling``."""
+    seconds = order_seconds(order, costs) if network is None or ceiling < np.inf else 0.0
+    if network is not None and seconds < ceiling:
+        seconds = order_seconds(order, costs, network)
+    return seconds if seconds < ceiling else np.inf
 
 
 def _searched_schedule_seconds(
-    costs: StageCostArrays, micro_batches: int, memory_bytes: float, schedule: str, network: Network | None
+    costs: StageCostArrays,
+    micro_batches: int,
+    memory_bytes: float,
+    schedule: str,
+    network: Network | None,
+    ceiling: float,
 ) -> ScheduleSeconds:
     """Return the seconds of the fastest of a few schedules on the worker map of ``zb-auto``.
 
     The search itself takes far longer. It starts from all of these, so what it finds for the chosen plan is no slower.
     """
     names = (schedule, *find_stand_ins(schedule))
-    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network) for name in names]
+    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network, ceiling) for name in names]
     return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from dapple_tf.plan import StagePlan
-from dapple_tf.planner.anneal import FREE, IN_ORDER, SCATTERED, anneal
+from dapple_tf.planner.anneal import FREE, HALF_SCATTERED, IN_ORDER, SCATTERED, anneal
 from dapple_tf.planner.device_order import list_devices, order_servers
 from dapple_tf.planner.layout import (
     IDLE,
@@ -29,8 +29,11 @@ from dapple_tf.simulator.compiled import Integers
 from profiler.cluster import Cluster
 
 _SEED = 88172645463325252
-_STARTS, _KEPT = 3, 4
-_DEALT, _NEAR, _FREE, _MAIN, _LAST = (weight / 18 for weight in (2, 1, 1, 10, 4))  # shares of the events
+_STARTS, _KEPT = 3, 8
+_DEALT, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))  # shares of the events
+# The rounds at last: how many of the best layouts go on, the share of the events, and the temperature at the beginning.
+# Reason: which layout leads to the best one is seen late, so many get a few events, and few get many.
+_ROUNDS = ((8, 16 / 36, 0.05), (3, 12 / 36, 0.05), (1, 4 / 36, 0.005))
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices
 _MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
@@ -40,12 +43,13 @@ _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 def refine(
     problem: PlanningProblem, candidates: Sequence[Candidate], events: int, *, may_recompute: bool = False
 ) -> list[Candidate]:
-    """Return plans that a local search finds from the fastest ``candidates``: of each origin, and of each size.
+    """Return the plan that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
-    First only the numbers of devices are searched, dealt to the stages in order or evenly; then their places, too; and
-    at last with contention (see ``counts_contention``). The same problem and number of simulated ``events`` give the
-    same plans. ``may_recompute``: whether single stages may be re-computed. Empty without candidates, and for a
-    schedule that is none of the simulated policies.
+    First only the numbers of devices are searched, dealt to the stages in order, or evenly to all or half of them; then
+    their places, too; and at last with contention (see ``counts_contention``), in rounds from which fewer and fewer
+    layouts go on (successive halving). The same problem and number of simulated ``events`` give the same plan.
+    ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
+    candidates, and for a schedule that is none of the simulated policies.
     """
     search = _Search.of(problem, candidates, may_recompute)
     if search is None:
@@ -62,11 +66,12 @@ def refine(
     contention = counts_contention(problem)
     either = [*kept, *((FREE, layout) for layout in starts)]
     kept = sorted(either, key=lambda run: search.seconds(run, contention=contention))[:_KEPT]
-    kept = search.run_all(kept, int(events * _MAIN), 0.05, contention=contention)
-    ((_, best),) = search.run_all(kept[:1], int(events * _LAST), 0.005, contention=contention)
+    for most, share, hot in _ROUNDS:
+        kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
+    ((_, best),) = kept
     search.drop_recompute(best)
-    found = [search.candidate(layout) for _, layout in kept]
-    return [candidate for candidate in found if candidate is not None and not _is_known(candidate, candidates)]
+    found = search.candidate(best)
+    return [] if found is None or _is_known(found, candidates) else [found]
 
 
 def _is_known(found: Candidate, candidates: Iterable[Candidate]) -> bool:
@@ -124,9 +129,8 @@ class _Search:
         workspace = make_workspace(room, cluster.devices, int(tables.micro_batches.max()))
         orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
         several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
-        return _Search(
-            problem, tables, workspace, tuple(orders), (IN_ORDER, SCATTERED) if several else (IN_ORDER,), room
-        )
+        placings = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
+        return _Search(problem, tables, workspace, tuple(orders), placings, room)
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""

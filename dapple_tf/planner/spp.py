@@ -5,6 +5,8 @@ Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,10 +70,13 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
             seconds = makespan(stage_seconds(costs, stages), costs.micro_batches)
             name = schedule_name(len(stages), costs.micro_batches)
             choices.append(_Choice(seconds, size, _stage_plans(chain, stages, order), name))
+    unbounded = replace(problem, ceiling=math.inf)  # None must mean that a choice does not fit
     for choice in sorted(choices, key=lambda choice: choice.seconds):
         schedule = choice.schedule if problem.schedule == "auto" else problem.schedule
-        if found := problem.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule):
-            return PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
+        found = unbounded.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
+        if found is not None:
+            result = PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
+            return result if found.seconds < problem.ceiling else None
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,3 +141,11 @@ def test_transfer_costs_agree_with_a_sum_over_all_pairs_of_intervals(
     found = transfer_cost(senders, receivers, link_tables(cluster))
     assert found == pytest.approx((max(latencies), float(max(load.values()))), rel=1e-12)
     assert transfer_cost(receivers, senders, link_tables(cluster)) == pytest.approx(found, rel=1e-12)
+
+
+def test_tables_are_of_floats_whatever_numbers_the_cluster_has() -> None:
+    """For other types all compiled code of the planners is compiled again, which takes more than a minute."""
+    link = Link(4, 1)
+    tables = link_tables(Cluster((Server("a", 4), Server("b", 4)), 1, link, link, {("a", "b"): link}))
+    assert {np.asarray(entry).dtype for entry in tables} == {np.dtype(np.float64)}
+    assert {type(tables.interface), type(tables.interface_latency)} == {float}
