@@ -6,7 +6,6 @@ File format ``dapple-plan/1`` (JSON).
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +24,7 @@ from profiler.fields import Fields
 from profiler.files import write_atomically
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
+from profiler.servers import is_finite
 from profiler.units import format_samples
 
 FORMAT = "dapple-plan/1"
@@ -311,18 +311,21 @@ def check_virtual_workers(stages: Sequence[StagePlan]) -> None:
 
 def _check_shares(index: int, stage: StagePlan) -> None:
     """Raise PlanError unless the shares of stage ``index`` are absent, or a number above 0 for each device."""
+    shares: object = stage.shares  # not yet known to be what its type says
     if stage.shares is None:
         return
+    if not isinstance(shares, (list, tuple)):
+        raise PlanError(f"stages[{index}].shares is {quote(shares)}, not a list of numbers; None is equal shares")
     if len(stage.shares) != stage.replicas:
         raise PlanError(
             f"stages[{index}].shares has {len(stage.shares)} numbers, but there are {stage.replicas} devices: give one "
             "for each, or none for equal shares"
         )
     for place, share in enumerate(stage.shares):
-        if not (math.isfinite(share) and share > 0):
+        if not (is_finite(share) and share > 0):
             raise PlanError(
-                f"stages[{index}].shares[{place}] is {share}, not a finite number above 0: leave a device that is to "
-                "take no rows out of devices"
+                f"stages[{index}].shares[{place}] is {quote(share)}, not a finite number above 0: leave a device that "
+                "is to take no rows out of devices"
             )
 
 

@@ -41,6 +41,9 @@ def load_preset(text: str) -> Cluster:
     """Return the preset ``config-a``, or ``config-a:32`` (devices). Raises ClusterError for any other name."""
     match = _NAME.fullmatch(text.lower())
     if not match:
-        raise ClusterError(f"no cluster is called {text!r}; there are config-a, config-b, config-c, and config-a:32")
+        raise ClusterError(
+            f"no cluster is called {text!r}; there are config-a, config-b and config-c, of 16 devices, and config-a:32 "
+            "of 32 (at most 99999)"
+        )
     letter, devices = match.groups()
     return config(letter) if devices is None else config(letter, int(devices))

@@ -68,6 +68,19 @@ def test_wrong_shares_are_named(tmp_path: Path, shares: Any, message: str) -> No
         Plan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ("ab", r"stages\[0\].shares is 'ab', not a list of numbers; None is equal shares"),
+        (3, r"stages\[0\].shares is 3, not a list of numbers; None is equal shares"),
+        ((1.0, None), r"stages\[0\].shares\[1\] is None, not a finite number above 0"),
+    ],
+)
+def test_shares_of_wrong_types_are_told(shares: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=f"^{message}"):
+        replace(SHARED, stages=(replace(SHARED.stages[0], shares=shares), *SHARED.stages[1:]))
+
+
 def test_stages_of_one_worker_have_the_same_shares() -> None:
     stages = StagePlan(0, 0, (0, 1), (3.0, 1.0)), StagePlan(1, 1, (0, 1))
     plan = replace(SHARED, stages=stages, schedule="interleaved-1f1b:v=2")
