@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.common import Row, median
+from benchmarks.common import Row, available_cores, median, run_on_cores
 from benchmarks.figures import line_figure
 from benchmarks.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.api import plan
@@ -16,6 +18,7 @@ from profiler.profile import LayerCost, Profile
 
 RUNS = 5
 LAYERS, DEVICES = (50, 100, 200, 400), (16, 64, 256, 1024)
+LARGEST = (1000, 4096)
 # What the published planner, HPGO 0.9.2, needs for the same files and 16 devices, as measured in ../shared/facts.md.
 HPGO = {"others": "0.2 to 6.9 s", "gnmt": "346 s or more"}
 
@@ -24,6 +27,13 @@ def run() -> Iterator[Row]:
     """Yield the seconds of a warm planner: each profile and config, then synthetic layers on up to 128 servers."""
     yield from _published()
     yield from _curve()
+    layers, devices = LARGEST
+    found = run_on_cores("benchmarks.planner_speed", available_cores()[:1], timeout=1800)
+    text = (
+        f"{found['seconds']:.1f} s, {found['peak'] / 2**30:.2f} GiB at the peak ({found['start'] / 2**30:.2f} at first)"
+    )
+    ok = found["seconds"] <= 120 and found["peak"] <= 2**30
+    yield Row(f"{layers} layers, {devices} devices in servers of 8", "at most 120 s in 1 GiB", text, ok)
 
 
 def _published() -> Iterator[Row]:
@@ -70,6 +80,19 @@ def measure(profile: Profile, cluster: Cluster, global_batch: int, runs: int = R
     return median(taken[1:])
 
 
+def measure_largest() -> dict[str, float]:
+    """Return the seconds of one plan of the largest size, and the bytes of this process at its peak and before."""
+    layers, devices = LARGEST
+    plan(synthetic(50), config("a", 16), global_batch_size=4096)  # compiles, or reads what was compiled
+    start, begin = _peak_bytes(), time.perf_counter()
+    plan(synthetic(layers), config("a", devices), global_batch_size=4096)
+    return {"seconds": time.perf_counter() - begin, "peak": _peak_bytes(), "start": start}
+
+
+def _peak_bytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
 def synthetic(layers: int) -> Profile:
     """Return a made-up transformer with layers of unequal costs, profiled with a batch of 1."""
     return Profile(
@@ -81,3 +104,7 @@ def synthetic(layers: int) -> Profile:
             for i in range(layers)
         ),
     )
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_largest()))

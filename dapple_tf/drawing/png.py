@@ -18,7 +18,9 @@ from dapple_tf.drawing.chart import (
     MARK,
     Chart,
     Span,
+    SpanKind,
 )
+from dapple_tf.drawing.coverage import measure_coverage, mix_colours
 from profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ _INCHES = (12.0, 40.0)  # least and largest width of a picture
 _PLOT = 0.92  # share of the width that the rows' names leave
 _SHARE = 0.8  # share of a row's height that its spans take
 _DIGIT_INCHES = 0.06  # width of a digit of the small labels
+_SPANS, _MARKS = 1.1, 1.2  # what is drawn over idle times (1), in this order
 _LEGEND_COLUMNS = 6  # entries of the legend that fit side by side
 
 
@@ -56,7 +59,8 @@ def draw(chart: Chart, path: Path) -> None:
     scale, unit = scale_time(chart.seconds)
     upper.set_xlim(0, chart.seconds * scale or 1)
     bottom.set_xlabel(f"{_UNITS[unit]} since the step's first forward (numbers are {chart.numbers})")
-    figure.savefig(path, dpi=_DPI, format="png")
+    # Reason: zlib's least effort makes files a third larger than its default, in a fourth of the time.
+    figure.savefig(path, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
 
 
 _UNITS = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}
@@ -123,22 +127,20 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     heights = np.array([row.height for row in chart.rows])
     lows = np.array(tops) + (1 - _SHARE) / 2 * heights  # the upper edge of a row's spans: rows count downwards
     thick = np.array([(1.5 if row.network else 1.0) * MARK * row.height for row in chart.rows])
-    for kind in chart.kinds:
-        spans = [span for span in chart.spans if span.kind == kind]
-        left, right, row = _extents(spans, scale)
-        shades = {span.shade for span in spans}
-        colours = (
-            [_lighten(COLOURS[kind], span.shade) for span in spans]
-            if len(shades) > 1
-            else _lighten(COLOURS[kind], shades.pop())
-        )
-        boxes = _boxes(left, right, lows[row], lows[row] + _SHARE * heights[row])
-        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=line))
+    if line:
+        for kind, shade in sorted({(span.kind, span.shade) for span in chart.spans}):
+            left, right, row = _extents([s for s in chart.spans if (s.kind, s.shade) == (kind, shade)], scale)
+            boxes = _boxes(left, right, lows[row], lows[row] + _SHARE * heights[row])
+            colour = _lighten(COLOURS[kind], shade)
+            polygons = PolyCollection(boxes, facecolors=[colour], edgecolors="white", linewidths=line, zorder=_SPANS)
+            axes.add_collection(polygons)
+    else:
+        _draw_columns(chart, axes, int(_PLOT * width * _DPI), lows, lows + _SHARE * heights)
     marked = [span for span in chart.spans if span.critical]
     left, right, row = _extents(marked, scale)
     bottom = lows[row] + _SHARE * heights[row]
     marks = _boxes(left, right, bottom - thick[row], bottom)
-    axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none"))
+    axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none", zorder=_MARKS))
     for span in chart.spans:
         room = (span.end - span.start) * inches
         if _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
@@ -179,8 +181,23 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     _open(axes)
 
 
+def _draw_columns(chart: Chart, axes: Axes, columns: int, lows: Floats, highs: Floats) -> None:
+    """Draw the spans as columns of about a pixel; ``lows``, ``highs``: the edges of each row's spans."""
+    scale, _ = scale_time(chart.seconds)
+    groups: dict[tuple[SpanKind, float], list[Span]] = {}
+    for span in chart.spans:
+        groups.setdefault((span.kind, span.shade), []).append(span)
+    extents = [_extents(spans, columns / (chart.seconds or 1)) for spans in groups.values()]
+    covered = np.stack([measure_coverage(*extent, len(lows), columns) for extent in extents])
+    colours = np.array([_lighten(COLOURS[kind], shade) for kind, shade in groups])
+    mixed = np.zeros((2 * len(lows) - 1, columns, 4))  # between two rows nothing is drawn
+    mixed[::2] = mix_colours(covered, colours)
+    edges = np.stack([lows, highs], axis=1).ravel()
+    axes.pcolorfast(np.linspace(0, chart.seconds * scale or 1, columns + 1), edges, mixed, zorder=_SPANS)
+
+
 def _extents(spans: Sequence[Span], scale: float) -> tuple[Floats, Floats, Integers]:
-    """Return the left and right ends of the spans on the axis, and their rows."""
+    """Return the left and right ends of the spans, in seconds times ``scale``, and their rows."""
     left = np.array([span.start for span in spans]) * scale
     right = np.array([span.end for span in spans]) * scale
     return left, right, np.array([span.row for span in spans], np.int64)
