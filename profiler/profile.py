@@ -127,11 +127,11 @@ class Profile:
         through the origin where that one would be negative at 0 samples. So time never falls as samples grow. Raises
         ProfileError for negative or non-finite samples.
         """
-        return _interpolate(self._sizes, self._tables["forward_seconds"], samples)
+        return _interpolate(self.measured_sizes, self._tables["forward_seconds"], samples)
 
     def backward_seconds(self, samples: float) -> Floats:
         """Return the backward seconds of every layer for ``samples`` samples; see ``forward_seconds``."""
-        return _interpolate(self._sizes, self._tables["backward_seconds"], samples)
+        return _interpolate(self.measured_sizes, self._tables["backward_seconds"], samples)
 
     def weights_seconds(self, samples: float) -> Floats:
         """Return the part of ``backward_seconds`` that computes gradients of weights; the rest is for inputs.
@@ -180,7 +180,7 @@ class Profile:
     def free_layers(self) -> tuple[bool, ...]:
         """Whether each layer is free: no seconds at any batch size, no weights and no stash (a view, an input)."""
         seconds = np.zeros(len(self.layers))
-        for size in self._sizes:
+        for size in self.measured_sizes:
             seconds += self.forward_seconds(size) + self.backward_seconds(size)
         return tuple((seconds + self.parameter_bytes + self.stash_bytes == 0).tolist())
 
@@ -235,18 +235,18 @@ class Profile:
         return _shared(working)
 
     @cached_property
-    def _sizes(self) -> tuple[int, ...]:
+    def measured_sizes(self) -> tuple[int, ...]:
         return tuple(sorted([self.batch_size, *(timing.batch_size for timing in self.timings)]))
 
     @cached_property
     def _tables(self) -> dict[str, Floats]:
-        """For each direction, a row of seconds for each of ``_sizes``; made monotonic in the size."""
+        """For each direction, a row of seconds for each of ``measured_sizes``; made monotonic in the size."""
         return {field: self._table(field) for field in ("forward_seconds", "backward_seconds")}
 
     def _table(self, field: str) -> Floats:
         rows = {timing.batch_size: getattr(timing, field) for timing in self.timings}
         rows[self.batch_size] = tuple(getattr(layer, field) for layer in self.layers)
-        return np.maximum.accumulate(np.array([rows[size] for size in self._sizes], dtype=np.float64))
+        return np.maximum.accumulate(np.array([rows[size] for size in self.measured_sizes], dtype=np.float64))
 
 
 def _shared(figures: Iterable[float]) -> Floats:

@@ -20,6 +20,7 @@ from dapple_tf.planner.comparators import (
     interleaved_comparator_candidates,
     is_beyond_search,
 )
+from dapple_tf.planner.compute_bound import least_compute_seconds
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.dapple import choose_by_formula
 from dapple_tf.planner.gpipe import plan_gpipe
@@ -141,7 +142,7 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     # Reason: with more devices the step must never be longer. This searches again, which takes about as long, so it is
     # left out where a complete search had many sizes. Without: no step of all 164 is longer.
     if unsearched < _least_seconds(candidates) and (not complete or len(sizes) <= _FEW_SIZES):
-        candidates += _half_cluster_candidate(problem)
+        candidates += _half_cluster_candidate(problem, _least_seconds(candidates))
     if unsearched < _least_seconds(candidates) * (1 - 1e-9):
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
         # steps are longer, by up to 0.3%, and none of the partial ones.
@@ -240,9 +241,11 @@ def _search(
     return [Candidate(stages, size, fastest.best.schedule, fastest.best.seconds, origin, problem.recompute)], unsearched
 
 
-def _half_cluster_candidate(problem: PlanningProblem) -> list[Candidate]:
-    """Return the best plan on the first half of the devices, server by server."""
-    half = halve_cluster(problem.cluster)
+def _half_cluster_candidate(problem: PlanningProblem, ceiling: float) -> list[Candidate]:
+    """Return the best plan on the first half of the devices, server by server; none if no plan is below ``ceiling``."""
+    half, sizes = halve_cluster(problem.cluster), problem.micro_batch_sizes
+    if half and least_compute_seconds(problem.profile, half.devices, problem.global_batch_size, sizes) >= ceiling:
+        return []
     result = plan_best(replace(problem, cluster=half), chunks=()) if half else None
     chosen = result and result.chosen
     found = chosen and problem.evaluate(

@@ -188,7 +188,9 @@ def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w:
     for server in receivers:
         w.names[server] = IDLE
     x, none = t.links, np.zeros((count, count))
-    few = LinkTables(x.inside[:count], x.inside_latency[:count], x.interface, x.interface_latency, none, none)
+    few = LinkTables(
+        x.inside[:count], x.inside_latency[:count], x.interface, x.interface_latency, none, none, x.has_own
+    )
     return measure_transfer(both[: len(senders)], both[len(senders) :], few)
 
 

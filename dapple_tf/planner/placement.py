@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,21 +16,18 @@ Policy = Callable[[Used, Used, int], Used]  # used, server sizes, number of devi
 
 def fresh_first(used: Used, sizes: Used, wanted: int) -> Used:
     """Take devices from servers of which none is in use, then from the others."""
-    order = sorted(range(len(sizes)), key=lambda server: used[server] > 0)
-    return _fill(used, sizes, wanted, order)
+    return _fill(used, sizes, wanted, _fresh(used), _started(used))
 
 
 def append_first(used: Used, sizes: Used, wanted: int) -> Used:
     """Take devices from servers of which some are in use, then from the others."""
-    order = sorted(range(len(sizes)), key=lambda server: used[server] == 0)
-    return _fill(used, sizes, wanted, order)
+    return _fill(used, sizes, wanted, _started(used), _fresh(used))
 
 
 def scatter_first(used: Used, sizes: Used, wanted: int) -> Used:
     """Take devices equally from all servers in use, or from all servers if none is in use; then from the others."""
     taken = list(used)
-    some = any(used)
-    for group in ([i for i, u in enumerate(used) if u or not some], [i for i, u in enumerate(used) if some and not u]):
+    for group in (list(_started(used)), list(_fresh(used))):
         while wanted and (room := [i for i in group if taken[i] < sizes[i]]):
             rounds = min(wanted // len(room), min(sizes[i] - taken[i] for i in room))
             for server in room if rounds else room[:wanted]:
@@ -41,10 +39,22 @@ def scatter_first(used: Used, sizes: Used, wanted: int) -> Used:
 POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
-def _fill(used: Used, sizes: Used, wanted: int, order: Iterable[int]) -> Used:
-    """Take ``wanted`` devices from the servers in this order."""
+def _fresh(used: Used) -> Iterator[int]:
+    """Yield the servers of which no device is in use."""
+    return (server for server, count in enumerate(used) if not count)
+
+
+def _started(used: Used) -> Iterator[int]:
+    """Yield the servers of which some devices are in use."""
+    return (server for server, count in enumerate(used) if count)
+
+
+def _fill(used: Used, sizes: Used, wanted: int, *groups: Iterable[int]) -> Used:
+    """Take ``wanted`` devices from the servers of the first group in turn, then from those of the others."""
     taken = list(used)
-    for server in order:
+    for server in itertools.chain(*groups):
+        if not wanted:
+            break
         more = min(wanted, sizes[server] - taken[server])
         taken[server] += more
         wanted -= more
@@ -66,8 +76,8 @@ class Placement:
 
     def servers(self) -> tuple[int, ...]:
         """Return the server of each device, in the order of the plan."""
-        pairs = zip(self.before, self.after, strict=True)
-        return tuple(server for server, (b, a) in enumerate(pairs) for _ in range(a - b))
+        taken = map(operator.sub, self.after, self.before)
+        return tuple(itertools.chain.from_iterable(map(itertools.repeat, itertools.count(), taken)))
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,17 @@ def find_placements(
                     queue.append(after)
     successors = (*(tuple(moves.get(item.after, ())) for item in items), tuple(moves[start]))
     return Placements(tuple(items), successors, complete)
+
+
+def find_all_placements(sizes: Sequence[int], most: int) -> Placements | None:
+    """Return the placements of stages of any number of replicas; None if there are about ``most`` of them or more."""
+    total = sum(sizes)
+    # After the first u devices (appended), stages of 1 to total - u replicas can come: total (total + 1) / 2 placements
+    # at least. Those after the last set of devices in use, 3 total at most, may exceed ``most``.
+    if total * (total - 5) // 2 >= most:
+        return None
+    found = find_placements(sizes, range(1, total + 1), most=most)
+    return found if found.complete else None
 
 
 def device_indices(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:

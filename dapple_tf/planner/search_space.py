@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.balanced_cuts import even_starts
-from dapple_tf.planner.placement import Placements, append_first, find_placements
+from dapple_tf.planner.placement import Placements, append_first, find_all_placements, find_placements
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_transfer
 from profiler.cluster import Cluster, Server
@@ -145,10 +145,10 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
     """Return the spaces for one order of the servers."""
     sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
-    every = find_placements(sizes, range(1, total + 1), most=_MOST_PLACEMENTS)
-    space = SearchSpace(chain, cluster, every, order, complete=True)
-    if every.complete and space.search_steps <= 2 * _MOST_SEARCH_STEPS:
-        return (space,)
+    if every := find_all_placements(sizes, _MOST_PLACEMENTS):
+        space = SearchSpace(chain, cluster, every, order, complete=True)
+        if space.search_steps <= 2 * _MOST_SEARCH_STEPS:
+            return (space,)
     unit = max(sizes) if total > 256 else 1
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
     two_stages = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)

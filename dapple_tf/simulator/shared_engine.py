@@ -67,17 +67,49 @@ class Rings(NamedTuple):
 # _LEFT: what the bytes that were left at the time _SINCE take alone. _FACTOR: how many times more slowly than alone
 # they move since then. _DUE: when the phase ends.
 _BEGIN, _SECONDS, _LEFT, _SINCE, _FACTOR, _DUE = range(6)
-# Columns of the state as integers, [3 S, 2]: the phase, and whether its end is no more that of a flow alone.
-_PHASE, _SLOWED = range(2)
+# Columns of the state as integers, [3 S, 3]: the phase, whether its end is no more that of a flow alone, and the place
+# among the flows that are under way.
+_PHASE, _SLOWED, _PLACE = range(3)
+
+
+# The events to come are a tree of minima over the places of the flows that are under way: ``events[1]`` is the time of
+# the next one, node i has children 2 i and 2 i + 1, and the second half has the leaves, one for each place.
 
 
 @compiled
-def _begin(f: Floats, g: Integers, flow: int, begin: float, latency: float, seconds: float) -> None:
+def _set_event(events: Floats, place: int, time: float) -> None:
+    """Let the next event of the flow at a place be at ``time``."""
+    node = place + len(events) // 2
+    events[node] = time
+    while node > 1:
+        node //= 2
+        least = min(events[2 * node], events[2 * node + 1])
+        if events[node] == least:
+            break
+        events[node] = least
+
+
+@compiled_part
+def _first_place(events: Floats) -> int:
+    """Return the first place of those whose event is the next one."""
+    node, leaves = 1, len(events) // 2
+    while node < leaves:
+        node *= 2
+        if events[node] > events[node + 1]:
+            node += 1
+    return node - leaves
+
+
+@compiled
+def _begin(
+    f: Floats, g: Integers, events: Floats, gate: Floats, flow: int, begin: float, latency: float, seconds: float
+) -> None:
     """Let a flow that takes ``seconds`` alone begin."""
     wait = min(latency, seconds)
     g[flow, _PHASE], g[flow, _SLOWED] = _LATENCY, 0
     f[flow, _BEGIN], f[flow, _SECONDS] = begin, seconds
     f[flow, _LEFT], f[flow, _DUE] = seconds - wait, begin + wait
+    _set_event(events, g[flow, _PLACE], min(begin + wait, gate[flow]))
 
 
 @compiled_part
@@ -93,6 +125,8 @@ def _factor(counts: Integers, first: Integers, direction: Integers, demand: Floa
 def _count(
     f: Floats,
     g: Integers,
+    events: Floats,
+    gate: Floats,
     counts: Integers,
     first: Integers,
     direction: Integers,
@@ -115,12 +149,15 @@ def _count(
                 f[other, _LEFT], f[other, _SINCE], f[other, _FACTOR] = left, now, factor
                 f[other, _DUE] = now + left * factor
                 g[other, _SLOWED] = 1
+                _set_event(events, g[other, _PLACE], min(f[other, _DUE], gate[other]))
 
 
 @compiled
 def _move(
     f: Floats,
     g: Integers,
+    events: Floats,
+    gate: Floats,
     counts: Integers,
     first: Integers,
     direction: Integers,
@@ -135,10 +172,11 @@ def _move(
     if left <= 0.0:
         g[flow, _PHASE] = _EMPTY
         f[flow, _DUE] = now
+        _set_event(events, g[flow, _PLACE], min(now, gate[flow]))
         return
     g[flow, _PHASE] = _MOVES
     f[flow, _FACTOR] = 1.0
-    _count(f, g, counts, first, direction, demand, near_first, near, flow, 1, now)
+    _count(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, 1, now)
     factor = _factor(counts, first, direction, demand, flow)
     f[flow, _SINCE], f[flow, _FACTOR] = now, factor
     if factor == 1.0 and g[flow, _SLOWED] == 0:
@@ -146,10 +184,11 @@ def _move(
     else:
         f[flow, _DUE] = now + left * factor
         g[flow, _SLOWED] = 1
+    _set_event(events, g[flow, _PLACE], min(f[flow, _DUE], gate[flow]))
 
 
 @compiled_part
-def _halt(f: Floats, g: Integers, flow: int, now: float) -> bool:
+def _halt(f: Floats, g: Integers, events: Floats, flow: int, now: float) -> bool:
     """Interrupt a flow until ``_resume``; return whether it moved. ``_LEFT`` is then what is left to move."""
     moved = g[flow, _PHASE] == _MOVES
     if moved:
@@ -158,14 +197,16 @@ def _halt(f: Floats, g: Integers, flow: int, now: float) -> bool:
     else:
         g[flow, _PHASE], f[flow, _SINCE] = _HALTED_LATENCY, f[flow, _DUE] - now
     f[flow, _DUE] = np.inf
+    _set_event(events, g[flow, _PLACE], np.inf)
     return bool(moved)
 
 
 @compiled_part
-def _resume_latency(f: Floats, g: Integers, flow: int, now: float) -> None:
+def _resume_latency(f: Floats, g: Integers, events: Floats, flow: int, now: float) -> None:
     """Let a flow go on that was interrupted during its latency."""
     wait = f[flow, _SINCE]
     g[flow, _PHASE], f[flow, _DUE] = _LATENCY, now + wait
+    _set_event(events, g[flow, _PLACE], now + wait)
     if f[flow, _SECONDS] - f[flow, _LEFT] - wait <= 0.0:  # nothing of the latency had passed
         f[flow, _BEGIN] = now
     else:
@@ -173,23 +214,38 @@ def _resume_latency(f: Floats, g: Integers, flow: int, now: float) -> None:
 
 
 @compiled
-def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool) -> tuple[Run, Floats]:
+def _free_place(busy: Integers, g: Integers, events: Floats, place: int, last: int) -> None:
+    """Remove the flow at a place; the one at the ``last`` place takes it."""
+    moved, time = busy[last], events[len(events) // 2 + last]
+    busy[place], g[moved, _PLACE] = moved, place
+    _set_event(events, place, time)
+    _set_event(events, last, np.inf)
+
+
+@compiled
+def run_shared(
+    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool
+) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
-    ``splits``: whether some weight gradients are actions of their own. The AllReduces of one worker's stages run one
+    ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
+    transfers are wanted; else their arrays have size 0, or mean nothing. The AllReduces of one worker's stages run one
     after the other, in the order in which their gradients are complete: what is left of a stage's rings when its last
     gradients are there waits for those of the worker's stages before it. Results that leave together are one transfer,
     with the sums of their latencies and of their seconds.
     """
     actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
     (workers, length), stages = actions.shape, len(worker_of)
-    start_f = np.full((stages, micro_batches), np.nan)
-    end_f = np.full((stages, micro_batches), np.nan)
-    start_b = np.full((stages, micro_batches), np.nan)
-    end_b = np.full((stages, micro_batches), np.nan)
-    start_w = np.full((stages if splits else 0, micro_batches), np.nan)
-    end_w = np.full((stages if splits else 0, micro_batches), np.nan)
-    sent = np.full((2, stages, micro_batches), np.nan)  # starts of transfers, forward and backward
+    kept, kept_w = stages if keep else 0, stages if keep and splits else 0
+    start_f = np.full((kept, micro_batches), np.nan)
+    end_f = np.full((kept, micro_batches), np.nan)
+    start_b = np.full((kept, micro_batches), np.nan)
+    end_b = np.full((kept, micro_batches), np.nan)
+    start_w = np.full((kept_w, micro_batches), np.nan)
+    end_w = np.full((kept_w, micro_batches), np.nan)
+    sent = np.full((2, kept, micro_batches), np.nan)  # starts of transfers, forward and backward
+    turned = np.zeros(micro_batches, np.bool_)  # whether the last stage's forward has ended
+    has_inputs = np.zeros((stages if splits else 0, micro_batches), np.bool_)  # whether a backward has ended
     arrived = np.full((2, stages, micro_batches), np.nan)
     last_start, ring_end = np.zeros(stages), np.full(stages, np.nan)
     missing = np.zeros(stages, np.int64)  # gradients that a stage's rings wait for
@@ -202,24 +258,33 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
     now = np.zeros(workers)
     free = np.zeros((2, stages))  # when each channel is free, of those whose transfer has no flow
     # The transfers that wait for a channel, in the order of its producer: the time of each, its last micro-batch, how
-    # many it has, and its seconds.
-    ready = np.zeros((2, stages, micro_batches))
-    batch = np.zeros((2, stages, micro_batches), np.int64)
-    group = np.zeros((2, stages, micro_batches), np.int64)
-    length_of = np.zeros((2, stages, micro_batches))
+    # many it has, and its seconds. And the last micro-batch and the number of the one that the channel is busy with.
+    ready = np.empty((2, stages, micro_batches))
+    length_of = np.empty((2, stages, micro_batches))
+    batch = np.empty((2, stages, micro_batches), np.int32)
+    group = np.empty((2, stages, micro_batches), np.int32)
+    under_way, under_way_group = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
     queued, begun = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
     unsent, unsent_seconds = np.zeros(workers, np.int64), np.zeros(workers)  # results that leave with a later one
     flow_count = 3 * stages
-    f, g = np.zeros((flow_count, 6)), np.zeros((flow_count, 2), np.int64)
-    busy, busy_count = np.zeros(flow_count, np.int64), 0  # the flows that are not idle
-    counts = np.zeros(flows.directions, np.int64)  # the flows that move in each direction
+    f, g = np.zeros((flow_count, 6)), np.zeros((flow_count, 3), np.int64)
     first, direction, demand, latency = flows.first, flows.direction, flows.demand, flows.latency
     near_first, near = flows.near_first, flows.near
+    sharing = 0  # flows that use some direction
+    for flow in range(flow_count):
+        if first[flow] < first[flow + 1]:
+            sharing += 1
+    busy, busy_count = np.zeros(sharing, np.int64), 0  # the flows that are not idle
+    leaves = 1
+    while leaves < sharing:
+        leaves *= 2
+    events = np.full(2 * leaves, np.inf)
+    counts = np.zeros(flows.directions, np.int64)  # the flows that move in each direction
     ring = np.zeros(stages, np.int64)  # the ring of each stage that runs
     previous = np.full(stages, -1, np.int64)  # the stage of the same worker whose rings come before
     following = np.full(stages, -1, np.int64)
     newest = np.full(workers, -1, np.int64)
-    gate = np.full(stages, np.inf)  # end of the last gradients, where the rings must then wait for others
+    gate = np.full(flow_count, np.inf)  # of a ring: end of the last gradients, where it must then wait for others
     complete = np.zeros(stages)  # end of the last gradients
     waiting, waits = np.arange(workers)[::-1].copy(), np.ones(workers, np.bool_)
     count, done, time = workers, 0, 0.0
@@ -242,26 +307,33 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
                             break
                         start = max(start, arrival)
                     end = start + seconds.forward[s, column]
-                    start_f[s, m], end_f[s, m] = start, end
+                    if keep:
+                        start_f[s, m], end_f[s, m] = start, end
                     if s + 1 < stages:
                         way, target = 0, s + 1
+                    else:
+                        turned[m] = True
                 elif kind == WEIGHTS:
-                    if np.isnan(end_b[s, m]):
+                    if not has_inputs[s, m]:
                         break
                     end = start + seconds.weights[s, column]
-                    start_w[s, m], end_w[s, m] = start, end
+                    if keep:
+                        start_w[s, m], end_w[s, m] = start, end
                 else:
-                    if np.isnan(end_f[s, m]):
-                        break
                     if s + 1 < stages:
-                        arrival = arrived[1, s, m]
+                        arrival = arrived[1, s, m]  # which is after this stage's forward
                         if np.isnan(arrival):
                             break
                         start = max(start, arrival)
+                    elif not turned[m]:
+                        break
                     end = start + seconds.backward[s, column]
                     if kind != BACKWARD:
                         end = start + (seconds.backward[s, column] - seconds.weights[s, column])
-                    start_b[s, m], end_b[s, m] = start, end
+                    if keep:
+                        start_b[s, m], end_b[s, m] = start, end
+                    if splits:
+                        has_inputs[s, m] = True
                     if s:
                         way, target = 1, s - 1
                 now[w] = end
@@ -270,7 +342,9 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
                 if way >= 0:
                     boundary, to = min(s, target), worker_of[target]
                     if to == w:
-                        sent[way, boundary, m], arrived[way, boundary, m] = end, end
+                        arrived[way, boundary, m] = end
+                        if keep:
+                            sent[way, boundary, m] = end
                     else:
                         unsent[w] += 1
                         if way == 0:
@@ -285,22 +359,23 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
                                 begin = max(end, free[way, boundary])
                                 free[way, boundary] = begin + taken
                                 for i in range(unsent[w]):
-                                    sent[way, boundary, m - i] = begin
                                     arrived[way, boundary, m - i] = free[way, boundary]
+                                    if keep:
+                                        sent[way, boundary, m - i] = begin
                                 if not waits[to]:
                                     waiting[count], waits[to] = to, True
                                     count += 1
+                            elif g[flow, _PHASE] == _IDLE:
+                                begin = max(end, free[way, boundary])
+                                under_way[way, boundary], under_way_group[way, boundary] = m, unsent[w]
+                                busy[busy_count], g[flow, _PLACE] = flow, busy_count
+                                busy_count += 1
+                                _begin(f, g, events, gate, flow, begin, latency[flow] * unsent[w], taken)
                             else:
                                 place = queued[way, boundary]
                                 ready[way, boundary, place], length_of[way, boundary, place] = end, taken
                                 batch[way, boundary, place], group[way, boundary, place] = m, unsent[w]
                                 queued[way, boundary] += 1
-                                if g[flow, _PHASE] == _IDLE:
-                                    begin = max(end, free[way, boundary])
-                                    begun[way, boundary] += 1
-                                    busy[busy_count] = flow
-                                    busy_count += 1
-                                    _begin(f, g, flow, begin, latency[flow] * unsent[w], taken)
                             unsent[w], unsent_seconds[w] = 0, 0.0
                 if kind != FORWARD:
                     missing[s] -= 1
@@ -317,44 +392,38 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
                         else:
                             ring[s] = rings.first[s]
                             begin = max(start, end - rings.before[ring[s]])
-                            busy[busy_count] = flow
+                            busy[busy_count], g[flow, _PLACE] = flow, busy_count
                             busy_count += 1
-                            _begin(f, g, flow, begin, latency[flow], rings.seconds[ring[s]])
                             if before >= 0 and np.isnan(ring_end[before]):
-                                following[before], gate[s] = s, end
+                                following[before], gate[flow] = s, end
+                            _begin(f, g, events, gate, flow, begin, latency[flow], rings.seconds[ring[s]])
         # The next event of a flow.
-        flow, least, chosen = -1, np.inf, 0
-        for i in range(busy_count):
-            other = busy[i]
-            due = f[other, _DUE]
-            if other >= 2 * stages:
-                due = min(due, gate[other - 2 * stages])
-            if due < least:
-                flow, least, chosen = other, due, i
-        if flow < 0:
+        if events[1] == np.inf:
             break
-        time = max(time, least)
+        time = max(time, events[1])
+        chosen = _first_place(events)
+        flow = busy[chosen]
         way, s = flow // stages, flow % stages
-        if way == 2 and gate[s] <= f[flow, _DUE]:
-            gate[s] = np.inf
-            if _halt(f, g, flow, time):
-                _count(f, g, counts, first, direction, demand, near_first, near, flow, -1, time)
+        if gate[flow] <= f[flow, _DUE]:
+            gate[flow] = np.inf
+            if _halt(f, g, events, flow, time):
+                _count(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, -1, time)
             continue
         if g[flow, _PHASE] == _LATENCY:
-            _move(f, g, counts, first, direction, demand, near_first, near, flow, time)
+            _move(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, time)
             continue
         if g[flow, _PHASE] == _MOVES:
-            _count(f, g, counts, first, direction, demand, near_first, near, flow, -1, time)
+            _count(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, -1, time)
         g[flow, _PHASE] = _IDLE
         if way == 2:
             ring[s] += 1
             if ring[s] < rings.first[s + 1]:
                 begin = max(time, max(last_start[s], complete[s] - rings.before[ring[s]]))
-                _begin(f, g, flow, begin, latency[flow], rings.seconds[ring[s]])
+                _begin(f, g, events, gate, flow, begin, latency[flow], rings.seconds[ring[s]])
                 continue
             busy_count -= 1
-            busy[chosen] = busy[busy_count]
-            gate[s], ring[s] = np.inf, NONE
+            _free_place(busy, g, events, chosen, busy_count)
+            gate[flow], ring[s] = np.inf, NONE
             if previous[s] >= 0 and np.isnan(ring_end[previous[s]]):
                 continue  # it ends with those of the worker's stages before
             while s >= 0 and ring[s] == NONE:
@@ -362,25 +431,27 @@ def run_shared(order: Order, seconds: Seconds, flows: Flows, rings: Rings, split
                 s = following[s]
             if s >= 0:
                 flow = 2 * stages + s
+                gate[flow] = np.inf
+                _set_event(events, g[flow, _PLACE], f[flow, _DUE])
                 if g[flow, _PHASE] == _HALTED:
-                    _move(f, g, counts, first, direction, demand, near_first, near, flow, time)
+                    _move(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, time)
                 elif g[flow, _PHASE] == _HALTED_LATENCY:
-                    _resume_latency(f, g, flow, time)
-                gate[s] = np.inf
+                    _resume_latency(f, g, events, flow, time)
             continue
-        place = begun[way, s] - 1
         free[way, s] = time
-        for i in range(group[way, s, place]):
-            m = batch[way, s, place] - i
-            sent[way, s, m], arrived[way, s, m] = f[flow, _BEGIN], time
+        for m in range(under_way[way, s] - under_way_group[way, s] + 1, under_way[way, s] + 1):
+            arrived[way, s, m] = time
+            if keep:
+                sent[way, s, m] = f[flow, _BEGIN]
         if begun[way, s] < queued[way, s]:
-            place += 1
+            place = begun[way, s]
             begun[way, s] += 1
+            under_way[way, s], under_way_group[way, s] = batch[way, s, place], group[way, s, place]
             begin = max(time, ready[way, s, place])
-            _begin(f, g, flow, begin, latency[flow] * group[way, s, place], length_of[way, s, place])
+            _begin(f, g, events, gate, flow, begin, latency[flow] * group[way, s, place], length_of[way, s, place])
         else:
             busy_count -= 1
-            busy[chosen] = busy[busy_count]
+            _free_place(busy, g, events, chosen, busy_count)
         waiting[0], waits[worker_of[s + 1 - way]] = worker_of[s + 1 - way], True
         count = 1
     found = start_f, end_f, start_b, end_b, start_w, end_w, sent[0], arrived[0], sent[1], arrived[1], done
@@ -466,5 +537,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    _, ends = run_shared(order, seconds, flows, rings, len(weights) > 0)
+    _, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, keep=False)
     return np.inf if np.isnan(ends).any() else float(ends.max())

@@ -20,7 +20,8 @@ class LinkTables(NamedTuple):
     """A cluster's links as arrays: seconds per byte, and seconds of latency.
 
     ``inside``: within each server. ``interface``: of each server's network interface. ``own`` [servers, servers]: of
-    the link of a pair of servers; 0 where the pair has none and uses the interfaces.
+    the link of a pair of servers; 0 where the pair has none and uses the interfaces. ``has_own``: whether some pair
+    has one.
     """
 
     inside: Floats
@@ -29,6 +30,7 @@ class LinkTables(NamedTuple):
     interface_latency: float
     own: Floats
     own_latency: Floats
+    has_own: bool
 
 
 def link_tables(cluster: Cluster) -> LinkTables:
@@ -48,6 +50,7 @@ def link_tables(cluster: Cluster) -> LinkTables:
         float(cluster.inter_server.latency),
         own,
         own_latency,
+        bool(cluster.links),
     )
 
 
@@ -97,7 +100,7 @@ def measure_loads(
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
-    pair = np.zeros((servers, servers)) if t.own.any() else np.zeros((0, 0))
+    pair = np.zeros((servers, servers)) if t.has_own else np.zeros((0, 0))
     latency, slowest = 0.0, 0.0
     whole, whole_next = cut[-1], cut_next[-1]
     total = whole * whole_next  # intervals in units of 1 / total, so that shares are exact

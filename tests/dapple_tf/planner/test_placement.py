@@ -10,6 +10,7 @@ from dapple_tf.planner.placement import (
     Placement,
     append_first,
     device_indices,
+    find_all_placements,
     find_placements,
     fresh_first,
     scatter_first,
@@ -128,3 +129,9 @@ def test_device_indices_follow_the_order_of_servers() -> None:
     assert device_indices(make_cluster(3, 4, 3), placement, (0, 1, 2)) == (1, 2, 3, 4)
     # The entries stand for servers 1, 0 and 2, whose devices begin at 3, 0 and 7.
     assert device_indices(make_cluster(3, 4, 3), placement, (1, 0, 2)) == (0, 1, 4, 5)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), st.integers(1, 120))
+def test_all_placements_are_found_unless_they_are_too_many(sizes: Used, most: int) -> None:
+    found = find_placements(sizes, range(1, sum(sizes) + 1), most=most)
+    assert find_all_placements(sizes, most) == (found if found.complete else None)

@@ -1,0 +1,49 @@
+"""The bound by what devices compute, against plans in the simulator; what planner "best" leaves out because of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple_tf.planner import best
+from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.baselines import baseline_candidates
+from dapple_tf.planner.compute_bound import least_compute_seconds
+from profiler.presets import config
+from profiler.profile import Profile, Timing
+from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
+
+
+def with_timings(profile: Profile, seconds: list[float]) -> Profile:
+    """The same profile, measured with a smaller and a larger batch, too."""
+    sizes, count = (profile.batch_size - 1, profile.batch_size + 9), len(profile.layers)
+    found = [Timing(size, (own,) * count, (own,) * count) for size, own in zip(sizes, seconds, strict=True) if size]
+    return replace(profile, timings=tuple(found))
+
+
+@given(cases(5), st.lists(st.floats(0.1, 9), min_size=2, max_size=2), st.booleans())
+def test_no_plan_is_faster_than_what_its_devices_compute(case: Case, seconds: list[float], timed: bool) -> None:
+    profile = with_timings(case.profile, seconds) if timed else case.profile
+    problem = make_problem(profile, case.cluster, global_batch_size=case.batch, **case.options)
+    least = least_compute_seconds(profile, case.cluster.devices, case.batch, problem.micro_batch_sizes)
+    assert all(least <= candidate.seconds * (1 + 1e-9) for candidate in baseline_candidates(problem))
+
+
+def test_dp_of_layers_alike_takes_as_long_as_its_bound() -> None:
+    profile = make_profile((4, 8, 0, 0, 0), (4, 8, 0, 0, 0))  # of a batch of 4
+    problem = make_problem(profile, make_cluster(2), global_batch_size=8)
+    least = least_compute_seconds(profile, 2, 8, problem.micro_batch_sizes)
+    assert least == pytest.approx(8 * (12 + 12) / 4 / 2)
+    assert min(c.seconds for c in baseline_candidates(problem)) == pytest.approx(least)
+
+
+def test_half_of_a_cluster_is_searched_only_where_it_could_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(make_profile(*[(1.0, 2.0, 1e3, 1e3, 1e3)] * 4), config("a", 16), global_batch_size=16)
+    least = least_compute_seconds(problem.profile, 8, 16, problem.micro_batch_sizes)
+    (found,) = best._half_cluster_candidate(problem, least * 1.01)
+    assert found.device_count <= 8
+    monkeypatch.setattr(best, "plan_best", lambda *_, **__: pytest.fail("half of the cluster was searched"))
+    assert best._half_cluster_candidate(problem, least) == []
