@@ -117,7 +117,7 @@ def fastest_schedule(
             arguments = costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE
             seconds, limit = policy_seconds(*arguments)
             if network is not None and seconds < best.seconds * (1 - 1e-9):
-                seconds, limit = shared_policy_seconds(*arguments, network)
+                seconds, limit, _ = shared_policy_seconds(*arguments, network, best.seconds)
             if seconds < best.seconds * (1 - 1e-9):
                 best = ScheduleSeconds(seconds, _limited(name, limit))
     return best if best.schedule else ScheduleSeconds(np.inf, "")
@@ -160,7 +160,7 @@ def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None
     """Return the seconds of a step; infinity if they are not below ``ceiling``."""
     seconds = order_seconds(order, costs) if network is None or ceiling < np.inf else 0.0
     if network is not None and seconds < ceiling:
-        seconds = order_seconds(order, costs, network)
+        seconds = order_seconds(order, costs, network, ceiling)
     return seconds if seconds < ceiling else np.inf
 
 
@@ -187,13 +187,19 @@ def find_stand_ins(schedule: str) -> tuple[str, ...]:
     return _STAND_INS.get(chunked[1], ()) if chunked else ()
 
 
-def order_seconds(order: Order, costs: StageCostArrays, network: Network | None = None) -> float:
-    """Return the seconds of a step whose workers run their actions in this ``order``; ``network``: for contention."""
+def order_seconds(
+    order: Order, costs: StageCostArrays, network: Network | None = None, ceiling: float = np.inf
+) -> float:
+    """Return the seconds of a step whose workers run their actions in this ``order``; ``network``: for contention.
+
+    With contention they may be infinite where they are not below ``ceiling``.
+    """
     forward, backward, weights = costs.forward_seconds, costs.backward_seconds, costs.weights_seconds
     send = costs.send_seconds
     if network is None:
         return float(step_seconds(order, forward, backward, weights, send, send, costs.exposed_seconds))
-    return float(shared_step_seconds(order, forward, backward, weights, send, send, network.rings, network.flows))
+    end, _ = shared_step_seconds(order, forward, backward, weights, send, send, network.rings, network.flows, ceiling)
+    return float(end)
 
 
 @compiled
@@ -225,18 +231,30 @@ def shared_policy_seconds(
     memory_bytes: float,
     limitable: bool,
     network: Network,
-) -> tuple[float, int]:
-    """Return what ``policy_seconds`` returns, with contention."""
+    ceiling: float,
+) -> tuple[float, int, int]:
+    """Return what ``policy_seconds`` returns, with contention, and the number of actions simulated.
+
+    The seconds may be infinite where they are not below ``ceiling``.
+    """
     limit = _memory_limit(costs, warm_up, micro_batches, memory_bytes)
     if limit < 1 or (limit < micro_batches and not limitable):
-        return np.inf, 0
+        return np.inf, 0, 0
     limited = limit if warm_up.max() > limit else 0
     order = early_backward_order(np.minimum(warm_up, limit), micro_batches)
     send, no_weights = costs.send_seconds, costs.weights_seconds[:0]
-    seconds = shared_step_seconds(
-        order, costs.forward_seconds, costs.backward_seconds, no_weights, send, send, network.rings, network.flows
+    seconds, actions = shared_step_seconds(
+        order,
+        costs.forward_seconds,
+        costs.backward_seconds,
+        no_weights,
+        send,
+        send,
+        network.rings,
+        network.flows,
+        ceiling,
     )
-    return float(seconds), limited
+    return float(seconds), limited, actions
 
 
 @compiled
@@ -378,10 +396,10 @@ def _simulate_policies(
             if not known and seconds < best * (1 - 1e-9):
                 network, known = network_from_tables(t, starts[i], placements[i], costs), True
             if network.flows.directions > 0 and seconds < best * (1 - 1e-9):
-                seconds, new_limit = shared_policy_seconds(
-                    costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network
+                seconds, new_limit, actions = shared_policy_seconds(
+                    costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network, best
                 )
-                max_events -= SHARED_EVENTS * 4 * stages * t.micro_batches
+                max_events -= SHARED_EVENTS * 2 * actions
             if seconds < best * (1 - 1e-9):
                 best, index, fastest, limit = seconds, i, policy, new_limit
             if seconds <= bounds[i] * (1 + 1e-9):

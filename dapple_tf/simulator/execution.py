@@ -131,7 +131,9 @@ def execute(order: Order, costs: Sequence[StageCosts], flows: Flows | None = Non
     if flows is None or not flows.directions:
         *times, done = run(order, *arrays)
     else:
-        (*times, done), ends = run_shared(order, uniform_seconds(*arrays), flows, make_rings(costs), splits, keep=True)
+        (*times, done), ends = run_shared(
+            order, uniform_seconds(*arrays), flows, make_rings(costs), splits, True, np.inf
+        )
     if done < order.size:
         raise ScheduleError(
             f"the schedule deadlocks after {done} of {order.size} actions: "

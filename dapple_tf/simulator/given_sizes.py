@@ -82,7 +82,9 @@ def _execute_shared(
     for action in schedule.together:
         together[int(action.kind != "F"), action.stage, action.micro_batch] = True
     order, splits = encode(schedule), bool(schedule.split)
-    (*times, done), ends = run_shared(order, Seconds(*arrays, *together), flows, make_rings(costs), splits, keep=True)
+    (*times, done), ends = run_shared(
+        order, Seconds(*arrays, *together), flows, make_rings(costs), splits, True, np.inf
+    )
     if done < order.size:
         raise ScheduleError(_DEADLOCK)
     return Execution(

@@ -31,6 +31,7 @@ from dapple_tf.simulator.order import (
 from dapple_tf.simulator.transfer import ring_seconds
 
 _EITHER = (BACKWARD ^ INPUTS) << KIND_SHIFT  # makes the code of B that of I, which has this bit already
+_ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 _IDLE, _LATENCY, _EMPTY, _MOVES, _HALTED, _HALTED_LATENCY = range(6)  # phases of a flow; an empty one has no bytes
 
 
@@ -222,17 +223,31 @@ def _free_place(busy: Integers, g: Integers, events: Floats, place: int, last: i
     _set_event(events, last, np.inf)
 
 
+@compiled_part
+def _action_seconds(seconds: Seconds, kind: int, s: int, column: int) -> float:
+    """Return the seconds of an action of stage ``s``."""
+    if kind == FORWARD:
+        return float(seconds.forward[s, column])
+    if kind == WEIGHTS:
+        return float(seconds.weights[s, column])
+    if kind == BACKWARD:
+        return float(seconds.backward[s, column])
+    return float(seconds.backward[s, column] - seconds.weights[s, column])
+
+
 @compiled
 def run_shared(
-    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool
+    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool, ceiling: float
 ) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
-    transfers are wanted; else their arrays have size 0, or mean nothing. The AllReduces of one worker's stages run one
-    after the other, in the order in which their gradients are complete: what is left of a stage's rings when its last
-    gradients are there waits for those of the worker's stages before it. Results that leave together are one transfer,
-    with the sums of their latencies and of their seconds.
+    transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: it ends as soon as the actions
+    that some worker still has to run show that the step does not end before these seconds.
+
+    The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
+    what is left of a stage's rings when its last gradients are there waits for those of the worker's stages before it.
+    Results that leave together are one transfer, with the sums of their latencies and of their seconds.
     """
     actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
     (workers, length), stages = actions.shape, len(worker_of)
@@ -249,11 +264,16 @@ def run_shared(
     arrived = np.full((2, stages, micro_batches), np.nan)
     last_start, ring_end = np.zeros(stages), np.full(stages, np.nan)
     missing = np.zeros(stages, np.int64)  # gradients that a stage's rings wait for
+    columns = seconds.forward.shape[1]
+    left = np.full(workers, np.inf)  # seconds that a worker still needs: its actions, and the least of its AllReduces
+    for s in range(stages):
+        left[worker_of[s]] = min(left[worker_of[s]], rings.exposed[s])
     for w in range(workers):
         for code in actions[w]:
-            if code != NONE and (code >> KIND_SHIFT) & KIND_MASK != FORWARD:
-                missing[code >> STAGE_SHIFT] += 1
-    columns = seconds.forward.shape[1]
+            if code != NONE:
+                s, column = code >> STAGE_SHIFT, code & MICRO_BATCH_MASK if columns > 1 else 0
+                left[w] += _action_seconds(seconds, (code >> KIND_SHIFT) & KIND_MASK, s, column)
+                missing[s] += (code >> KIND_SHIFT) & KIND_MASK != FORWARD
     head = np.zeros(workers, np.int64)
     now = np.zeros(workers)
     free = np.zeros((2, stages))  # when each channel is free, of those whose transfer has no flow
@@ -300,13 +320,14 @@ def run_shared(
                 s, kind, m = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK, code & MICRO_BATCH_MASK
                 column = m if columns > 1 else 0
                 start, way, target = now[w], -1, -1
+                own = _action_seconds(seconds, kind, s, column)
                 if kind == FORWARD:
                     if s:
                         arrival = arrived[0, s - 1, m]
                         if np.isnan(arrival):
                             break
                         start = max(start, arrival)
-                    end = start + seconds.forward[s, column]
+                    end = start + own
                     if keep:
                         start_f[s, m], end_f[s, m] = start, end
                     if s + 1 < stages:
@@ -316,7 +337,7 @@ def run_shared(
                 elif kind == WEIGHTS:
                     if not has_inputs[s, m]:
                         break
-                    end = start + seconds.weights[s, column]
+                    end = start + own
                     if keep:
                         start_w[s, m], end_w[s, m] = start, end
                 else:
@@ -327,9 +348,7 @@ def run_shared(
                         start = max(start, arrival)
                     elif not turned[m]:
                         break
-                    end = start + seconds.backward[s, column]
-                    if kind != BACKWARD:
-                        end = start + (seconds.backward[s, column] - seconds.weights[s, column])
+                    end = start + own
                     if keep:
                         start_b[s, m], end_b[s, m] = start, end
                     if splits:
@@ -339,6 +358,21 @@ def run_shared(
                 now[w] = end
                 head[w] += 1
                 done += 1
+                left[w] -= own
+                if end + left[w] * _ALMOST >= ceiling:
+                    return (
+                        start_f,
+                        end_f,
+                        start_b,
+                        end_b,
+                        start_w,
+                        end_w,
+                        sent[0],
+                        arrived[0],
+                        sent[1],
+                        arrived[1],
+                        done,
+                    ), ring_end
                 if way >= 0:
                     boundary, to = min(s, target), worker_of[target]
                     if to == w:
@@ -522,14 +556,17 @@ def shared_step_seconds(
     send_backward: Floats,
     rings: Rings,
     flows: Flows,
-) -> float:
-    """Return the end of a step whose flows share interfaces; infinite for an order that deadlocks.
+    ceiling: float,
+) -> tuple[float, int]:
+    """Return the end of a step whose flows share interfaces, and the number of actions simulated.
 
     ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
-    more. ``rings``: without overlap ``whole_rings(exposed)``.
+    more. ``rings``: without overlap ``whole_rings(exposed)``. The end is infinite for an order that deadlocks, and
+    where the simulation ends early, as the step would not end before ``ceiling``.
     """
     if flows.directions == 0:
-        return step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
+        end = step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
+        return end, order.actions.size
     seconds = uniform_seconds(
         np.ascontiguousarray(forward),
         np.ascontiguousarray(backward),
@@ -537,5 +574,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    _, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, keep=False)
-    return np.inf if np.isnan(ends).any() else float(ends.max())
+    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling)
+    return (np.inf if np.isnan(ends).any() else float(ends.max())), found[-1]
