@@ -143,7 +143,7 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none", zorder=_MARKS))
     for span in chart.spans:
         room = (span.end - span.start) * inches
-        if _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
+        if room > _DIGIT_INCHES and _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
             middle = (span.start + span.end) / 2 * scale
             text = f"{span.micro_batch} {span.detail}" if span.detail else str(span.micro_batch)
             if room <= _DIGIT_INCHES * len(text):

@@ -67,6 +67,8 @@ class Transfer:
 
     def __str__(self) -> str:
         kind = "F" if self.source < self.target else "B"
+        if self.count == 1:  # the same sooner: long pipelines have very many transfers
+            return f"{self.source}>{self.target} {kind}{self.micro_batch}"
         return f"{self.source}>{self.target} " + "+".join(f"{kind}{m}" for m in self.micro_batches)
 
 
