@@ -1,8 +1,9 @@
 """Two ranks of unequal devices: a core, and half a core, whose process is stopped half of the time.
 
 The plans of ``best`` and ``bapipe`` for these two devices are compared with the even one: the ratio of their measured
-steps with the ratio of the simulated ones. The profile has seconds of both kinds of device, each measured on it, and
-the cluster the link between the two ranks, measured by ``profiler.links``.
+steps with the ratio of the simulated ones. The profile is measured on the core. The profiler leaves out the time for
+which its process is stopped, so the speed of half a core is measured by whole steps. The link between the two ranks is
+measured by ``profiler.links``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,13 @@ from benchmarks.needs import find_missing_for_ranks
 
 PLANNERS = ("best", "bapipe")
 LAYERS, WIDTH, BATCH, MICRO_BATCH = 12, 768, 1024, 128
+SIZES = (16, 32, 64)  # samples of a replica, at which the profile is taken too
 TURNS, STEPS = 3, 7
 _PAUSE = 0.002  # seconds; far less than a stage takes for a micro-batch
 _STOP_HALF_OF_THE_TIME = """
 import os, signal, sys, time
 parent, pause = os.getppid(), float(sys.argv[1])
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 while os.getppid() == parent:
     for signal_number in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(parent, signal_number)
@@ -43,6 +46,7 @@ while os.getppid() == parent:
 def run() -> Iterator[Row]:
     """Yield for each planner its plan's step over the even plan's: measured, and over the simulated ratio."""
     lack = "one core" if len(available_cores()) < 2 else find_missing_for_ranks()
+    lack = lack or ("" if os.geteuid() == 0 else "only root can stop a process on time")
     if lack:
         yield Row("a core and half a core", "-", f"left out: {lack}", True)
         return
@@ -68,23 +72,20 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     from dapple_tf.plan import StagePlan
     from dapple_tf.planner.explain import notation, split_positions
     from profiler.cluster import Cluster, DeviceKind, Server
-    from profiler.profile import KindSeconds
 
     core = available_cores()[:1]
-    for kind in ("core", "half"):
-        run_on_cores("benchmarks.unequal", core, "profile", kind, f"{folder}/{kind}.json")
-    profile, slow = (dapple.Profile.load(f"{folder}/{kind}.json") for kind in ("core", "half"))
-    layers = tuple(
-        replace(layer, kinds={"half": KindSeconds(other.forward_seconds, other.backward_seconds)})
-        for layer, other in zip(profile.layers, slow.layers, strict=True)
+    run_on_cores("benchmarks.unequal", core, "profile", f"{folder}/profile.json")
+    profile = dapple.Profile.load(f"{folder}/profile.json")
+    whole, half_as_fast = (
+        median([run_on_cores("benchmarks.unequal", core, "speed", kind) for _ in range(TURNS)])
+        for kind in ("core", "half")
     )
-    profile = replace(profile, layers=layers)
     run_ranks("benchmarks.unequal", 2, "links", f"{folder}/links.json")
     probed = Cluster.load(folder / "links.json")
     cluster = replace(
         probed,
         servers=(Server.of_kinds("host", [("core", 1), ("half", 1)]),),
-        kinds={"core": DeviceKind(speed=1.0), "half": DeviceKind()},
+        kinds={"core": DeviceKind(speed=1.0), "half": DeviceKind(speed=whole / half_as_fast)},
     )
     plans = {
         name: dapple.plan(profile, cluster, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH, planner=name)
@@ -109,6 +110,7 @@ def half_a_core() -> Iterator[None]:
     """Let another process stop this one half of the time.
 
     A busy process on the same core would take less than half of it: the scheduler favours a process that has waited.
+    The one that stops this one has real-time priority, or it would often wait for the core itself.
     """
     stopper = subprocess.Popen([sys.executable, "-c", _STOP_HALF_OF_THE_TIME, str(_PAUSE)])
     try:
@@ -124,7 +126,27 @@ def save_profile(path: str) -> None:
     from benchmarks.workloads import dense
 
     timed = dense(LAYERS, WIDTH, MICRO_BATCH)
-    dapple.profile(timed.workload.loss_fn, batch=timed.batch).save(path)
+    dapple.profile(timed.workload.loss_fn, batch=timed.batch, batch_sizes=SIZES).save(path)
+
+
+def measure_alone() -> float:
+    """Return the median seconds of a step of one micro-batch on this device, without dapple_tf."""
+    import tensorflow as tf
+
+    from benchmarks.workloads import dense
+
+    timed = dense(LAYERS, WIDTH, MICRO_BATCH)
+
+    @tf.function
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = timed.workload.loss_fn(*timed.batch)
+        gradients = tape.gradient(loss, tape.watched_variables())
+        return loss + tf.add_n([tf.reduce_sum(gradient) for gradient in gradients])
+
+    steps = {"step": lambda: float(step())}
+    time_interleaved(steps, 5)
+    return median(time_interleaved(steps, 40)["step"])
 
 
 def save_links(path: str) -> None:
@@ -149,17 +171,17 @@ def measure(path: str) -> float:
 
 
 def main() -> None:
-    """Profile one kind of device, or measure the link or train as one of the two ranks."""
+    """Profile the core, measure the speed of one kind of device or the link, or train as one of the two ranks."""
     import dapple_tf as dapple
 
     if sys.argv[1] == "profile":
         dapple.init(1)
-        if sys.argv[2] == "half":
-            with half_a_core():
-                save_profile(sys.argv[3])
-        else:
-            save_profile(sys.argv[3])
+        save_profile(sys.argv[2])
         print("null")
+        return
+    if sys.argv[1] == "speed":
+        with half_a_core() if sys.argv[2] == "half" else nullcontext():
+            print(measure_alone())
         return
     dapple.init()
     task = {"links": save_links, "steps": measure}[sys.argv[1]]
