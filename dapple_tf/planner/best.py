@@ -94,10 +94,10 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every
-    assignment of devices (``reaches_all_assignments``). The effects beside the steps are
-    what removing that one step changes on the published profiles (../shared/profiles, configs A, B and C, with and
-    without overlap): 144 cases of 2 to 16 devices, all with a complete search space, and 20 *partial* cases of 32 and
-    64 devices, whose search spaces are not complete (VGG-19, GNMT-16, BERT-48 and XLNet-36).
+    assignment of devices (``reaches_all_assignments``). The effects beside the steps are what removing that one step
+    changed on the published profiles (../shared/profiles, configs A, B and C, with and without overlap), before steps
+    were simulated with contention: 144 cases of 2 to 16 devices, all with a complete search space, and 20 *partial*
+    cases of 32 and 64 devices, whose search spaces are not complete (VGG-19, GNMT-16, BERT-48 and XLNet-36).
     """
     complete = all(space.complete for space in problem.search_spaces)
     # Reason: DP and straight pipelines must never be faster than the result, and the first ceiling of the search comes
