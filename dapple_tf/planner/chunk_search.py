@@ -21,10 +21,10 @@ from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.named_orders import is_interleaved
 from graph_passes.schedules.worker_map import WorkerMap
 
-# The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, simulated events,
-# and actions of the schedules built.
-_MOVES, _PLANS, _EVENTS = 150, 1500, 100_000_000
-_INTERLEAVED_MOVES, _INTERLEAVED_PLANS, _INTERLEAVED_EVENTS = 24, 48, 4_000_000
+# The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
+# simulated events, and actions of the schedules built.
+_MOVES, _PLANS, _CUTS, _EVENTS = 150, 1500, 200_000, 100_000_000
+_INTERLEAVED_MOVES, _INTERLEAVED_PLANS, _INTERLEAVED_CUTS, _INTERLEAVED_EVENTS = 24, 48, 4_000, 4_000_000
 _ACTIONS = 400_000
 _BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated
 _BYTES_SHARES = (0.25, 0.5, 0.75, 1.0)  # of cuts tried where memory is lacking
@@ -52,6 +52,7 @@ class _Budget:
     """The work that may still be done; the first plan may take any."""
 
     plans: int  # simulated to improve cuts
+    cuts: int  # looked at to improve others, whether or not they fit the memory
     moves: int  # the same, for one entry
     events: int  # simulated
     actions: int = _ACTIONS  # of schedules built
@@ -68,7 +69,7 @@ class _Budget:
 
     def left(self, entry: _Entry) -> int:
         """Return how many plans may be simulated to improve the entry."""
-        return max(0, min(self.moves, self.plans, self.events // _events(entry)))
+        return max(0, min(self.moves, self.plans, self.events // _events(entry))) if self.cuts > 0 else 0
 
 
 def _events(entry: _Entry) -> int:
@@ -83,7 +84,7 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     where the schedule is for none of the numbers of micro-batches.
     """
     entries = _search(
-        problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _MOVES, _EVENTS)
+        problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _CUTS, _MOVES, _EVENTS)
     )
     of_workers: dict[int, list[_Entry]] = {}
     for entry in entries:
@@ -101,7 +102,7 @@ def interleaved_candidates(problem: PlanningProblem, chunks: Sequence[int], ceil
     """
     found = []
     for shapes in list_interleaved_shapes(problem, chunks):
-        budget = _Budget(_INTERLEAVED_PLANS, _INTERLEAVED_MOVES, _INTERLEAVED_EVENTS)
+        budget = _Budget(_INTERLEAVED_PLANS, _INTERLEAVED_CUTS, _INTERLEAVED_MOVES, _INTERLEAVED_EVENTS)
         entries = _search(problem, shapes, ceiling, budget)
         found += _fastest_candidates(problem, entries)
     return found
@@ -203,7 +204,7 @@ def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
         for starts in itertools.islice(
             near_cuts(entry.starts, blocks, pricer.shape.workers, load), _BOUNDS * budget.moves
         ):
-            if budget.plans <= end:
+            if budget.plans <= end or budget.cuts <= 0:
                 return
             if _take_if_better(entry, starts, budget):
                 improved = True
@@ -213,6 +214,7 @@ def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
 def _take_if_better(entry: _Entry, starts: Integers, budget: _Budget, ceiling: float = math.inf) -> bool:
     """Give the entry other cuts if they are better, and below ``ceiling`` seconds; return whether they are."""
     pricer, price = entry.pricer, entry.price
+    budget.cuts -= 1
     costs = pricer.costs(starts)
     bound = pricer.bound(costs)
     if bound >= min(ceiling, price.seconds if price else math.inf) * _ALMOST:

@@ -34,7 +34,9 @@ def price_with_contention(t: LayoutTables, layout: Layout, w: Workspace, ceiling
         return alone
     forward, backward, send = w.costs[0][:stages], w.costs[1][:stages], w.costs[2][:stages]
     order, rings = early_backward_order(w.best_warm_up[:stages], m), _rings(t, layout, w, offsets)
-    seconds, actions = shared_step_seconds(order, forward, backward, backward[:0], send, send, rings, flows, ceiling)
+    seconds, actions = shared_step_seconds(
+        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, hurried
+    )
     return LayoutPrice(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
 
 

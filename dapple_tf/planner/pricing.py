@@ -198,7 +198,9 @@ def order_seconds(
     send = costs.send_seconds
     if network is None:
         return float(step_seconds(order, forward, backward, weights, send, send, costs.exposed_seconds))
-    end, _ = shared_step_seconds(order, forward, backward, weights, send, send, network.rings, network.flows, ceiling)
+    end, _ = shared_step_seconds(
+        order, forward, backward, weights, send, send, network.rings, network.flows, ceiling, False
+    )
     return float(end)
 
 
@@ -253,6 +255,7 @@ def shared_policy_seconds(
         network.rings,
         network.flows,
         ceiling,
+        False,
     )
     return float(seconds), limited, actions
 

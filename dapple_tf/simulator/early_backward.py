@@ -11,7 +11,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
-_HURRY = 0.98  # of the period of the steady phase: that of the rest of the step may be a little less
+HURRY = 0.98  # of the period of the steady phase: that of the rest of the step may be a little less
 
 
 @compiled
@@ -56,7 +56,7 @@ def early_backward_seconds(
             before = now[0]
         elif hurried and m == 2 * settled:
             period = (now[0] - before) / settled
-            if now[0] + period * (micro_batches - 1 - m) * _HURRY >= ceiling:
+            if now[0] + period * (micro_batches - 1 - m) * HURRY >= ceiling:
                 return np.inf
     end = 0.0
     for s in range(stages):

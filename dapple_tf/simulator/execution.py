@@ -132,7 +132,7 @@ def execute(order: Order, costs: Sequence[StageCosts], flows: Flows | None = Non
         *times, done = run(order, *arrays)
     else:
         (*times, done), ends = run_shared(
-            order, uniform_seconds(*arrays), flows, make_rings(costs), splits, True, np.inf
+            order, uniform_seconds(*arrays), flows, make_rings(costs), splits, True, np.inf, False
         )
     if done < order.size:
         raise ScheduleError(

@@ -83,7 +83,7 @@ def _execute_shared(
         together[int(action.kind != "F"), action.stage, action.micro_batch] = True
     order, splits = encode(schedule), bool(schedule.split)
     (*times, done), ends = run_shared(
-        order, Seconds(*arrays, *together), flows, make_rings(costs), splits, True, np.inf
+        order, Seconds(*arrays, *together), flows, make_rings(costs), splits, True, np.inf, False
     )
     if done < order.size:
         raise ScheduleError(_DEADLOCK)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import Flows
+from dapple_tf.simulator.early_backward import HURRY
 from dapple_tf.simulator.engine import Run, step_seconds
 from dapple_tf.simulator.order import (
     BACKWARD,
@@ -237,13 +238,14 @@ def _action_seconds(seconds: Seconds, kind: int, s: int, column: int) -> float:
 
 @compiled
 def run_shared(
-    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool, ceiling: float
+    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool, ceiling: float, hurried: bool
 ) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
     transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: it ends as soon as the actions
-    that some worker still has to run show that the step does not end before these seconds.
+    that some worker still has to run show that the step does not end before these seconds; ``hurried``: also where its
+    steady phase is so slow that it likely will not, as in ``early_backward_seconds``, whose orders it is for.
 
     The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
     what is left of a stage's rings when its last gradients are there waits for those of the worker's stages before it.
@@ -308,6 +310,7 @@ def run_shared(
     complete = np.zeros(stages)  # end of the last gradients
     waiting, waits = np.arange(workers)[::-1].copy(), np.ones(workers, np.bool_)
     count, done, time = workers, 0, 0.0
+    settled, steady = 2 * stages + 2, 0.0  # the steady phase has begun by then; its period shows in as many more
     while True:
         while count:
             count -= 1
@@ -359,6 +362,13 @@ def run_shared(
                 head[w] += 1
                 done += 1
                 left[w] -= own
+                if hurried and s == 0 and kind == BACKWARD:
+                    if m == settled:
+                        steady = end
+                    elif m == 2 * settled:
+                        period = (end - steady) / settled
+                        if end + period * (micro_batches - 1 - m) * HURRY >= ceiling:
+                            left[w] = np.inf
                 if end + left[w] * _ALMOST >= ceiling:
                     return (
                         start_f,
@@ -557,12 +567,13 @@ def shared_step_seconds(
     rings: Rings,
     flows: Flows,
     ceiling: float,
+    hurried: bool,
 ) -> tuple[float, int]:
     """Return the end of a step whose flows share interfaces, and the number of actions simulated.
 
     ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
     more. ``rings``: without overlap ``whole_rings(exposed)``. The end is infinite for an order that deadlocks, and
-    where the simulation ends early, as the step would not end before ``ceiling``.
+    where the simulation ends early, as the step would not end before ``ceiling``; ``hurried``: or likely would not.
     """
     if flows.directions == 0:
         end = step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
@@ -574,5 +585,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling)
+    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, hurried)
     return (np.inf if np.isnan(ends).any() else float(ends.max())), found[-1]

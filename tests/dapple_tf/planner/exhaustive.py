@@ -237,7 +237,9 @@ def _run(k: tuple[int, ...], micro_batches: int, costs: Costs, flows: Flows | No
     if flows is not None:
         before, seconds = np.array([ring for of_stage in costs.rings for ring in of_stage]).T.copy()
         rings = Rings(np.cumsum([0, *map(len, costs.rings)]), before, seconds, exposed)
-        return float(shared_step_seconds(order, forward, backward, np.zeros(0), send, send, rings, flows, np.inf)[0])
+        return float(
+            shared_step_seconds(order, forward, backward, np.zeros(0), send, send, rings, flows, np.inf, False)[0]
+        )
     return float(step_seconds(order, forward, backward, np.zeros(0), send, send, exposed))
 
 

@@ -21,6 +21,8 @@ from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
+from dapple_tf.planner.chunk_pricing import CutPricer
+from dapple_tf.planner.chunk_search import interleaved_candidates
 from dapple_tf.planner.chunk_shapes import place_workers
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.engine import step_seconds
@@ -350,3 +352,17 @@ def test_large_clusters_are_planned() -> None:
     plan = dapple.plan(profile, cluster, global_batch_size=96, schedule="interleaved-1f1b:v=2")
     check_plan(plan, profile, cluster)
     assert plan.device_count <= 96
+
+
+def test_where_no_cuts_fit_the_memory_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, price = itertools.count(), CutPricer.price
+
+    def count(pricer: CutPricer, costs: Any) -> Any:
+        next(looked)
+        return price(pricer, costs)
+
+    monkeypatch.setattr(CutPricer, "price", count)
+    profile = make_profile(*[(1, 2, 1, 1, 10 + i % 7) for i in range(120)])
+    problem = make_problem(profile, make_cluster(8, 8, memory=100), global_batch_size=64)
+    assert not interleaved_candidates(problem, (2, 4), math.inf)
+    assert 100 < next(looked) < 20_000

@@ -243,14 +243,17 @@ def test_no_event_is_sooner_than_without_contention(case: Case) -> None:
 def test_the_compiled_price_of_a_step_is_its_execution(case: Case) -> None:
     costs, order = case.costs(), encode(case.schedule)
     *seconds, _ = arrays(costs, bool(case.schedule.split))
-    assert shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), np.inf)[0] == case.run().step_seconds
+    assert (
+        shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), np.inf, False)[0]
+        == case.run().step_seconds
+    )
 
 
 @given(cases(), st.floats(0.5, 1.5))
 def test_a_simulation_ends_early_only_where_the_step_is_not_below_the_ceiling(case: Case, share: float) -> None:
     costs, order, step = case.costs(), encode(case.schedule), case.run().step_seconds
     *seconds, _ = arrays(costs, bool(case.schedule.split))
-    found, actions = shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), share * step)
+    found, actions = shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), share * step, False)
     assert found == step or (found == np.inf and share * step <= step)
     assert 0 < actions <= order.actions.size
 
@@ -259,8 +262,8 @@ def test_of_a_step_far_above_the_ceiling_few_actions_are_simulated() -> None:
     flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
     order = encode(build_schedule("dapple-a", 3, 100))
     assert flows.directions
-    whole, every = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf)
-    found, actions = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, whole / 2)
+    whole, every = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)
+    found, actions = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, whole / 2, False)
     assert (found, every) == (np.inf, 600)
     assert actions < every / 4
 
@@ -293,7 +296,7 @@ def test_where_nothing_is_shared_no_direction_is_kept(homes: tuple[str, ...], li
     order = encode(build_schedule("dapple-a", len(homes), 4))
     assert times_of(execute(order, costs, flows)) == times_of(execute(order, costs))
     step = execute(order, costs).step_seconds
-    assert shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf)[0] == step
+    assert shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)[0] == step
 
 
 def test_both_boundaries_of_a_server_share_its_interface() -> None:
@@ -367,7 +370,9 @@ def test_a_deadlock_is_reported_with_contention_too() -> None:
         execute(encode(schedule), costs, flows)
     with refused(ScheduleError, "the schedule deadlocks"):
         execute_sizes(schedule, costs, [costs, costs], flows)
-    assert shared_step_seconds(encode(schedule), *arrays(costs)[:-1], make_rings(costs), flows, np.inf)[0] == np.inf
+    assert (
+        shared_step_seconds(encode(schedule), *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)[0] == np.inf
+    )
 
 
 @given(st.one_of(cases(), cases(overlap=True)))
