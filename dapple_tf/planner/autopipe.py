@@ -110,7 +110,9 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
         return candidate
-    if blocks.micro_batches * float((f + b).max()) >= problem.ceiling:  # halves compute as long as whole micro-batches
+    # Halves compute as long as whole micro-batches where the profile has one size: it then says that time is linear.
+    linear = len(problem.profile.measured_sizes) == 1
+    if linear and blocks.micro_batches * float((f + b).max()) >= problem.ceiling:
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)
     sizes = slice_sizes((candidate.micro_batch_size,) * blocks.micro_batches, count)
