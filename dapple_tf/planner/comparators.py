@@ -29,7 +29,7 @@ _OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, pla
 
 
 def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -> list[Candidate]:
-    """Return what each comparator chooses, as it is and under the fastest policy, if below ``ceiling`` seconds.
+    """Return what each comparator chooses if it is below ``ceiling`` seconds, as it is and under the fastest policy.
 
     Plans of one stage per device. There are none on more than 64 devices, none of a planner that refuses the cluster,
     and none of SPP where blocks times devices exceed 3200. Planners "dp", "gpipe" and "dapple" are not among them: best

@@ -31,8 +31,8 @@ from profiler.cluster import Cluster
 _SEED = 88172645463325252
 _STARTS, _KEPT = 3, 8
 _DEALT, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))  # shares of the events
-# The rounds at last: how many of the best layouts go on, the share of the events, and the temperature at the beginning.
-# Reason: which layout leads to the best one is seen late, so many get a few events, and few get many.
+# The final rounds: how many of the best layouts go on, their share of the events, and the temperature at the beginning.
+# Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
 _ROUNDS = ((8, 16 / 36, 0.05), (3, 12 / 36, 0.05), (1, 4 / 36, 0.005))
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_SCATTERED = 256  # devices

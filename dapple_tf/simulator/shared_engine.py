@@ -243,9 +243,10 @@ def run_shared(
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
-    transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: it ends as soon as the actions
-    that some worker still has to run show that the step does not end before these seconds; ``hurried``: also where its
-    steady phase is so slow that it likely will not, as in ``early_backward_seconds``, whose orders it is for.
+    transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: the simulation
+    stops once the end of a worker's action, plus the seconds of its remaining actions and of the least AllReduce of its
+    stages, reaches these seconds. ``hurried``: it also stops where the period of the steady phase shows that the step
+    will probably reach them, as in ``early_backward_seconds``, whose orders it is for.
 
     The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
     what is left of a stage's rings when its last gradients are there waits for those of the worker's stages before it.
