@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import Row, median
+from benchmarks.common import Row, median, time_interleaved
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
@@ -45,9 +44,5 @@ def run() -> Iterator[Row]:
 
 def _measure(call: Callable[[], object]) -> float:
     """Return the median seconds of a call, without a first one."""
-    taken = []
-    for _ in range(RUNS + 1):
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
-    return median(taken[1:])
+    call()
+    return median(time_interleaved({"call": call}, RUNS)["call"])

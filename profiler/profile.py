@@ -236,6 +236,7 @@ class Profile:
 
     @cached_property
     def measured_sizes(self) -> tuple[int, ...]:
+        """The batch sizes (samples) that the profile has times for, ascending."""
         return tuple(sorted([self.batch_size, *(timing.batch_size for timing in self.timings)]))
 
     @cached_property

@@ -9,7 +9,8 @@ from dapple_tf.planner.pricing import SHARED_EVENTS
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import measure_flows
 from dapple_tf.simulator.order import early_backward_order
-from dapple_tf.simulator.shared_engine import Rings, layer_rings, shared_step_seconds, whole_rings
+from dapple_tf.simulator.rings import Rings, layer_rings, whole_rings
+from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.transfer import measure_allreduce
 
 

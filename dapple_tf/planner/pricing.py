@@ -14,11 +14,11 @@ from dapple_tf.planner.table_lookups import fixed_bytes, stage_seconds, stash_by
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.contention import Flows, measure_flows, no_flows
 from dapple_tf.simulator.engine import step_seconds
-from dapple_tf.simulator.execution import make_rings
 from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import Order, early_backward_order
-from dapple_tf.simulator.shared_engine import Rings, layer_rings, shared_step_seconds, whole_rings
+from dapple_tf.simulator.rings import Rings, layer_rings, make_rings, whole_rings
+from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
@@ -107,7 +107,10 @@ def fastest_schedule(
     valid (``make_problem`` checks it).
     """
     if is_searched(schedule):
-        return _searched_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network, ceiling)
+        # Reason: the search takes far longer. It starts from all of these, so what it finds for the plan is no slower.
+        names = (schedule, *find_stand_ins(schedule))
+        found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network, ceiling) for name in names]
+        return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
     if schedule not in (*POLICIES, "auto"):
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, schedule, network, ceiling)
     warm_ups = policy_warm_ups(len(costs.forward_seconds), micro_batches)
@@ -162,23 +165,6 @@ def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None
     if network is not None and seconds < ceiling:
         seconds = order_seconds(order, costs, network, ceiling)
     return seconds if seconds < ceiling else np.inf
-
-
-def _searched_schedule_seconds(
-    costs: StageCostArrays,
-    micro_batches: int,
-    memory_bytes: float,
-    schedule: str,
-    network: Network | None,
-    ceiling: float,
-) -> ScheduleSeconds:
-    """Return the seconds of the fastest of a few schedules on the worker map of ``zb-auto``.
-
-    The search itself takes far longer. It starts from all of these, so what it finds for the chosen plan is no slower.
-    """
-    names = (schedule, *find_stand_ins(schedule))
-    found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network, ceiling) for name in names]
-    return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
 
 
 def find_stand_ins(schedule: str) -> tuple[str, ...]:

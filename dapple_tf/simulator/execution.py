@@ -13,7 +13,8 @@ from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
-from dapple_tf.simulator.shared_engine import Rings, run_shared, uniform_seconds
+from dapple_tf.simulator.rings import make_rings
+from dapple_tf.simulator.shared_engine import run_shared, uniform_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action
 
@@ -140,11 +141,3 @@ def execute(order: Order, costs: Sequence[StageCosts], flows: Flows | None = Non
             "call graph_passes.schedules.schedule.check(schedule) to see where"
         )
     return Execution(order, tuple(costs), *times, rings_end=ends)
-
-
-def make_rings(costs: Sequence[StageCosts]) -> Rings:
-    """Return the rings of stages with these costs: with overlap one for each layer, else one for each stage."""
-    rings = [cost.rings or ((0.0, cost.exposed_seconds),) for cost in costs]
-    before, seconds = np.array([pair for of_stage in rings for pair in of_stage], np.float64).T.copy()
-    first = np.cumsum([0, *map(len, rings)])
-    return Rings(first, before, seconds, np.array([cost.exposed_seconds for cost in costs], np.float64))

@@ -13,8 +13,9 @@ import numpy as np
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.execution import Execution, make_rings
+from dapple_tf.simulator.execution import Execution
 from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.rings import make_rings
 from dapple_tf.simulator.shared_engine import Seconds, run_shared
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action, ActionTimes, Schedule, of_kind, time_actions

@@ -17,10 +17,10 @@ from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_pa
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.early_backward import HURRY
 from dapple_tf.simulator.engine import Run, step_seconds
+from dapple_tf.simulator.event_tree import first_place, make_events, set_event
 from dapple_tf.simulator.order import (
     BACKWARD,
     FORWARD,
-    INPUTS,
     KIND_MASK,
     KIND_SHIFT,
     MICRO_BATCH_MASK,
@@ -29,9 +29,8 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
-from dapple_tf.simulator.transfer import ring_seconds
+from dapple_tf.simulator.rings import Rings
 
-_EITHER = (BACKWARD ^ INPUTS) << KIND_SHIFT  # makes the code of B that of I, which has this bit already
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 _IDLE, _LATENCY, _EMPTY, _MOVES, _HALTED, _HALTED_LATENCY = range(6)  # phases of a flow; an empty one has no bytes
 
@@ -52,19 +51,6 @@ class Seconds(NamedTuple):
     backward_together: NDArray[np.bool_]
 
 
-class Rings(NamedTuple):
-    """The rings of each stage, one after the other: for stage s ``first[s]`` to ``first[s + 1]``, at least one.
-
-    ``before``: seconds between a ring's gradients and the end of the stage's last gradients, 0 without overlap.
-    ``seconds``: of a ring alone, latency included. ``exposed`` [S]: as in ``StageCosts``.
-    """
-
-    first: Integers
-    before: Floats
-    seconds: Floats
-    exposed: Floats
-
-
 # Columns of the state of flows, [3 S, 6]. _BEGIN: when the transfer or ring began. _SECONDS: what it takes alone.
 # _LEFT: what the bytes that were left at the time _SINCE take alone. _FACTOR: how many times more slowly than alone
 # they move since then. _DUE: when the phase ends.
@@ -72,34 +58,6 @@ _BEGIN, _SECONDS, _LEFT, _SINCE, _FACTOR, _DUE = range(6)
 # Columns of the state as integers, [3 S, 3]: the phase, whether its end is no more that of a flow alone, and the place
 # among the flows that are under way.
 _PHASE, _SLOWED, _PLACE = range(3)
-
-
-# The events to come are a tree of minima over the places of the flows that are under way: ``events[1]`` is the time of
-# the next one, node i has children 2 i and 2 i + 1, and the second half has the leaves, one for each place.
-
-
-@compiled
-def _set_event(events: Floats, place: int, time: float) -> None:
-    """Let the next event of the flow at a place be at ``time``."""
-    node = place + len(events) // 2
-    events[node] = time
-    while node > 1:
-        node //= 2
-        least = min(events[2 * node], events[2 * node + 1])
-        if events[node] == least:
-            break
-        events[node] = least
-
-
-@compiled_part
-def _first_place(events: Floats) -> int:
-    """Return the first place of those whose event is the next one."""
-    node, leaves = 1, len(events) // 2
-    while node < leaves:
-        node *= 2
-        if events[node] > events[node + 1]:
-            node += 1
-    return node - leaves
 
 
 @compiled
@@ -111,7 +69,7 @@ def _begin(
     g[flow, _PHASE], g[flow, _SLOWED] = _LATENCY, 0
     f[flow, _BEGIN], f[flow, _SECONDS] = begin, seconds
     f[flow, _LEFT], f[flow, _DUE] = seconds - wait, begin + wait
-    _set_event(events, g[flow, _PLACE], min(begin + wait, gate[flow]))
+    set_event(events, g[flow, _PLACE], min(begin + wait, gate[flow]))
 
 
 @compiled_part
@@ -151,7 +109,7 @@ def _count(
                 f[other, _LEFT], f[other, _SINCE], f[other, _FACTOR] = left, now, factor
                 f[other, _DUE] = now + left * factor
                 g[other, _SLOWED] = 1
-                _set_event(events, g[other, _PLACE], min(f[other, _DUE], gate[other]))
+                set_event(events, g[other, _PLACE], min(f[other, _DUE], gate[other]))
 
 
 @compiled
@@ -174,7 +132,7 @@ def _move(
     if left <= 0.0:
         g[flow, _PHASE] = _EMPTY
         f[flow, _DUE] = now
-        _set_event(events, g[flow, _PLACE], min(now, gate[flow]))
+        set_event(events, g[flow, _PLACE], min(now, gate[flow]))
         return
     g[flow, _PHASE] = _MOVES
     f[flow, _FACTOR] = 1.0
@@ -186,7 +144,7 @@ def _move(
     else:
         f[flow, _DUE] = now + left * factor
         g[flow, _SLOWED] = 1
-    _set_event(events, g[flow, _PLACE], min(f[flow, _DUE], gate[flow]))
+    set_event(events, g[flow, _PLACE], min(f[flow, _DUE], gate[flow]))
 
 
 @compiled_part
@@ -199,7 +157,7 @@ def _halt(f: Floats, g: Integers, events: Floats, flow: int, now: float) -> bool
     else:
         g[flow, _PHASE], f[flow, _SINCE] = _HALTED_LATENCY, f[flow, _DUE] - now
     f[flow, _DUE] = np.inf
-    _set_event(events, g[flow, _PLACE], np.inf)
+    set_event(events, g[flow, _PLACE], np.inf)
     return bool(moved)
 
 
@@ -208,7 +166,7 @@ def _resume_latency(f: Floats, g: Integers, events: Floats, flow: int, now: floa
     """Let a flow go on that was interrupted during its latency."""
     wait = f[flow, _SINCE]
     g[flow, _PHASE], f[flow, _DUE] = _LATENCY, now + wait
-    _set_event(events, g[flow, _PLACE], now + wait)
+    set_event(events, g[flow, _PLACE], now + wait)
     if f[flow, _SECONDS] - f[flow, _LEFT] - wait <= 0.0:  # nothing of the latency had passed
         f[flow, _BEGIN] = now
     else:
@@ -220,8 +178,8 @@ def _free_place(busy: Integers, g: Integers, events: Floats, place: int, last: i
     """Remove the flow at a place; the one at the ``last`` place takes it."""
     moved, time = busy[last], events[len(events) // 2 + last]
     busy[place], g[moved, _PLACE] = moved, place
-    _set_event(events, place, time)
-    _set_event(events, last, np.inf)
+    set_event(events, place, time)
+    set_event(events, last, np.inf)
 
 
 @compiled_part
@@ -265,6 +223,7 @@ def run_shared(
     turned = np.zeros(micro_batches, np.bool_)  # whether the last stage's forward has ended
     has_inputs = np.zeros((stages if splits else 0, micro_batches), np.bool_)  # whether a backward has ended
     arrived = np.full((2, stages, micro_batches), np.nan)
+    times = start_f, end_f, start_b, end_b, start_w, end_w, sent[0], arrived[0], sent[1], arrived[1]
     last_start, ring_end = np.zeros(stages), np.full(stages, np.nan)
     missing = np.zeros(stages, np.int64)  # gradients that a stage's rings wait for
     columns = seconds.forward.shape[1]
@@ -298,10 +257,7 @@ def run_shared(
         if first[flow] < first[flow + 1]:
             sharing += 1
     busy, busy_count = np.zeros(sharing, np.int64), 0  # the flows that are not idle
-    leaves = 1
-    while leaves < sharing:
-        leaves *= 2
-    events = np.full(2 * leaves, np.inf)
+    events = make_events(sharing)
     counts = np.zeros(flows.directions, np.int64)  # the flows that move in each direction
     ring = np.zeros(stages, np.int64)  # the ring of each stage that runs
     previous = np.full(stages, -1, np.int64)  # the stage of the same worker whose rings come before
@@ -371,19 +327,7 @@ def run_shared(
                         if end + period * (micro_batches - 1 - m) * HURRY >= ceiling:
                             left[w] = np.inf
                 if end + left[w] * _ALMOST >= ceiling:
-                    return (
-                        start_f,
-                        end_f,
-                        start_b,
-                        end_b,
-                        start_w,
-                        end_w,
-                        sent[0],
-                        arrived[0],
-                        sent[1],
-                        arrived[1],
-                        done,
-                    ), ring_end
+                    return (*times, done), ring_end
                 if way >= 0:
                     boundary, to = min(s, target), worker_of[target]
                     if to == w:
@@ -446,7 +390,7 @@ def run_shared(
         if events[1] == np.inf:
             break
         time = max(time, events[1])
-        chosen = _first_place(events)
+        chosen = first_place(events)
         flow = busy[chosen]
         way, s = flow // stages, flow % stages
         if gate[flow] <= f[flow, _DUE]:
@@ -477,7 +421,7 @@ def run_shared(
             if s >= 0:
                 flow = 2 * stages + s
                 gate[flow] = np.inf
-                _set_event(events, g[flow, _PLACE], f[flow, _DUE])
+                set_event(events, g[flow, _PLACE], f[flow, _DUE])
                 if g[flow, _PHASE] == _HALTED:
                     _move(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, time)
                 elif g[flow, _PHASE] == _HALTED_LATENCY:
@@ -499,40 +443,7 @@ def run_shared(
             _free_place(busy, g, events, chosen, busy_count)
         waiting[0], waits[worker_of[s + 1 - way]] = worker_of[s + 1 - way], True
         count = 1
-    found = start_f, end_f, start_b, end_b, start_w, end_w, sent[0], arrived[0], sent[1], arrived[1], done
-    return found, ring_end
-
-
-@compiled_part
-def whole_rings(exposed: Floats) -> Rings:
-    """Return one ring for each stage, which starts after the last gradients."""
-    return Rings(np.arange(len(exposed) + 1), np.zeros(len(exposed)), exposed, exposed)
-
-
-@compiled_part
-def layer_rings(
-    gradients: Floats, parameters: Floats, bounds: Integers, latency: Floats, per_byte: Floats, exposed: Floats
-) -> Rings:
-    """Return a ring for each layer with parameters, in the order in which backward reaches them.
-
-    ``gradients``: seconds of each layer's [S, L], of which stage s has the layers ``bounds[s]`` to ``bounds[s + 1]``.
-    ``latency``, ``per_byte``: of each stage's ring (``allreduce_cost``).
-    """
-    stages = len(exposed)
-    first, place = np.zeros(stages + 1, np.int64), 0
-    before, seconds = np.zeros(gradients.shape[1] + stages), np.zeros(gradients.shape[1] + stages)
-    for s in range(stages):
-        earlier = gradients[s, bounds[s] : bounds[s + 1]].sum()
-        for layer in range(bounds[s + 1] - 1, bounds[s] - 1, -1):
-            earlier -= gradients[s, layer]
-            taken = ring_seconds(latency[s], per_byte[s], parameters[layer])
-            if taken > 0:
-                before[place], seconds[place] = max(0.0, earlier), taken
-                place += 1
-        if place == first[s]:
-            place += 1  # of no seconds
-        first[s + 1] = place
-    return Rings(first, before[:place].copy(), seconds[:place].copy(), exposed)
+    return (*times, done), ring_end
 
 
 @compiled

@@ -17,7 +17,8 @@ import numpy as np
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import Order, encode
-from dapple_tf.simulator.shared_engine import Rings, shared_step_seconds
+from dapple_tf.simulator.rings import Rings
+from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.transfer import link_tables
 from graph_passes.schedules.policies import early_backward
 from profiler.cluster import Cluster

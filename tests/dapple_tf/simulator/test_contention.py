@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.costs import exposed_seconds, overlapped_rings
-from dapple_tf.simulator.execution import Execution, execute, make_rings
+from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.rings import make_rings
 from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
