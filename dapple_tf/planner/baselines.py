@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_starts
@@ -37,11 +38,23 @@ def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1)
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
     """Return one device, DP, and even pipelines of every number of stages that divides the devices."""
-    found = problem.evaluate_all_sizes(data_parallel(problem), "DP")
-    if problem.cluster.devices > 1:
-        found += problem.evaluate_all_sizes(data_parallel(problem, 1), "one device")
-    for stages, replicas in _even_shapes(problem):
-        found += problem.evaluate_all_sizes(even_pipeline(problem, stages, replicas), "straight")
+    return [c for stages, origin in _baselines(problem) for c in problem.evaluate_all_sizes(stages, origin)]
+
+
+def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
+    """Return those of ``baseline_candidates`` that are the fastest so far of their origin or their micro-batch size.
+
+    The others are not simulated to the end, which takes less time.
+    """
+    found, least = list[Candidate](), dict[str | int, float]()
+    for stages, origin in _baselines(problem):
+        for size in problem.micro_batch_sizes:
+            ceiling = max(least.get(size, math.inf), least.get(origin, math.inf))
+            candidate = problem.evaluate(stages, size, origin, ceiling=ceiling)
+            if candidate is not None:
+                found.append(candidate)
+                for key in (size, origin):
+                    least[key] = min(least.get(key, math.inf), candidate.seconds)
     return found
 
 
@@ -79,6 +92,15 @@ def _fitted_candidates(
             if replicas <= size and (fitted := fit_cuts(problem, devices, size)) is not None:
                 found.append(problem.evaluate(fitted, size, "straight"))
     return [candidate for candidate in found if candidate is not None]
+
+
+def _baselines(problem: PlanningProblem) -> Iterator[tuple[tuple[StagePlan, ...], str]]:
+    """Yield the stages and the origin of every baseline."""
+    yield data_parallel(problem), "DP"
+    if problem.cluster.devices > 1:
+        yield data_parallel(problem, 1), "one device"
+    for stages, replicas in _even_shapes(problem):
+        yield even_pipeline(problem, stages, replicas), "straight"
 
 
 def _even_shapes(problem: PlanningProblem) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from dapple_tf.planner.baselines import (
     baseline_candidates,
     equal_replica_candidates,
     fitted_baseline_candidates,
+    leading_baselines,
     refit_cuts,
 )
 from dapple_tf.planner.chunk_search import interleaved_candidates, plan_chunked
@@ -46,7 +47,7 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_LOCAL_EVENTS = 1_000_000  # of one local search, for each of the first 16 devices; twice that for others
+_LOCAL_EVENTS = 2_000_000  # of one local search, for each of the first 16 devices; twice that for others
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
@@ -102,14 +103,11 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     complete = all(space.complete for space in problem.search_spaces)
     # Reason: DP and straight pipelines must never be faster than the result, and the first ceiling of the search comes
     # from them. Without: 2 of 144 steps are longer, by up to 0.7%.
-    candidates = baseline_candidates(problem)
+    candidates = leading_baselines(problem)
     if not candidates:
         candidates = _fitting_candidate(problem)
     # Reason: the plan of planner "dapple" must never be faster than the result. Without: none of the 144 is longer.
     candidates += _formula_candidate(problem, candidates)
-    if complete:
-        # Reason: the better the first ceiling, the less is left to search, and to simulate of other planners' plans.
-        candidates += _refined_candidates(problem, candidates, binds=False)
     # Reason: no planner of another system must be faster than the result. Without: 2 of 33 steps of the published
     # profiles (../shared/profiles with pipedream/, A, B and C) are longer than PipeDream's, by up to 3.5%.
     candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
@@ -125,11 +123,14 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     candidates += found
     if not complete or len(sizes) < len(problem.micro_batch_sizes):
         unsearched = 0.0
-    binds = not problem.recompute and may_bind(problem) and _memory_costs_time(problem, sizes, candidates)
+    binds = not problem.recompute and may_bind(problem)
+    if binds and unsearched >= _least_seconds(candidates) * (1 - 1e-9):
+        # Reason: the plan is proven to be the fastest that fits; only another of more memory could be faster.
+        binds = _memory_costs_time(problem, sizes, candidates)
     if binds:
         # Reason: backward that computes activations again is longer, but needs less memory.
         again = replace(problem, recompute=True)
-        candidates += baseline_candidates(again)
+        candidates += leading_baselines(replace(again, ceiling=_least_seconds(candidates)))
         candidates += _search_spaces(again, problem.search_spaces, sizes, candidates)[0]
     if binds or not reaches_all_assignments(problem.cluster):
         unsearched = 0.0
@@ -255,12 +256,14 @@ def _half_cluster_candidate(problem: PlanningProblem, ceiling: float) -> list[Ca
 
 
 def _other_sizes(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the fastest few candidates at every micro-batch size."""
-    return [
-        c
+    """Return the fastest few candidates at other micro-batch sizes, where these are faster."""
+    faster = [
+        problem.evaluate(found.stages, size, found.origin, recompute=found.recompute, ceiling=found.seconds)
         for found in _fastest_few(candidates)
-        for c in problem.evaluate_all_sizes(found.stages, found.origin, found.recompute)
+        for size in problem.micro_batch_sizes
+        if size != found.micro_batch_size
     ]
+    return [candidate for candidate in faster if candidate is not None]
 
 
 def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], binds: bool) -> list[Candidate]:

@@ -106,7 +106,7 @@ class PlanningProblem:
             planner=planner,
             global_batch_size=self.global_batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batches=self.global_batch_size // micro_batch_size // (1 + (stages[-1].worker or 0)),
+            micro_batches=self._micro_batches(stages, micro_batch_size),
             schedule=schedule,
             recompute=self.recompute or recompute,
             stages=tuple(stages),
@@ -158,6 +158,10 @@ class PlanningProblem:
             return None
         if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
+        ceiling = min(ceiling, self.ceiling)
+        # Reason: a device computes that long, so most plans that are too slow need no costs and no simulation.
+        if self._compute_seconds(stages, micro_batch_size) * (1 - 1e-9) >= ceiling:
+            return None
         wanted = self.schedule if schedule is None else schedule
         policy = "dapple-a" if wanted == "auto" else wanted  # the costs are the same for all policies
         plan = self.make_plan(stages, micro_batch_size, policy, origin, recompute)
@@ -167,10 +171,7 @@ class PlanningProblem:
             return None
         of_stages = self._costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
-        arrays, ceiling = stage_cost_arrays(of_stages), min(ceiling, self.ceiling)
-        # Reason: a device computes that long, so most plans that are too slow need no simulation.
-        if plan.micro_batches * float((arrays.forward_seconds + arrays.backward_seconds).max()) >= ceiling:
-            return None
+        arrays = stage_cost_arrays(of_stages)
         network = make_network(self.find_flows(stages), of_stages)
         found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
         if found.seconds == math.inf:
@@ -188,6 +189,15 @@ class PlanningProblem:
             self._flows[key] = plan_flows(stages, self.cluster)
         flows = self._flows[key]
         return flows if flows.directions else None
+
+    def _micro_batches(self, stages: Sequence[StagePlan], micro_batch_size: int) -> int:
+        """Return how many micro-batches every virtual worker of these stages runs."""
+        return self.global_batch_size // micro_batch_size // (1 + (stages[-1].worker or 0))
+
+    def _compute_seconds(self, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
+        """Return the seconds for which the busiest stage computes, without re-computation."""
+        each = max(self._costs.replicas.compute_seconds(stage, micro_batch_size) for stage in stages)
+        return self._micro_batches(stages, micro_batch_size) * each
 
     @cached_property
     def _costs(self) -> CostModel:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -33,8 +36,10 @@ _STARTS, _KEPT = 3, 8
 _DEALT, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))  # shares of the events
 # The final rounds: how many of the best layouts go on, their share of the events, and the temperature at the beginning.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
-_ROUNDS = ((8, 16 / 36, 0.05), (3, 12 / 36, 0.05), (1, 4 / 36, 0.005))
+_ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36, 0.01))
+_MEETING = 3  # layouts with the least seconds after a round; rounds end where these are equally fast
 _COLD = 0.0005  # the temperature at the end of a run
+_MOST_THREADS = 8
 _MOST_SCATTERED = 256  # devices
 _MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
 _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
@@ -47,7 +52,8 @@ def refine(
 
     First only the numbers of devices are searched, dealt to the stages in order, or evenly to all or half of them; then
     their places, too; and at last with contention (see ``counts_contention``), in rounds from which fewer and fewer
-    layouts go on (successive halving). The same problem and number of simulated ``events`` give the same plan.
+    layouts go on (successive halving), until several of them are equally fast. Threads, one on each core, search the
+    layouts of a round. The same problem and number of simulated ``events`` give the same plan, on any number of cores.
     ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
     candidates, and for a schedule that is none of the simulated policies.
     """
@@ -68,7 +74,10 @@ def refine(
     kept = sorted(either, key=lambda run: search.seconds(run, contention=contention))[:_KEPT]
     for most, share, hot in _ROUNDS:
         kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
-    ((_, best),) = kept
+        least = [search.seconds(run, contention=contention) for run in kept[:_MEETING]]
+        if len(least) == _MEETING and max(least) <= min(least) * (1 + 1e-9):
+            break
+    _, best = kept[0]
     search.drop_recompute(best)
     found = search.candidate(best)
     return [] if found is None or _is_known(found, candidates) else [found]
@@ -102,17 +111,19 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """The tables and workspace of all runs of one local search.
+    """The tables and workspaces of all runs of one local search.
 
-    ``orders``: of devices. ``placings``: how devices are dealt to stages (see ``anneal``).
+    ``workspaces``: one for each thread. ``orders``: of devices. ``placings``: how devices are dealt to stages (see
+    ``anneal``). ``seeds``: draws those of the runs' random numbers.
     """
 
     problem: PlanningProblem
     tables: LayoutTables
-    workspace: Workspace
+    workspaces: tuple[Workspace, ...]
     orders: tuple[tuple[int, ...], ...]
     placings: tuple[int, ...]
     room: int
+    seeds: np.random.Generator
 
     @staticmethod
     def of(problem: PlanningProblem, candidates: Sequence[Candidate], may_recompute: bool) -> _Search | None:
@@ -126,11 +137,13 @@ class _Search:
         tables = make_layout_tables(problem, np.array(sizes, np.int64), may_recompute)
         if not len(tables.policies):
             return None
-        workspace = make_workspace(room, cluster.devices, int(tables.micro_batches.max()))
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        most = int(tables.micro_batches.max())
+        workspaces = tuple(make_workspace(room, cluster.devices, most) for _ in range(threads))
         orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
         several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
         placings = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
-        return _Search(problem, tables, workspace, tuple(orders), placings, room)
+        return _Search(problem, tables, workspaces, tuple(orders), placings, room, np.random.default_rng(_SEED))
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
@@ -163,17 +176,29 @@ class _Search:
         self, runs: Sequence[tuple[int, Layout]], events: int, hot: float, *, contention: bool = False
     ) -> list[tuple[int, Layout]]:
         """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
-        random = np.array([_SEED], np.uint64)
-        for placing, layout in runs:
-            share = events // len(runs)
+        unused = SimpleQueue[Workspace]()
+        for workspace in self.workspaces:
+            unused.put(workspace)
+
+        def improve(run: tuple[int, Layout], seed: np.uint64) -> float:
+            (placing, layout), workspace = run, unused.get()
+            random, share = np.array([seed], np.uint64), events // len(runs)
             # Hurried is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
-            anneal(self.tables, layout, self.workspace, placing, share, hot, _COLD, True, contention, random)
-        return sorted(runs, key=lambda run: self.seconds(run, contention=contention))
+            anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random)
+            price = price_with_contention if contention else price_layout
+            seconds = price(self.tables, layout, workspace, np.inf, False).seconds
+            unused.put(workspace)
+            return seconds
+
+        seeds = self.seeds.integers(1, 2**63, len(runs), np.uint64)
+        with ThreadPoolExecutor(len(self.workspaces)) as pool:
+            seconds = list(pool.map(improve, runs, seeds))
+        return [runs[i] for i in np.argsort(seconds, kind="stable")]
 
     def seconds(self, run: tuple[int, Layout], *, contention: bool = False) -> float:
         """Return the seconds of a run's layout."""
         price = price_with_contention if contention else price_layout
-        return price(self.tables, run[1], self.workspace, np.inf, False).seconds
+        return price(self.tables, run[1], self.workspaces[0], np.inf, False).seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""

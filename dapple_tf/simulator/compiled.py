@@ -27,10 +27,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def compiled(function: _Function) -> _Function:
     """Return the function as machine code, compiled at its first call for each combination of argument types.
 
-    The code is cached on disk, beside the module or in the user's cache. Numba compiles again if the function's own
-    file has changed, but not if a compiled function that it calls has: then delete the ``*.nbc`` and ``*.nbi`` files.
+    It releases Python's global lock, so that threads run it beside each other. The code is cached on disk, beside the
+    module or in the user's cache. Numba compiles again if the function's own file has changed, but not if a compiled
+    function that it calls has: then delete the ``*.nbc`` and ``*.nbi`` files.
     """
-    return cast(_Function, numba.njit(cache=True, **_NOT_FROM_C)(function))
+    return cast(_Function, numba.njit(cache=True, nogil=True, **_NOT_FROM_C)(function))
 
 
 def compiled_part(function: _Function) -> _Function:

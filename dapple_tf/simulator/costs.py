@@ -37,7 +37,7 @@ class CostModel:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self._profile, self._cluster = profile, cluster
         self._links = LinkCosts(cluster)
-        self._seconds = ReplicaSeconds(profile, cluster)
+        self.replicas = ReplicaSeconds(profile, cluster)
         self._crossing, self._working = profile.crossing_bytes(), profile.working_bytes()
 
     def stage_costs(
@@ -54,7 +54,7 @@ class CostModel:
         for index, stage in enumerate(plan.stages):
             layers = slice(stage.first_layer, stage.last_layer + 1)
             runs = plan.runs(index)
-            forward, backward = self._seconds.slowest(stage, samples, runs)
+            forward, backward = self.replicas.slowest(stage, samples, runs)
             send = 0.0
             if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
                 shares = stage.row_shares, plan.stages[index + 1].row_shares

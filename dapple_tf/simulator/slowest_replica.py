@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from dapple_tf.plan import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from profiler.cluster import Cluster
@@ -27,6 +29,7 @@ class ReplicaSeconds:
         self._profile = profile
         self._cluster = cluster
         self._known: dict[tuple[str | None, float], tuple[Floats, Floats, Floats]] = {}
+        self._sums: dict[tuple[str | None, float], list[float]] = {}
 
     def slowest(self, stage: StagePlan, samples: float, recomputed: Sequence[range]) -> tuple[float, BackwardSeconds]:
         """Return the seconds of forward and of backward of a stage, each on the replica where it takes longest.
@@ -40,6 +43,21 @@ class ReplicaSeconds:
             forwards.append(float(forward.sum()))
             backwards.append(BackwardSeconds(float(backward.sum()) + again, backward, weights))
         return max(forwards), max(backwards, key=lambda found: found.total)
+
+    def compute_seconds(self, stage: StagePlan, samples: float) -> float:
+        """Return the seconds of forward and backward of a micro-batch on the replica where they take longest.
+
+        In less time than ``slowest`` and without re-computation. It may differ by rounding.
+        """
+        longest = 0.0
+        for device, part in self._parts(stage, samples):
+            key = self._cluster.kind_of(device), part
+            if key not in self._sums:
+                forward, backward, _ = self._rows(device, part)
+                self._sums[key] = [0.0, *np.cumsum(forward + backward).tolist()]
+            sums = self._sums[key]
+            longest = max(longest, sums[stage.last_layer + 1] - sums[stage.first_layer])
+        return longest
 
     def _parts(self, stage: StagePlan, samples: float) -> list[tuple[int, float]]:
         """Return a device of each kind in ``stage``, the one with most samples, and its samples."""

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner import best
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.baselines import baseline_candidates
+from dapple_tf.planner.baselines import baseline_candidates, leading_baselines
 from dapple_tf.planner.compute_bound import least_compute_seconds
+from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from profiler.presets import config
 from profiler.profile import Profile, Timing
+from profiler.servers import DeviceKind
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 
@@ -30,6 +32,35 @@ def test_no_plan_is_faster_than_what_its_devices_compute(case: Case, seconds: li
     problem = make_problem(profile, case.cluster, global_batch_size=case.batch, **case.options)
     least = least_compute_seconds(profile, case.cluster.devices, case.batch, problem.micro_batch_sizes)
     assert all(least <= candidate.seconds * (1 + 1e-9) for candidate in baseline_candidates(problem))
+
+
+@given(cases(5), st.booleans())
+def test_a_stage_computes_as_long_as_its_costs_say(case: Case, unequal: bool) -> None:
+    cluster = case.cluster
+    if unequal:
+        servers = tuple(replace(s, kinds=(f"k{i}",) * s.devices) for i, s in enumerate(cluster.servers))
+        kinds = {f"k{i}": DeviceKind(speed=1.0 + i) for i in range(len(servers))}
+        cluster = replace(cluster, servers=servers, kinds=kinds)
+    problem = make_problem(case.profile, cluster, global_batch_size=case.batch)
+    seconds = ReplicaSeconds(case.profile, cluster)
+    for found in baseline_candidates(problem):
+        costs = problem.simulate(problem.plan_of(found, "test")).costs
+        for stage, cost in zip(found.stages, costs, strict=True):
+            computed = cost.forward_seconds + cost.backward_seconds
+            assert seconds.compute_seconds(stage, found.micro_batch_size) == pytest.approx(computed, rel=1e-9, abs=0)
+
+
+@given(cases(5))
+def test_leading_baselines_are_the_fastest_of_each_origin_and_size(case: Case) -> None:
+    problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
+    leading, every = (
+        {
+            key: min(c.seconds for c in found if key in (c.origin, c.micro_batch_size))
+            for key in {key for c in found for key in (c.origin, c.micro_batch_size)}
+        }
+        for found in (leading_baselines(problem), baseline_candidates(problem))
+    )
+    assert leading == every
 
 
 def test_dp_of_layers_alike_takes_as_long_as_its_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,6 +113,20 @@ def test_the_same_problem_gives_the_same_plan() -> None:
     first, second = (refine(problem, baseline_candidates(problem), 1_000_000) for _ in range(2))
     assert first == second
     assert first[0].seconds < min(c.seconds for c in baseline_candidates(problem))
+
+
+def test_the_number_of_cores_does_not_change_the_plan() -> None:
+    profile = Profile("net", 1, "test", tuple(LayerCost(f"layer{i}", 1 + i % 3, 2, 5, 5, 50) for i in range(9)))
+    cluster = Cluster((Server("a", 3), Server("b", 2)), 1e9, Link(100, 0), Link(10, 0))
+    problem = make_problem(profile, cluster, global_batch_size=12)
+    on_all = refine(problem, baseline_candidates(problem), 1_000_000)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        on_one = refine(problem, baseline_candidates(problem), 1_000_000)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert on_one == on_all != []
 
 
 def test_stages_that_are_given_are_found_again_only_where_they_are_faster() -> None:
