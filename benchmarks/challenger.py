@@ -86,15 +86,15 @@ def draw_cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def anneal(case: Case, seconds: float, seed: int) -> Plan | None:
-    """Return the fastest plan that simulated annealing finds in this time; None if none fits."""
+    """Return the fastest plan that simulated annealing finds in so many seconds of the processor; None if none fits."""
     draw, search = random.Random(seed), _Challenge(case)
     best: tuple[float, Plan | None] = (math.inf, None)
     rounds = 4
     for turn in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         now = search.start(draw) if turn < rounds - 1 or best[1] is None else best[1]
         price = search.price(now)
-        while (done := (time.perf_counter() - begin) * rounds / seconds) < 1:
+        while (done := (time.process_time() - begin) * rounds / seconds) < 1:
             trial = search.move(now, draw, draw.choice((1, 1, 1, 2, 3)))
             if trial is None:
                 continue
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the rows of a run with these options of the command line; return 1 if a figure misses its target."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks challenger")
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of annealing, for each case (default: 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the processor, to anneal each case (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     missed = 0
     for row in challenge(**vars(parser.parse_args(arguments))):

@@ -22,7 +22,8 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     stashes = {s: execution.stash_bytes(s) for s in stages}
     # A column for each stage and size of stash: counts are exact, and sums of bytes may round.
     columns = sorted({(s, stash) for s in stages for stash in stashes[s]})
-    times, changes = [0.0], [[0] * len(columns)]
+    column_of = {own: index for index, own in enumerate(columns)}
+    times, changed, changes = [0.0], [0], [0]
     # A worker runs one action at a time, so these times are in order.
     for action in execution.actions[worker]:
         if action.kind == "F":
@@ -32,11 +33,12 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
             times.append(ends[action.stage, action.micro_batch])
         else:
             continue
-        own = action.stage, stashes[action.stage][action.micro_batch]
-        changes.append([(1 if action.kind == "F" else -1) * (column == own) for column in columns])
+        changed.append(column_of[action.stage, stashes[action.stage][action.micro_batch]])
+        changes.append(1 if action.kind == "F" else -1)
     base = sum(cost.fixed_bytes for cost in costs) + max(cost.working_bytes for cost in costs)
-    in_flight = np.cumsum(changes, axis=0)
-    return np.array(times), base + in_flight @ np.array([stash for _, stash in columns])
+    in_flight = np.zeros((len(times), len(columns)), np.int64)
+    in_flight[np.arange(len(times)), changed] = changes
+    return np.array(times), base + in_flight.cumsum(axis=0) @ np.array([stash for _, stash in columns])
 
 
 def usable_bytes(device_memory: float) -> float:
