@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the rows of a run with these options of the command line; return 1 if a figure misses its target."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks challenger")
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the processor, to anneal each case (default: 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the processor, for each case (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     missed = 0
     for row in challenge(**vars(parser.parse_args(arguments))):

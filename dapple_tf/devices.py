@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -13,6 +12,7 @@ from dapple_tf.distributed.exchange_choice import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError
+from profiler.cores import count_cores
 
 DEFAULT_DEVICES = 8
 
@@ -79,7 +79,7 @@ def _run_ops_on_one_core(devices: int) -> None:
     Devices share the cores: splitting an op over cores on which other stages compute costs more than it gains (two
     stages on two cores took 10% longer).
     """
-    if devices >= len(os.sched_getaffinity(0)) and not tf.config.threading.get_intra_op_parallelism_threads():
+    if devices >= count_cores() and not tf.config.threading.get_intra_op_parallelism_threads():
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
@@ -89,7 +89,7 @@ def _reserve_thread_for_exchanges() -> None:
     A rank of one core has one thread by default: a micro-batch's tensors are then sent only after the next micro-batch
     is computed, and two ranks may compute in alternation (1.00 s a step in place of 0.61 s).
     """
-    if not tf.config.threading.get_inter_op_parallelism_threads() and len(os.sched_getaffinity(0)) < 2:
+    if not tf.config.threading.get_inter_op_parallelism_threads() and count_cores() < 2:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.profiling.measured import profile_layers
 from profiler.cluster import Cluster
+from profiler.cores import count_cores
 
 # Where M is "auto", times are measured at the micro-batch sizes of these M.
 _MEASURED_MICRO_BATCHES = (2, 8, 32)
@@ -108,7 +108,7 @@ def usable_devices(devices: int) -> int:
     """Return how many devices can run at the same time: all GPUs; of logical CPU devices as many as there are cores."""
     if tf.config.list_logical_devices("GPU"):
         return devices
-    return max(1, min(devices, len(os.sched_getaffinity(0))))
+    return max(1, min(devices, count_cores()))
 
 
 def count_slots(optimizer: Any, trained: Sequence[tf.Variable]) -> int:

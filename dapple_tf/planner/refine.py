@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -30,6 +29,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 from dapple_tf.simulator.compiled import Integers
 from profiler.cluster import Cluster
+from profiler.cores import count_cores
 
 _SEED = 88172645463325252
 _STARTS, _KEPT = 3, 8
@@ -137,7 +137,7 @@ class _Search:
         tables = make_layout_tables(problem, np.array(sizes, np.int64), may_recompute)
         if not len(tables.policies):
             return None
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(_MOST_THREADS, count_cores())
         most = int(tables.micro_batches.max())
         workspaces = tuple(make_workspace(room, cluster.devices, most) for _ in range(threads))
         orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 
 import tensorflow as tf
 
 from dapple_tf.devices import list_devices
-from profiler.cores import limit_to_cores
+from profiler.cores import count_cores, limit_to_cores
 from profiler.peaks import CPU_CORE, PEAKS, Peak
 
 
 def cores_per_device() -> int:
     """Return how many of this process's cores each logical CPU device has to itself, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // len(list_devices()))
+    return max(1, count_cores() // len(list_devices()))
 
 
 @contextlib.contextmanager

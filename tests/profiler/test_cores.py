@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from profiler.cores import limit_to_cores
+from profiler.cores import count_cores, limit_to_cores
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
@@ -49,3 +49,14 @@ def test_more_cores_than_exist_means_all_of_them() -> None:
     own = os.sched_getaffinity(0)
     with limit_to_cores(10_000):
         assert os.sched_getaffinity(0) == own
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")
+def test_cores_that_the_process_may_not_use_do_not_count() -> None:
+    with limit_to_cores(1):
+        assert count_cores() == 1
+
+
+def test_where_processes_cannot_be_limited_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert count_cores() == os.cpu_count()
