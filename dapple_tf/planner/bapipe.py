@@ -42,7 +42,7 @@ class _Network(NamedTuple):
     """The blocks of a model on accelerators 0, 1 ... at a micro-batch size.
 
     ``forward``, ``backward`` [N, L + 1]: prefix sums of seconds on each accelerator. ``crossing_bytes`` [L - 1]: a of
-    each cut. ``bandwidths`` [N - 1]: of the links between neighbours.
+    each cut. ``links`` [N - 1]: those between neighbours.
     """
 
     chain: Chain
