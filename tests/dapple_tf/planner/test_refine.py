@@ -129,6 +129,17 @@ def test_the_number_of_cores_does_not_change_the_plan() -> None:
     assert on_one == on_all != []
 
 
+def test_a_few_layouts_that_are_equally_fast_do_not_end_the_search() -> None:
+    profile = Profile("net", 2, "test", (LayerCost("layer", 3.0, 1.0, 1.0, 5.0, 2.0),))
+    links = {("s0", "s1"): Link(20.0, 0.0)}
+    cluster = Cluster(tuple(Server(f"s{i}", 2) for i in range(3)), 1e9, Link(2.0, 0.0), Link(0.5, 0.0), links)
+    problem = make_problem(profile, cluster, global_batch_size=12, contention=False)
+    decision = plan_best(problem, chunks=())
+    assert decision is not None
+    # Four replicas compute 3 samples each, and all links of their ring are the one between the first two servers.
+    assert decision.chosen.seconds == pytest.approx(3 * (3.0 + 1.0) / 2 + 2 * 3 / 4 * 2.0 / 20)
+
+
 def test_stages_that_are_given_are_found_again_only_where_they_are_faster() -> None:
     profile = Profile("net", 1, "test", tuple(LayerCost(f"layer{i}", 1 + i % 3, 2, 5, 5, 50) for i in range(9)))
     cluster = Cluster((Server("a", 3), Server("b", 2)), 1e9, Link(100, 0), Link(10, 0))

@@ -1,0 +1,52 @@
+"""Call a function of many items in threads, each with a resource of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Resource = TypeVar("_Resource")
+_Result = TypeVar("_Result")
+
+
+def map_in_threads(
+    function: Callable[[_Item, _Resource], _Result], items: Sequence[_Item], resources: Sequence[_Resource]
+) -> list[_Result]:
+    """Return ``function(item, resource)`` of every item, in the items' order; no two threads share a resource.
+
+    After a failure, or an interrupt of the calling thread, no further item is begun; the first failure is raised. Where
+    no thread can be started (Python ends, or the system allows no more), the calling thread does the work.
+
+    It is not a ``ThreadPoolExecutor``: that starts no thread once the main thread has ended, in any other thread.
+    """
+    left, results, failures = enumerate(items), dict[int, _Result](), list[BaseException]()
+
+    def work(resource: _Resource) -> None:
+        try:
+            for index, item in left:  # the threads take turns at this iterator
+                if failures:
+                    return
+                results[index] = function(item, resource)
+        except BaseException as failure:
+            failures.append(failure)
+
+    started = list[Thread]()
+    try:
+        with contextlib.suppress(RuntimeError):
+            for resource in resources[: len(items)]:
+                thread = Thread(target=work, args=(resource,))
+                thread.start()
+                started.append(thread)
+        if not started:
+            work(resources[0])
+        for thread in started:
+            thread.join()
+    except BaseException as interrupt:
+        failures.append(interrupt)
+        raise
+    if failures:
+        raise failures[0]
+    return [results[index] for index in range(len(items))]
