@@ -20,5 +20,5 @@ def rank_candidates(candidates: Iterable[Candidate], unsearched: float = 0.0) ->
     for candidate in ranked[1:]:
         if candidate.stages != ranked[0].stages:
             by_origin.setdefault(candidate.origin, candidate)
-    proven = unsearched >= ranked[0].seconds * (1 - 1e-9)
+    proven = 0 < unsearched >= ranked[0].seconds * (1 - 1e-9)
     return PlannerResult(ranked[0], tuple(by_origin.values()), proven_optimal=proven)

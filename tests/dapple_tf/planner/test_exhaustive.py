@@ -23,7 +23,8 @@ from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import reaches_all_assignments
-from tests.dapple_tf.planner.builders import Case, busy_cases, cases
+from profiler.cluster import Cluster, Link, Server
+from tests.dapple_tf.planner.builders import Case, busy_cases, cases, make_profile
 from tests.dapple_tf.planner.exhaustive import find_optimum
 
 COMPARATORS = {
@@ -89,6 +90,11 @@ def test_planner_best_finds_the_optimum_of_all_plans(case: Case) -> None:
 @given(busy_cases())
 def test_planner_best_finds_the_optimum_where_interfaces_are_busy(case: Case) -> None:
     check_best(case)
+
+
+def test_layers_that_cost_nothing_prove_nothing() -> None:
+    cluster = Cluster((Server("s0", 3), Server("s1", 3)), 1e9, Link(0.5, 0.0), Link(0.5, 0.0))
+    check_best(Case(make_profile((0, 0, 0, 0, 0)), cluster, 1, {}))
 
 
 @given(cases(8))
