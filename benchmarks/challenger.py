@@ -86,7 +86,7 @@ def draw_cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def anneal(case: Case, seconds: float, seed: int) -> Plan | None:
-    """Return the fastest plan that simulated annealing finds in so many seconds of the processor; None if none fits."""
+    """Return the fastest plan that annealing finds within ``seconds`` of processor time; None if none fits."""
     draw, search = random.Random(seed), _Challenge(case)
     best: tuple[float, Plan | None] = (math.inf, None)
     rounds = 4
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the rows of a run with these options of the command line; return 1 if a figure misses its target."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks challenger")
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the processor, for each case (default: 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="processor time for each case (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     missed = 0
     for row in challenge(**vars(parser.parse_args(arguments))):

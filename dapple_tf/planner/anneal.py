@@ -42,7 +42,7 @@ def anneal(
 
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that only their numbers are searched. ``hurried``: see ``price_layout``.
+    after each move, so that their placement is not searched. ``hurried``: see ``price_layout``.
     ``contention``: whether to simulate it. ``random``: see ``draw``.
     """
     room, devices = len(start.recompute), len(start.owner)

@@ -110,7 +110,7 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
         return candidate
-    # Halves compute as long as whole micro-batches where the profile has one size: it then says that time is linear.
+    # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch.
     linear = len(problem.profile.measured_sizes) == 1
     if linear and blocks.micro_batches * float((f + b).max()) >= problem.ceiling:
         return candidate

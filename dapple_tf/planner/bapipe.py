@@ -186,7 +186,7 @@ def _make_network(problem: PlanningProblem, chain: Chain, size: int) -> _Network
 
 
 def _make_accelerators(problem: PlanningProblem, network: _Network, size: int, schedule: str) -> Accelerators:
-    """Return what a partition of the network needs to know; bytes as the simulator counts them."""
+    """Return what a partition of the network needs to know; re-computed layers have no stash."""
     chain, scale = network.chain, size / network.chain.batch_size
     stash = np.concatenate([[0.0], np.cumsum(chain.stash_bytes)]) * scale
     count = len(network.forward)

@@ -37,7 +37,7 @@ def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1)
 
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return one device, DP, and even pipelines of every number of stages that divides the devices."""
+    """Return one device, DP, and even pipelines: of as many stages as possible, and of divisors of the devices."""
     return [c for stages, origin in _baselines(problem) for c in problem.evaluate_all_sizes(stages, origin)]
 
 

@@ -47,7 +47,7 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_LOCAL_EVENTS = 2_000_000  # of one local search, for each of the first 16 devices; twice that for others
+_LOCAL_EVENTS = 2_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention

@@ -49,11 +49,11 @@ class _Entry:
 
 @dataclass
 class _Budget:
-    """The work that may still be done; the first plan may take any."""
+    """The work that may still be done; the first schedule is built however long it is."""
 
-    plans: int  # simulated to improve cuts
-    cuts: int  # looked at to improve others, whether or not they fit the memory
-    moves: int  # the same, for one entry
+    plans: int  # simulated to improve cuts, of all entries
+    cuts: int  # examined to improve cuts, whether or not they fit the memory, of all entries
+    moves: int  # plans simulated to improve the cuts of one entry
     events: int  # simulated
     actions: int = _ACTIONS  # of schedules built
 
@@ -81,7 +81,7 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     """Return the fastest plan under the problem's schedule, which runs several stages on a device; None if none fits.
 
     The runners-up have other numbers of workers. ``shapes``: by default those of ``list_shapes``. Raises ScheduleError
-    where the schedule is for none of the numbers of micro-batches.
+    where the schedule allows none of the numbers of micro-batches.
     """
     entries = _search(
         problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _CUTS, _MOVES, _EVENTS)
@@ -97,8 +97,8 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
 def interleaved_candidates(problem: PlanningProblem, chunks: Sequence[int], ceiling: float) -> list[Candidate]:
     """Return plans under interleaved 1F1B with each number of ``chunks``, stages per device, at least 2.
 
-    On all devices, and on halves of them: the fastest found on each number, unless no cuts could be faster than
-    ``ceiling`` seconds. With more devices the fastest is never slower.
+    On all devices, a half, a quarter and so on: the fastest few found on each number, unless no cuts could be faster
+    than ``ceiling`` seconds. With more devices the fastest is never slower.
     """
     found = []
     for shapes in list_interleaved_shapes(problem, chunks):
@@ -124,7 +124,7 @@ def _sort_key(candidate: Candidate) -> tuple[float, int, int]:
 def _search(problem: PlanningProblem, shapes: Sequence[ChunkShape], ceiling: float, budget: _Budget) -> list[_Entry]:
     """Return the shapes at each micro-batch size with the best cuts found, the fastest first, if they fit the memory.
 
-    Only those are left out that cannot be faster than ``ceiling`` with any cuts, so a lower ceiling finds no less.
+    Shapes that cannot be faster than ``ceiling`` seconds with any cuts are left out: the work goes to the others.
     """
     entries = sorted(_start(problem, shapes, ceiling), key=lambda entry: entry.bound)
     fastest = math.inf

@@ -1,4 +1,7 @@
-"""Candidates of planner "best" from the planners of other systems, so that none of them is ever faster."""
+"""Candidates of planner "best" from the planners of other systems (comparators), so that none of them is faster.
+
+On more than 64 devices there are none, and SPP's only for small problems: they take longer than best's own search.
+"""
 
 from __future__ import annotations
 

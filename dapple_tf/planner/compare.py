@@ -95,7 +95,7 @@ class ComparedPlan:
         }
 
     def cells(self) -> dict[str, str]:
-        """Return the fields of a table, by its header; none where there is no plan."""
+        """Return the fields of a table, by its header; the planning time alone without a plan."""
         if self.plan is None:
             return {"planned in": format_seconds_fixed(self.planner_seconds)}
         values = (

@@ -249,9 +249,10 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
 
 @compiled
 def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
-    """Return a lower bound of the step under every policy: what each stage waits for, computes, and is waited for.
+    """Return a lower bound of the step under every policy.
 
-    ``costs``: see ``Workspace``.
+    It is the largest, over stages and boundaries, of the time before its first forward or transfer can start, its work
+    for all micro-batches, and the time after its last one to the end of the step. ``costs``: see ``Workspace``.
     """
     before, drain, bound = 0.0, 0.0, 0.0
     for s in range(stages):
@@ -303,7 +304,10 @@ def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, 
 
 @compiled_part
 def set_warm_up(t: LayoutTables, costs: Floats, policy: int, micro_batches: int, warm_up: Integers) -> int:
-    """Write K_i under a policy, within the memory; return D, M if nothing limits it, below 1 if nothing fits."""
+    """Write K_i under a policy, within the memory; return D, the most in flight.
+
+    D is M where memory does not limit it, and below 1 where not even one micro-batch fits.
+    """
     stages, limit = len(warm_up), micro_batches
     for s in range(stages):
         k = micro_batches if policy == _GPIPE else stages - s if policy == 0 else 2 * (stages - s) - 1

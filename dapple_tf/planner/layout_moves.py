@@ -7,8 +7,6 @@ import numpy as np
 from dapple_tf.planner.layout import IDLE, Layout, MoveTables
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
-_LEAST_SHIFT = 0.5  # the chance that a cut moves one block further still
-
 
 @compiled
 def draw(random: Integers, below: int) -> int:
@@ -47,7 +45,7 @@ def shift_cut(layout: Layout, boundary: int, blocks: int) -> bool:
 
 @compiled_part
 def draw_shift(random: Integers) -> int:
-    """Return a number of blocks and a direction: mostly one block."""
+    """Return a signed number of blocks: n blocks, at most 64, with probability 2 ** -n, in either direction."""
     blocks = 1
     while draw(random, 2) and blocks < 64:
         blocks += 1
@@ -310,7 +308,10 @@ def rescale(t: MoveTables, layout: Layout, size: int, random: Integers) -> None:
 
 @compiled_part
 def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Change a layout by one random move; return whether it changed. It may be a layout that is impossible."""
+    """Change a layout by one random move; return False if the result is not worth simulating, changed or not.
+
+    The new layout may be one that cannot run.
+    """
     stages, devices, sizes = layout.shape[0], len(layout.owner), len(t.sizes)
     kind = draw(random, 100)
     s = draw(random, stages)

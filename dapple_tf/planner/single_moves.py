@@ -1,4 +1,4 @@
-"""Small moves that make a good plan faster under schedules that the local search over layouts does not know."""
+"""Moves of one cut or device, for schedules that the local search does not know, or where it left out contention."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ A server's interface has two directions, leaving and entering. The bytes v_d tha
 With n_d flows that move through direction d, each of them has 1 / n_d of its bandwidth. The fraction of a flow that is
 done grows, each second, by the least of bandwidth / n_d / v_d over the directions that it uses, and of 1 / U, where U
 is what its bytes need on links that nothing else uses: those inside servers, and those given for a pair of servers.
-Shares are equal, recomputed whenever a flow begins or ends to move; what a flow cannot use, no other gets.
+Shares are equal, recomputed whenever a flow starts or stops transferring; what a flow cannot use, no other gets.
 
 Alone, a flow takes latency + max(U, v_d / bandwidth), which is what ``transfer_cost`` and ``allreduce_cost`` say. With
 T that maximum and the *demand* x_d = v_d / bandwidth / T, the part of the bandwidth that it uses alone, it moves
@@ -38,11 +38,11 @@ from profiler.cluster import Cluster
 class Flows(NamedTuple):
     """The interface directions that the flows of S stages share.
 
-    Flow s is the transfer from stage s to the next one, S + s that back, and 2 S + s the ring of stage s. The uses of
-    flow f are the entries ``first[f]`` to ``first[f + 1]``: a ``direction``, counted from 0 to ``directions``, and the
-    ``demand``. Directions in which no flow can slow another down are left out, so without ``directions`` nothing is
-    shared. ``latency`` [3 S]: seconds of a flow. The other flows that use some of flow f's directions, those *near* it,
-    are the entries ``near_first[f]`` to ``near_first[f + 1]`` of ``near``.
+    Flow s is the transfer from stage s to the next one, S + s that of gradients back to stage s, and 2 S + s the ring
+    of stage s. The uses of flow f are the entries ``first[f]`` to ``first[f + 1]``: a ``direction``, counted from 0 to
+    ``directions``, and the ``demand``. Directions in which no flow can slow another down are left out, so without
+    ``directions`` nothing is shared. ``latency`` [3 S]: seconds of a flow. The other flows that use some of flow f's
+    directions, those *near* it, are the entries ``near_first[f]`` to ``near_first[f + 1]`` of ``near``.
     """
 
     first: Integers
@@ -71,7 +71,7 @@ def find_flows(
 
     ``homes``: the server of each replica of each stage. ``moves``: of each boundary, whether its stages are on
     different devices; else nothing is sent. ``shares``: the rows that the replicas of each stage hold, as whole numbers
-    in proportion; none are equal ones.
+    in proportion; empty for equal shares.
     """
     offsets = np.cumsum([0, *map(len, homes)])
     servers = np.array([server for stage in homes for server in stage], np.int64)
@@ -94,7 +94,7 @@ def measure_flows(servers: Integers, offsets: Integers, cuts: Integers, moves: I
     one more than replicas.
     """
     stages = len(offsets) - 1
-    demands = np.zeros((3 * stages, 2 * len(t.inside)))  # in a direction: twice the server, and 1 more for what enters
+    demands = np.zeros((3 * stages, 2 * len(t.inside)))  # column 2 i: leaving server i; 2 i + 1: entering it
     latency = np.zeros(3 * stages)
     for s in range(stages):
         own = servers[offsets[s] : offsets[s + 1]]

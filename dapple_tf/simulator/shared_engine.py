@@ -1,9 +1,9 @@
 """Compiled discrete-event simulation of a schedule whose transfers and rings share network interfaces.
 
-The rule is that of the module ``contention``; where nothing is shared, ``engine`` gives the same times sooner.
+The rule is that of the module ``contention``; where nothing is shared, ``engine`` computes the same times faster.
 
-Workers run ahead: as soon as what an action needs is known, so are its times, though they lie in the future. So the
-only events are those of flows that share: one ends to wait for its latency, or to move. They come in the order of time.
+Actions need no events: once the ends of its inputs are known, an action's start and end are computed at once. The only
+events are those of flows that share an interface: the end of a flow's latency, and of its transfer, in order of time.
 """
 
 from __future__ import annotations

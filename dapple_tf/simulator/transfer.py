@@ -63,7 +63,7 @@ def transfer_cost(
     """Return the latency (seconds) of one micro-batch's transfer over a boundary, and its seconds per byte.
 
     ``senders``, ``receivers``: the server of each replica of the two stages. ``shares``: the rows that the senders and
-    the receivers hold, as whole numbers in proportion; none are equal ones. The slowest of these decides: the bytes
+    the receivers hold, as whole numbers in proportion; empty for equal shares. The slowest of these decides: the bytes
     that leave or enter a server through its interface; those of a pair of servers with a link of its own; those that
     one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
     the same.

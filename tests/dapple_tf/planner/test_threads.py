@@ -17,7 +17,7 @@ def test_results_are_in_order_and_no_resource_is_shared() -> None:
 
     def call(item: int, resource: list[int]) -> int:
         resource.append(threading.get_ident())
-        time.sleep(0.001 * (item % 3))
+        time.sleep(0.001 * (item % 3))  # so that later items end before earlier ones
         return item * item
 
     assert map_in_threads(call, range(20), used) == [item * item for item in range(20)]
@@ -80,5 +80,6 @@ def late():
 
 threading.Thread(target=late).start()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[2, 3, 4]", done.stderr
