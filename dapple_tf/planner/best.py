@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.baselines import (
-    baseline_candidates,
     equal_replica_candidates,
     fitted_baseline_candidates,
     leading_baselines,
@@ -73,7 +72,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     if min(chunks, default=2) < 2:
         raise PlanError(f"chunks={list(chunks)}: one stage per device is always considered, so give numbers from 2 on")
     if not problem.cluster.is_uniform:
-        candidates = [*baseline_candidates(problem), *unequal_candidates(problem)]
+        candidates = [*leading_baselines(problem), *unequal_candidates(problem, most=1)]
         candidates += _one_kind_candidates(problem, chunks)
         candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
         unsearched = 0.0

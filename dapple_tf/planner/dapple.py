@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search import search_by_formula
 from dapple_tf.planner.unequal_search import unequal_candidates
-from dapple_tf.simulator.costs import stage_costs
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
 _MAX_WIDTH = 512
@@ -46,12 +46,23 @@ def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> P
 
 def _choose_unequal(problem: PlanningProblem) -> PlannerResult | None:
     """Return the candidate on unequal devices with the least latency; those that can hold policy A's warm-up first."""
-    known = [*baseline_candidates(problem), *unequal_candidates(problem)]
+    alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
+    known = [*baseline_candidates(alone), *unequal_candidates(alone)]
     if not known:
         return None
-    latency, _, chosen = min((_latency(problem, c), index, c) for index, c in enumerate(known) if _warms_up(c, known))
-    runners_up = tuple(c for c in known if c.origin == "DP" and c.stages != chosen.stages)
-    return PlannerResult(chosen, runners_up[:1], formula_seconds=latency)
+    latency, _, least = min((_latency(problem, c), index, c) for index, c in enumerate(known) if _warms_up(c, known))
+    others = [c for c in known if c.origin == "DP" and c.stages != least.stages]
+    chosen, *runners_up = (_price_again(problem, c) for c in (least, *others[:1]))
+    return PlannerResult(chosen, tuple(runners_up), formula_seconds=latency)
+
+
+def _price_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+    """Return a candidate that fits under the fastest policy of this problem."""
+    found = problem.evaluate(
+        candidate.stages, candidate.micro_batch_size, candidate.origin, recompute=candidate.recompute
+    )
+    assert found is not None, "it fits, and contention changes only its seconds"
+    return found
 
 
 def _warms_up(candidate: Candidate, known: Sequence[Candidate]) -> bool:
@@ -87,7 +98,7 @@ def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) ->
 def _latency(problem: PlanningProblem, candidate: Candidate) -> float:
     """Return the latency of a candidate by formulas 1 to 3 (seconds)."""
     plan = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, "dapple")
-    costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+    costs = problem.costs.stage_costs(plan, optimizer_slots=problem.optimizer_slots)
     rows = [(c.forward_seconds, c.backward_seconds, c.exposed_seconds) for c in costs]
     networks = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]
     for index, network in enumerate(networks):

@@ -169,7 +169,7 @@ class PlanningProblem:
             check_workers(plan)
         except (PlanError, ScheduleError):
             return None
-        of_stages = self._costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
+        of_stages = self.costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
         arrays = stage_cost_arrays(of_stages)
         network = make_network(self.find_flows(stages), of_stages)
@@ -196,11 +196,12 @@ class PlanningProblem:
 
     def _compute_seconds(self, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
         """Return the seconds for which the busiest stage computes, without re-computation."""
-        each = max(self._costs.replicas.compute_seconds(stage, micro_batch_size) for stage in stages)
+        each = max(self.costs.replicas.compute_seconds(stage, micro_batch_size) for stage in stages)
         return self._micro_batches(stages, micro_batch_size) * each
 
     @cached_property
-    def _costs(self) -> CostModel:
+    def costs(self) -> CostModel:
+        """The cost model, which keeps what it has computed of links and layers."""
         return CostModel(self.profile, self.cluster)
 
     @cached_property

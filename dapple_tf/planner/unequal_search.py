@@ -18,15 +18,16 @@ _MOVES = 900  # tried in all of them
 _MOST_EVALUATED = 12  # of the stages found for one micro-batch size
 
 
-def unequal_candidates(problem: PlanningProblem) -> list[Candidate]:
+def unequal_candidates(problem: PlanningProblem, most: int | None = None) -> list[Candidate]:
     """Return plans of one stage per device on unequal devices: those of every micro-batch size, and the best refined.
 
-    Each stage has devices that follow each other in one of ``device_orders``, and shares rows by speed. Not proven
-    optimal. Raises ProfileError for a kind without costs.
+    Each stage has devices that follow each other in one of ``device_orders``, and shares rows by speed. ``most``: how
+    many of the fastest plans with different stages are wanted (at least 3 are refined); others may be left out, which
+    takes less time. Not proven optimal. Raises ProfileError for a kind without costs.
     """
     candidates: list[Candidate] = []
     for size in problem.micro_batch_sizes:
-        candidates += _evaluate(problem, _stages_of_size(problem, size), size, candidates)
+        candidates += _evaluate(problem, _stages_of_size(problem, size), size, candidates, most)
     fastest = sorted(candidates, key=lambda c: c.seconds)
     distinct = list({candidate.stages: candidate for candidate in reversed(fastest)}.values())[::-1][:_REFINED]
     for found in distinct:
@@ -46,20 +47,36 @@ def _stages_of_size(problem: PlanningProblem, size: int) -> list[UnequalStages]:
 
 
 def _evaluate(
-    problem: PlanningProblem, found: Sequence[UnequalStages], size: int, known: Sequence[Candidate]
+    problem: PlanningProblem,
+    found: Sequence[UnequalStages],
+    size: int,
+    known: Sequence[Candidate],
+    most: int | None,
 ) -> list[Candidate]:
-    """Return the simulated candidates of the first stages ``found``; it ends where none can be the fastest."""
-    least, candidates = min((candidate.seconds for candidate in known), default=math.inf), []
+    """Return the simulated candidates of the first stages ``found``; it ends where none can be the fastest.
+
+    ``most``: see ``unequal_candidates``.
+    """
+    least, candidates = min((candidate.seconds for candidate in known), default=math.inf), list[Candidate]()
     by_count: dict[int, int] = {}
     for entry in found:
         count = by_count[len(entry.stages)] = by_count.get(len(entry.stages), 0) + 1
         if entry.seconds >= least or count > _MOST_EVALUATED:
             continue
-        candidate = problem.evaluate(entry.stages, size, ORIGIN)
+        ceiling = math.inf if most is None else _seconds_of_rank([*known, *candidates], max(most, _REFINED))
+        candidate = problem.evaluate(entry.stages, size, ORIGIN, ceiling=ceiling)
         if candidate is not None:
             candidates.append(candidate)
             least = min(least, candidate.seconds)
     return candidates
+
+
+def _seconds_of_rank(candidates: Sequence[Candidate], rank: int) -> float:
+    """Return the seconds of the candidate of this rank (from 1) among those of different stages; infinite if none."""
+    least: dict[tuple[StagePlan, ...], float] = {}
+    for candidate in candidates:
+        least[candidate.stages] = min(candidate.seconds, least.get(candidate.stages, math.inf))
+    return sorted(least.values())[rank - 1] if len(least) >= rank else math.inf
 
 
 def _refine(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:
@@ -71,7 +88,7 @@ def _refine(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candi
             if moves <= 0:
                 return best
             moves -= 1
-            found = problem.evaluate(stages, best.micro_batch_size, candidate.origin)
+            found = problem.evaluate(stages, best.micro_batch_size, candidate.origin, ceiling=best.seconds)
             if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                 best, improved = found, True
                 break
