@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from typing import NoReturn
 
 import click
 
@@ -20,6 +22,7 @@ from dapple_tf.commands.simulate import simulate
 from dapple_tf.commands.timeline import timeline
 from dapple_tf.commands.train import train
 from dapple_tf.commands.verify import verify
+from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.errors import ModelError
 from profiler.detect import job_rank
@@ -55,13 +58,22 @@ def main() -> None:
     except click.Abort:
         click.echo("stopped", err=True)
         report_failure(KeyboardInterrupt())
-        sys.exit(1)
+        _end_interrupted()
     except (ValueError, RuntimeError, OSError) as error:
         if not _is_known(error):
             raise
         _print_error(error, str(error))
         report_failure(error)
         sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage
+
+
+def _end_interrupted() -> NoReturn:
+    """End the process with code 1, outside of a job without waiting for threads: one may compile for many seconds."""
+    if membership.current() is None and any(not thread.daemon for thread in threading.enumerate()[1:]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(1)
 
 
 def _is_known(error: Exception) -> bool:

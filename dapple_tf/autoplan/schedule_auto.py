@@ -18,6 +18,7 @@ from dapple_tf.simulator.communication_ratio import activation_communication_rat
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
@@ -86,6 +87,7 @@ class ScheduleChoice:
         return text
 
 
+@interruptible
 def choose_schedule(
     costs: Mapping[int, Sequence[StageCosts]],
     memory: float,
@@ -122,6 +124,7 @@ def choose_schedule(
     return best
 
 
+@interruptible
 def choose_profiled_schedule(
     problem: PlanningProblem, stages: tuple[StagePlan, ...], micro_batch_sizes: Sequence[int]
 ) -> ScheduleChoice:

@@ -24,6 +24,7 @@ from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.schedules.policies import abbreviate_schedule, runs_several_stages
@@ -97,6 +98,7 @@ def _detect_usable(devices: int) -> Cluster:
     return Cluster.detect(usable_devices(devices))
 
 
+@interruptible
 def _plan_shared_devices(problem: PlanningProblem, *, replicable: bool, all_devices: bool) -> list[Candidate]:
     """Return the plans that planner "best" finds under a schedule with several stages per device, the best first.
 
@@ -114,6 +116,7 @@ def _plan_with_replicas(problem: PlanningProblem) -> list[Candidate]:
     return [result.chosen, *result.runners_up]
 
 
+@interruptible
 def _plan_without_replicas(problem: PlanningProblem) -> list[Candidate]:
     """Return pipelines of one device per stage."""
     size = problem.micro_batch_sizes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.planner.layout import (
     Layout,
@@ -37,13 +38,15 @@ def anneal(
     hurried: bool,
     contention: bool,
     random: Integers,
+    stop: NDArray[np.bool_],
 ) -> float:
     """Improve ``start`` in place to the best layout met, and return its seconds.
 
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
     after each move, so that their placement is not searched. ``hurried``: see ``price_layout``.
-    ``contention``: whether to simulate it. ``random``: see ``draw``.
+    ``contention``: whether to simulate it. ``random``: see ``draw``. ``stop``: see ``stop_flag``;
+    it ends the search after the present move.
     """
     room, devices = len(start.recompute), len(start.owner)
     now, trial = make_layout(room, devices), make_layout(room, devices)
@@ -52,7 +55,7 @@ def anneal(
     copy_layout(start, now)
     seconds = _price(t, now, w, np.inf, hurried, contention).seconds
     least, left = seconds, events
-    while left > 0:
+    while left > 0 and not stop[0]:
         copy_layout(now, trial)
         left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
         if not move_at_random(t.moves, trial, random):

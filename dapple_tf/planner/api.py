@@ -33,6 +33,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
+from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_priced
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import Timeline
@@ -76,6 +77,7 @@ _OF_SHARED_DEVICES = ("best", "even", "gpipe")
 _AMPLE = 1e30  # bytes of a device that holds any model
 
 
+@interruptible
 def plan(
     profile: Profile,
     cluster: Cluster,
@@ -133,6 +135,7 @@ def plan(
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
 
 
+@interruptible
 def plan_windows(
     problem: PlanningProblem, planner: str, window: WindowPlan, **options: Any
 ) -> tuple[WindowChoice, ...]:
@@ -261,6 +264,7 @@ def check_planner(name: str) -> None:
         raise PlanError(f"no planner is called {quote(name)}{hint}; there are {', '.join(PLANNERS)}")
 
 
+@interruptible
 def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:
     """Return the result of ``planner``.
 
@@ -272,6 +276,7 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     return result
 
 
+@interruptible
 def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
     """Return the result of ``planner``; None if nothing that it may choose fits.
 
@@ -304,6 +309,7 @@ def _list(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
+@interruptible
 def lacks_memory(problem: PlanningProblem, planner: str, **options: Any) -> bool:
     """Return whether ``planner``, which found nothing, would have a plan if the devices had unlimited memory."""
     kinds = {name: replace(kind, memory=None) for name, kind in problem.cluster.kinds.items()}
@@ -371,6 +377,7 @@ def _refuse_virtual_workers(candidate: Candidate, planner: str, feature: str) ->
         )
 
 
+@interruptible
 def predict_plan(
     problem: PlanningProblem,
     candidate: Candidate,

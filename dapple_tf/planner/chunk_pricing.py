@@ -17,6 +17,7 @@ from dapple_tf.planner.pricing import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
@@ -155,6 +156,7 @@ class CutPricer:
 
     def costs(self, starts: Integers) -> StageCostArrays:
         """Return the costs of the stages."""
+        check_stop()
         return _stage_costs(self._blocks, self._links, starts)
 
     def bound(self, costs: StageCostArrays) -> float:

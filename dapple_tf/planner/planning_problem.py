@@ -18,6 +18,7 @@ from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
+from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
@@ -69,6 +70,7 @@ class PlanningProblem:
 
     def cost_tables(self, space: SearchSpace, micro_batch_size: int) -> CostTables:
         """Return the tables for a search of ``space`` with this micro-batch size."""
+        check_stop()
         return make_cost_tables(
             space,
             self.global_batch_size,
@@ -153,6 +155,7 @@ class PlanningProblem:
         would get no sample, if unequal shares would meet where tensors cannot be split, or if the schedule
         has stages share devices in another way. ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
+        check_stop()
         stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
         if max(least_rows(stage.replicas, stage.row_shares) for stage in stages) > micro_batch_size:
             return None

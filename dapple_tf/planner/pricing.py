@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.search import SearchResult
@@ -15,6 +16,7 @@ from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.contention import Flows, measure_flows, no_flows
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import Order, early_backward_order
 from dapple_tf.simulator.rings import Rings, layer_rings, make_rings, whole_rings
@@ -338,7 +340,9 @@ def simulate_found_plans(
             ceiling,
             max_events,
             contention,
+            stop_flag(),
         )
+        check_stop()
         return FastestFound(index, ScheduleSeconds(seconds, _limited(POLICIES[policy], limit)), simulated)
     best, index = ScheduleSeconds(ceiling, schedule), -1
     for i, bound in enumerate(found.scores):
@@ -366,14 +370,16 @@ def _simulate_policies(
     ceiling: float,
     max_events: int,
     contention: bool,
+    stop: NDArray[np.bool_],
 ) -> tuple[int, float, int, int, int]:
     """Return the fastest plan's index (-1: none), seconds, policy and D (0: none), and how many plans were simulated.
 
     ``counts``: stages of each plan. ``warm_ups`` [stages, policies, stage]: K_i. ``policies``: those allowed.
+    ``stop``: see ``stop_flag``; it ends the search after the present plan.
     """
     best, index, fastest, limit = ceiling, -1, 0, 0
     for i in range(len(bounds)):
-        if bounds[i] >= best * (1 - 1e-9) or max_events <= 0:
+        if bounds[i] >= best * (1 - 1e-9) or max_events <= 0 or stop[0]:
             return index, best, fastest, limit, i
         stages = counts[i]
         costs = stage_costs_from_tables(t, starts[i], placements[i], stages)

@@ -27,6 +27,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 from dapple_tf.planner.threads import map_in_threads
 from dapple_tf.simulator.compiled import Integers
+from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from profiler.cluster import Cluster
 from profiler.cores import count_cores
 
@@ -182,11 +183,12 @@ class _Search:
             ((placing, layout), seed), share = seeded, events // len(runs)
             random = np.array([seed], np.uint64)
             # Hurried is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
-            anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random)
+            anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random, stop)
+            check_stop()
             price = price_with_contention if contention else price_layout
             return price(self.tables, layout, workspace, np.inf, False).seconds
 
-        seeds = self.seeds.integers(1, 2**63, len(runs), np.uint64)
+        stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
         seconds = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
         return [runs[i] for i in np.argsort(seconds, kind="stable")]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.planner.bound_search import extend_by_bound
 from dapple_tf.planner.complete_plans import make_heap, unwind
@@ -17,6 +18,7 @@ from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.formula_search import extend_by_formula
 from dapple_tf.planner.labels import Limits, labels_of_state, make_labels
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.interrupts import check_stop, stop_flag
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def search_by_formula(
     without it does not run as the formulas say.
     """
     limits = Limits(len(tables.working_bytes), results, require_warm_up)
-    return _collect(_search(tables, True, limits, ceiling, width))
+    return _collect(_search(tables, True, limits, ceiling, width, stop_flag()))
 
 
 def search_by_bound(
@@ -78,11 +80,12 @@ def search_by_bound(
     At most ``results`` plans of at most ``max_stages`` stages, with at most ``width`` labels for each state.
     """
     limits = Limits(len(tables.working_bytes) if max_stages is None else max_stages, results, require_warm_up=False)
-    return _collect(_search(tables, False, limits, ceiling, width))
+    return _collect(_search(tables, False, limits, ceiling, width, stop_flag()))
 
 
 def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> SearchResult:
     """Sort the plans by score, then by number of stages, then by their first blocks."""
+    check_stop()
     scores, stages, starts, placements, exhaustive_below = found
     order = np.lexsort((*starts.T[::-1], stages, scores))
     return SearchResult(scores[order], stages[order], starts[order], placements[order], exhaustive_below)
@@ -90,16 +93,19 @@ def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Searc
 
 @compiled
 def _search(
-    t: CostTables, by_formula: bool, limits: Limits, ceiling: float, width: int
+    t: CostTables, by_formula: bool, limits: Limits, ceiling: float, width: int, stop: NDArray[np.bool_]
 ) -> tuple[Floats, Integers, Integers, Integers, float]:
-    """Return scores, stage counts, starts and placements of the plans found, and ``exhaustive_below``."""
+    """Return scores, stage counts, starts and placements of the plans found, and ``exhaustive_below``.
+
+    ``stop``: see ``stop_flag``; the result is then of no use.
+    """
     blocks, placements = len(t.working_bytes), len(t.replicas)
     labels, heap = make_labels(blocks, placements, width, by_formula), make_heap()
     lowered, unexplored = ceiling, np.inf
     for planned in range(blocks):
         for p in range(placements) if planned else range(placements, placements + 1):
             begin, end = labels_of_state(labels, planned, p)
-            if begin == end:
+            if begin == end or stop[0]:
                 continue
             if by_formula:
                 lowered, unexplored = extend_by_formula(t, labels, heap, planned, p, limits, lowered, unexplored)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from threading import Thread
 from typing import TypeVar
+
+from dapple_tf.simulator.interrupts import check_stop
 
 _Item = TypeVar("_Item")
 _Resource = TypeVar("_Resource")
@@ -17,8 +20,9 @@ def map_in_threads(
 ) -> list[_Result]:
     """Return ``function(item, resource)`` of every item, in the items' order; no two threads share a resource.
 
-    After a failure, or an interrupt of the calling thread, no further item is begun; the first failure is raised. Where
-    no thread can be started (Python ends, or the system allows no more), the calling thread does the work.
+    After a failure, or an interrupt of the calling thread or of the ``interruptible`` function that it runs, no further
+    item is begun; the first failure is raised. The threads have copies of the calling thread's context. Where no thread
+    can be started (Python ends, or the system allows no more), the calling thread does the work.
 
     It is not a ``ThreadPoolExecutor``: that starts no thread once the main thread has ended, in any other thread.
     """
@@ -29,6 +33,7 @@ def map_in_threads(
             for index, item in left:  # the threads take turns at this iterator
                 if failures:
                     return
+                check_stop()
                 results[index] = function(item, resource)
         except BaseException as failure:
             failures.append(failure)
@@ -37,7 +42,7 @@ def map_in_threads(
     try:
         with contextlib.suppress(RuntimeError):
             for resource in resources[: len(items)]:
-                thread = Thread(target=work, args=(resource,))
+                thread = Thread(target=copy_context().run, args=(work, resource))
                 thread.start()
                 started.append(thread)
         if not started:

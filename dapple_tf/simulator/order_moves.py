@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.engine import step_seconds
@@ -22,13 +23,14 @@ def move_actions(
     stash: Floats,
     most: Floats,
     moves: int,
+    stop: NDArray[np.bool_],
 ) -> float:
     """Move single actions within their workers, at random, while the step gets no longer; return its seconds.
 
     The actions of a stage and kind stay in micro-batch order: micro-batches are alike, and variables that calls write
     are then written in the order of the samples. ``order`` is written to. ``stash``: of a micro-batch on each stage;
     ``most``: of each worker. The other arguments are as in ``step_seconds``. Tries ``moves`` moves; the same arguments
-    give the same result.
+    give the same result. ``stop``: see ``stop_flag``; it ends the search after the present move.
     """
     np.random.seed(0)
     actions = order.actions
@@ -36,6 +38,8 @@ def move_actions(
     lengths = np.array([np.sum(actions[w] != NONE) for w in range(workers)])
     best = step_seconds(order, forward, backward, weights, send_forward, send_backward, exposed)
     for _ in range(moves):
+        if stop[0]:
+            break
         w = np.random.randint(workers)
         row, source = actions[w], np.random.randint(lengths[w])
         distance = 1 + int(np.random.exponential(4.0))

@@ -18,6 +18,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import Order, decode_order, encode
 from dapple_tf.simulator.order_moves import move_actions
@@ -60,6 +61,7 @@ class FoundOrder:
         return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
+@interruptible
 def search_order(
     worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], device_memory: float = math.inf
 ) -> FoundOrder:
@@ -147,6 +149,7 @@ class _Problem:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
         best, zeros = None, np.zeros(len(self.stash))  # all but the stashes has been taken from ``most``
         for name, schedule in schedules:
+            check_stop()
             order = encode(schedule)
             if (worker_peaks(order, zeros, self.stash, zeros) <= self.most).all():
                 seconds = step_seconds(order, *self.times)
@@ -157,7 +160,9 @@ class _Problem:
     def improve(self, order: Order) -> float:
         """Improve ``order`` in place by local search; return the seconds of its step."""
         moves = min(_MOVES, int(_ACTIONS / order.size))
-        return float(move_actions(order, *self.times, self.stash, self.most, moves))
+        seconds = float(move_actions(order, *self.times, self.stash, self.most, moves, stop_flag()))
+        check_stop()
+        return seconds
 
 
 def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:

@@ -12,6 +12,7 @@ from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
@@ -28,6 +29,7 @@ from profiler.device_costs import profiles_on
 from profiler.profile import Profile
 
 
+@interruptible
 def simulate(
     plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, contention: bool = True
 ) -> Timeline:

@@ -1,0 +1,112 @@
+"""Ctrl-C during planning, in real processes: how it ends, how soon, and that the process can plan again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dapple_tf.planner.builders import make_profile
+from tests.paths import ROOT
+
+# SIGINT is sent some seconds after a function of planner "best" has begun.
+INTERRUPT = """
+import os, signal, sys, threading, time
+from dapple_tf.planner import best
+
+def interrupt(seconds):
+    sender = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    sender.daemon = True
+    sender.start()
+
+def interrupt_during(name, seconds):
+    original = getattr(best, name)
+    def begin(*args, **options):
+        interrupt(seconds)
+        return original(*args, **options)
+    setattr(best, name, begin)
+"""
+
+# Plans the profile that is the first argument, also while being interrupted.
+PLAN = """
+import dapple_tf as dapple
+from profiler.presets import config
+from profiler.profile import Profile
+
+def plan(planner="best"):
+    return dapple.plan(Profile.load(sys.argv[1]), config("c", 16), global_batch_size=256, planner=planner)
+
+def plan_interrupted(seconds, planner="best"):
+    begin = time.monotonic()
+    try:
+        interrupt(seconds)
+        plan(planner)
+    except KeyboardInterrupt:
+        return time.monotonic() - begin - seconds
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise AssertionError(f"the plan was made within {seconds} s")
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile whose planning takes a few seconds when the planners have been compiled."""
+    layers = [(1e-3 * (1 + i % 5), 1e-3 * (2 + i % 7), 3e6 * (1 + i % 4), 5e6, 1e7 * (1 + i % 11)) for i in range(60)]
+    path = tmp_path / "profile.json"
+    make_profile(*layers).save(path)
+    return path
+
+
+def run(code: str, *words: object, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the code, after ``INTERRUPT``, in a new process with these arguments; ``cache``: of compiled code."""
+    command = [sys.executable, "-X", "faulthandler", "-c", INTERRUPT + code, *map(str, words)]
+    environment = dict(os.environ) if cache is None else {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize("function", ["search_by_bound", "refine"])
+def test_the_command_ends_with_one_line(profile: Path, function: str) -> None:
+    code = f"""
+from dapple_tf.cli import main
+interrupt_during({function!r}, 0.05)
+main()
+"""
+    done = run(code, "plan", profile, "--cluster", "config-c:16", "--global-batch-size", 256)
+    lines = [line for line in done.stderr.splitlines() if line and "still planning" not in line]
+    assert (lines, done.stdout, done.returncode) == (["stopped"], "", 1)
+
+
+@pytest.mark.slow
+def test_a_process_can_plan_again_after_interrupts_at_many_moments(profile: Path) -> None:
+    code = f"""
+{PLAN}
+first = plan()
+begin = time.monotonic()
+assert plan() == first
+whole = time.monotonic() - begin
+waits = [plan_interrupted(whole * share / 25) for share in range(20)]
+assert plan() == first
+print(sorted(waits)[len(waits) // 2])
+"""
+    done = run(code, profile)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1
+
+
+@pytest.mark.slow
+def test_a_process_can_plan_after_interrupts_while_the_planners_are_compiled(profile: Path, tmp_path: Path) -> None:
+    code = f"""
+{PLAN}
+waits = [plan_interrupted(seconds, "dapple") for seconds in (0.5, 1.5, 2.5, 4.0, 6.0)]
+plan("dapple").save(sys.argv[2])
+print(max(waits))
+"""
+    done = run(code, profile, tmp_path / "cold.json", cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 10  # a second, and the time until the thread gets the processor
+    again = run(f"{PLAN}\nplan('dapple').save(sys.argv[2])", profile, tmp_path / "warm.json")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "cold.json").read_text() == (tmp_path / "warm.json").read_text()

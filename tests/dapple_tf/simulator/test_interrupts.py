@@ -1,0 +1,165 @@
+"""Interrupts of functions that run compiled code, in real processes: the exception, what is left behind, the time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
+from tests.paths import ROOT
+
+# ``count`` runs for longer than any test; its result is a NamedTuple, which Numba makes by calling Python.
+COMPILED = """
+import os, signal, sys, threading, time
+from typing import NamedTuple
+import numba, numpy as np
+from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
+
+class Found(NamedTuple):
+    values: np.ndarray
+    count: int
+
+@numba.njit(nogil=True)
+def count(most, stop):
+    values, done = np.zeros(3), 0
+    while done < most and not stop[0]:
+        values[done % 3] += 1.0 / (1.0 + values[0])
+        done += 1
+    return Found(values, done)
+
+count(10, np.zeros(1, np.bool_))
+
+def left():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dapple")]
+
+def interrupt(seconds, number=signal.SIGINT):
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+"""
+
+
+def run(code: str) -> str:
+    """Return what a new process prints that runs the code, after ``COMPILED``, and ends with exit code 0."""
+    command = [sys.executable, "-X", "faulthandler", "-c", COMPILED + code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_interrupt_ends_compiled_code_that_reads_the_flag() -> None:
+    printed = run("""
+@interruptible
+def search():
+    return count(10**15, stop_flag())
+
+for _ in range(10):
+    interrupt(0.05)
+    try:
+        search()
+    except KeyboardInterrupt:
+        time.sleep(0.02)  # the last instructions of the thread
+        print(left())
+assert interruptible(count)(10, np.zeros(1, np.bool_)).count == 10
+""")
+    assert printed == "[]\n" * 10
+
+
+def test_an_interrupt_of_code_that_reads_no_flag_is_raised_after_a_second_and_the_code_ends_later() -> None:
+    printed = run("""
+own = np.zeros(1, np.bool_)
+
+@interruptible
+def deaf():
+    count(10**15, own)
+    check_stop()
+    print("not reached")
+
+interrupt(0.1)
+interrupt(0.3)  # in the second of waiting
+begin = time.monotonic()
+try:
+    deaf()
+except KeyboardInterrupt:
+    print(0.9 < time.monotonic() - begin < 10, left())
+own[0] = True
+""")
+    assert printed == "True ['dapple deaf']\n"
+
+
+def test_what_another_signal_handler_raises_is_raised() -> None:
+    printed = run("""
+def handle(number, frame):
+    raise TimeoutError("enough")
+
+signal.signal(signal.SIGTERM, handle)
+interrupt(0.05, signal.SIGTERM)
+try:
+    interruptible(lambda: count(10**15, stop_flag()))()
+except TimeoutError as error:
+    print(error)
+""")
+    assert printed == "enough\n"
+
+
+def test_a_compilation_ends_between_two_passes_and_can_be_begun_again() -> None:
+    printed = run("""
+functions = [numba.njit(lambda x: x)]
+for _ in range(150):
+    exec("def made(x, inner=None): return len(str(x)) + called(x)", {"called": functions[-1]}, found := {})
+    functions.append(numba.njit(found["made"]))
+
+@interruptible
+def compile_all():
+    return functions[-1](7)
+
+ended = 0
+for _ in range(4):
+    interrupt(0.3)
+    begin = time.monotonic()
+    try:
+        compile_all()
+    except KeyboardInterrupt:
+        ended += time.monotonic() - begin < 10
+    time.sleep(0.5)  # the timer of one that ended before
+print(ended, numba.njit(lambda x: x + 1)(1))
+""")
+    assert printed.endswith(" 2\n")
+    assert int(printed.split()[0]) >= 1
+
+
+def test_results_and_failures_are_those_of_the_function() -> None:
+    def divide(a: int, *, by: int) -> float:
+        return a / by
+
+    assert interruptible(divide)(1, by=2) == 0.5
+    assert interruptible(divide).__name__ == "divide"
+    with pytest.raises(ZeroDivisionError):
+        interruptible(divide)(1, by=0)
+
+
+def test_only_calls_of_the_main_thread_get_a_thread_of_their_own() -> None:
+    inner = interruptible(threading.current_thread)
+
+    @interruptible
+    def outer() -> tuple[threading.Thread, threading.Thread]:
+        return threading.current_thread(), inner()
+
+    own, same = outer()
+    assert own is same
+    assert own is not threading.main_thread()
+    assert not own.is_alive()
+
+
+def test_the_function_is_called_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert interruptible(threading.current_thread)() is threading.main_thread()
+
+
+def test_nothing_is_stopped_outside_of_an_interrupted_call() -> None:
+    assert not stop_flag()[0]
+    check_stop()
