@@ -40,14 +40,13 @@ def plan(planner="best"):
     return dapple.plan(Profile.load(sys.argv[1]), config("c", 16), global_batch_size=256, planner=planner)
 
 def plan_interrupted(seconds, planner="best"):
-    begin = time.monotonic()
+    made, begin = [], time.monotonic()
     try:
         interrupt(seconds)
-        plan(planner)
+        made.append(plan(planner))
+        time.sleep(60)
     except KeyboardInterrupt:
-        return time.monotonic() - begin - seconds
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise AssertionError(f"the plan was made within {seconds} s")
+        return [] if made else [time.monotonic() - begin - seconds]
 """
 
 
@@ -64,7 +63,7 @@ def run(code: str, *words: object, cache: Path | None = None) -> subprocess.Comp
     """Run the code, after ``INTERRUPT``, in a new process with these arguments; ``cache``: of compiled code."""
     command = [sys.executable, "-X", "faulthandler", "-c", INTERRUPT + code, *map(str, words)]
     environment = dict(os.environ) if cache is None else {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("function", ["search_by_bound", "refine"])
@@ -79,6 +78,18 @@ main()
     assert (lines, done.stdout, done.returncode) == (["stopped"], "", 1)
 
 
+def test_the_command_does_not_wait_for_a_thread_that_goes_on(profile: Path) -> None:
+    """It is deaf to the interrupt, as LLVM is while it compiles a function."""
+    code = """
+from dapple_tf.cli import main
+best.leading_baselines = lambda problem: time.sleep(1000)
+interrupt_during("leading_baselines", 0.05)
+main()
+"""
+    done = run(code, "plan", profile, "--cluster", "config-c:16", "--global-batch-size", 256)
+    assert (done.stderr, done.returncode) == ("\nstopped\n", 1)
+
+
 @pytest.mark.slow
 def test_a_process_can_plan_again_after_interrupts_at_many_moments(profile: Path) -> None:
     code = f"""
@@ -87,26 +98,30 @@ first = plan()
 begin = time.monotonic()
 assert plan() == first
 whole = time.monotonic() - begin
-waits = [plan_interrupted(whole * share / 25) for share in range(20)]
+waits = [wait for share in range(20) for wait in plan_interrupted(whole * share / 25)]
 assert plan() == first
-print(sorted(waits)[len(waits) // 2])
+print(len(waits), sorted(waits)[len(waits) // 2])
 """
     done = run(code, profile)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1
+    interrupted, median = done.stdout.split()
+    assert int(interrupted) >= 10
+    assert float(median) < 1
 
 
 @pytest.mark.slow
 def test_a_process_can_plan_after_interrupts_while_the_planners_are_compiled(profile: Path, tmp_path: Path) -> None:
     code = f"""
 {PLAN}
-waits = [plan_interrupted(seconds, "dapple") for seconds in (0.5, 1.5, 2.5, 4.0, 6.0)]
-plan("dapple").save(sys.argv[2])
-print(max(waits))
+waits = [wait for seconds in (0.5, 1.5, 2.5, 4.0, 6.0) for wait in plan_interrupted(seconds, "dp")]
+plan("dp").save(sys.argv[2])
+print(len(waits), max(waits))
 """
     done = run(code, profile, tmp_path / "cold.json", cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 10  # a second, and the time until the thread gets the processor
-    again = run(f"{PLAN}\nplan('dapple').save(sys.argv[2])", profile, tmp_path / "warm.json")
+    interrupted, longest = done.stdout.split()
+    assert int(interrupted) >= 2
+    assert float(longest) < 10  # a second, and the time until the thread gets the processor
+    again = run(f"{PLAN}\nplan('dp').save(sys.argv[2])", profile, tmp_path / "warm.json")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "cold.json").read_text() == (tmp_path / "warm.json").read_text()
