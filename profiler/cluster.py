@@ -152,6 +152,14 @@ class Cluster:
         memory = self._memory_of_kind(kind)
         return replace(self, servers=servers, device_memory=memory, links=links, kinds={}), devices
 
+    def without_server(self, server: int) -> tuple[Cluster, tuple[int, ...]]:
+        """Return the cluster of the other servers, and which of this cluster's devices they have, in their order."""
+        kept = tuple(other for other in self.servers if other is not self.servers[server])
+        names = {other.name for other in kept}
+        links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
+        devices = tuple(device for device, home in enumerate(self.homes) if home != server)
+        return replace(self, servers=kept, links=links), devices
+
     def _memory_of_kind(self, kind: str | None) -> float:
         own = None if kind is None else self.kinds[kind].memory
         memory = self.device_memory if own is None else own

@@ -110,9 +110,11 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
         return candidate
-    # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch.
+    # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch. A stage
+    # starts after half a micro-batch at the earliest, and its last backward is followed by those of the stages before.
     linear = len(problem.profile.measured_sizes) == 1
-    if linear and blocks.micro_batches * float((f + b).max()) >= problem.ceiling:
+    around = np.concatenate([[0.0], np.cumsum(f / 2 + b)[:-1]])
+    if linear and float((around + blocks.micro_batches * (f + b)).max()) >= problem.ceiling:
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)
     sizes = slice_sizes((candidate.micro_batch_size,) * blocks.micro_batches, count)

@@ -23,6 +23,22 @@ def order_servers(cluster: Cluster) -> tuple[int, ...]:
     return order_by_cuts(_server_bandwidths(cluster))
 
 
+def worst_connected_server(cluster: Cluster) -> int | None:
+    """Return an end of the slowest link between servers: that with the lesser bandwidth in all.
+
+    None unless that link is slower than half of all pairs' links.
+    """
+    if not cluster.links or len(cluster.servers) < 3:
+        return None
+    bandwidths = _server_bandwidths(cluster)
+    np.fill_diagonal(bandwidths, 0.0)
+    pairs = bandwidths[np.triu_indices_from(bandwidths, 1)]
+    if pairs.min() >= np.median(pairs):
+        return None
+    ends = np.flatnonzero((bandwidths == pairs.min()).any(axis=0))
+    return int(min(ends, key=lambda server: bandwidths[server].sum()))
+
+
 def _server_bandwidths(cluster: Cluster) -> Floats:
     """Return the bandwidth of each pair of servers, and on the diagonal that inside a server (bytes per second)."""
     servers = range(len(cluster.servers))

@@ -269,12 +269,12 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 
 
 @compiled
-def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool) -> LayoutPrice:
+def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool) -> LayoutPrice:
     """Return the price under the fastest policy allowed; infinite where it reaches ``ceiling`` seconds.
 
     The K_i of that policy are left in ``w.best_warm_up``. Contention does not count; see ``price_with_contention``.
 
-    ``hurried``: see ``early_backward_seconds``; GPipe, which hardly ever wins, is then tried only where it is given.
+    ``judge_early``: see ``early_backward_seconds``. GPipe hardly ever wins; it is then tried only where it is given.
     """
     lacking = fill_costs(t, layout, w)
     if lacking > 0:
@@ -286,13 +286,13 @@ def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, 
         return LayoutPrice(np.inf, 0, -1)
     c, warm_up = w.costs[:, :stages], w.warm_up[:stages]
     for policy in t.policies[::-1]:
-        if hurried and policy == _GPIPE and len(t.policies) > 1:
+        if judge_early and policy == _GPIPE and len(t.policies) > 1:
             continue
         limit = set_warm_up(t, c, policy, m, warm_up)
         if limit < 1 or (limit < m and policy == _GPIPE):
             continue
         reach = min(ceiling, best)
-        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, hurried)
+        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, judge_early)
         events += 2 * stages * m
         if seconds < best:
             best, fastest = seconds, policy

@@ -15,13 +15,23 @@ from dapple_tf.simulator.transfer import measure_allreduce
 
 
 @compiled
-def price_with_contention(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, hurried: bool) -> LayoutPrice:
+def price_with_contention(
+    t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool
+) -> LayoutPrice:
     """Return the price with contention: at least ``ceiling``, perhaps infinite, where it reaches ``ceiling`` seconds.
 
     See ``price_layout``. Contention never makes a step shorter, so a layout that reaches ``ceiling`` without it is not
     simulated again. Only the policy that is the fastest without contention is simulated with it.
     """
-    alone = price_layout(t, layout, w, ceiling, hurried)
+    alone = price_layout(t, layout, w, ceiling, judge_early)
+    return add_contention(t, layout, w, alone, ceiling, judge_early)
+
+
+@compiled
+def add_contention(
+    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutPrice, ceiling: float, judge_early: bool
+) -> LayoutPrice:
+    """Return the price with contention of a layout that ``price_layout`` has just priced without it, ``alone``."""
     if alone.seconds >= ceiling or alone.policy < 0:
         return alone
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
@@ -36,7 +46,7 @@ def price_with_contention(t: LayoutTables, layout: Layout, w: Workspace, ceiling
     forward, backward, send = w.costs[0][:stages], w.costs[1][:stages], w.costs[2][:stages]
     order, rings = early_backward_order(w.best_warm_up[:stages], m), _rings(t, layout, w, offsets)
     seconds, actions = shared_step_seconds(
-        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, hurried
+        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, judge_early
     )
     return LayoutPrice(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
 

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from dapple_tf.planner.device_moves import (
+    count_devices,
+    deal_devices,
+    gather_stage,
+    give_devices,
+    spread_devices,
+    swap_devices,
+    swap_owners,
+    swap_servers,
+    swap_stages,
+    take_first_devices,
+)
+from dapple_tf.planner.draws import draw, draw_share
 from dapple_tf.planner.layout import IDLE, Layout, MoveTables
-from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
-
-
-@compiled
-def draw(random: Integers, below: int) -> int:
-    """Return a pseudo-random whole number from 0 on, below ``below``; ``random`` is the generator's state, [1]."""
-    x = random[0]
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    random[0] = x
-    return int(np.int64((x >> np.uint64(11)) % np.uint64(below)))
-
-
-@compiled_part
-def draw_share(random: Integers) -> float:
-    """Return a pseudo-random number from 0 to 1."""
-    return draw(random, 1 << 30) / (1 << 30)
-
-
-@compiled_part
-def count_devices(layout: Layout, stage: int) -> int:
-    """Return how many places belong to a stage, or are idle."""
-    count = 0
-    for s in layout.owner:
-        count += s == stage
-    return count
+from dapple_tf.simulator.compiled import Integers, compiled_part
 
 
 @compiled_part
@@ -50,62 +37,6 @@ def draw_shift(random: Integers) -> int:
     while draw(random, 2) and blocks < 64:
         blocks += 1
     return blocks if draw(random, 2) else -blocks
-
-
-@compiled_part
-def give_devices(t: MoveTables, layout: Layout, source: int, target: int, wanted: int, random: Integers) -> bool:
-    """Move up to ``wanted`` devices from one stage (or IDLE) to another, from one place on, those of one server first.
-
-    A stage keeps at least one.
-    """
-    have = count_devices(layout, source)
-    wanted = min(wanted, have if source == IDLE else have - 1)
-    if wanted < 1 or source == target:
-        return False
-    skip, devices, first = draw(random, have), len(layout.owner), -1
-    for i in range(devices):
-        if layout.owner[i] == source:
-            if skip == 0:
-                first = i
-                break
-            skip -= 1
-    home = t.homes[layout.device_at[first]]
-    for same in (True, False):
-        for k in range(devices):
-            i = (first + k) % devices
-            if wanted and layout.owner[i] == source and (t.homes[layout.device_at[i]] == home or not same):
-                layout.owner[i] = target
-                wanted -= 1
-    return True
-
-
-@compiled_part
-def spread_devices(layout: Layout, source: int, target: int, wanted: int) -> bool:
-    """Move ``wanted`` devices from one stage to another, evenly among its places; it keeps at least one."""
-    have, seen, moved = count_devices(layout, source), 0, 0
-    if not 0 < wanted < have:
-        return False
-    for i in range(len(layout.owner)):
-        if layout.owner[i] == source:
-            seen += 1
-            if moved < wanted * seen // have:
-                layout.owner[i] = target
-                moved += 1
-    return True
-
-
-@compiled_part
-def take_first_devices(layout: Layout, source: int, target: int, wanted: int, last: bool) -> bool:
-    """Move the first ``wanted`` devices of a stage, or its last ones, to another; it keeps at least one."""
-    if not 0 < wanted < count_devices(layout, source):
-        return False
-    devices = len(layout.owner)
-    for k in range(devices):
-        i = devices - 1 - k if last else k
-        if wanted and layout.owner[i] == source:
-            layout.owner[i] = target
-            wanted -= 1
-    return True
 
 
 @compiled_part
@@ -177,113 +108,44 @@ def even_cuts(t: MoveTables, layout: Layout, first: int, last: int) -> None:
 
 
 @compiled_part
-def deal_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
-    """Share the places of the stages ``first`` to ``last`` (inclusive) out among them anew, as many to each as before.
-
-    In the order of the places, or with ``scatter`` evenly among them. ``last`` may be S, which stands for idle devices.
-    Returns whether that changed anything.
-    """
-    stages = layout.shape[0]
-    wanted, given = np.zeros(last + 1 - first, np.int64), np.zeros(last + 1 - first, np.int64)
-    total, seen, chosen, changed = 0, 0, 0, False
-    for owner in layout.owner:
-        s = stages if owner == IDLE else owner
-        if first <= s <= last:
-            wanted[s - first] += 1
-            total += 1
-    for i in range(len(layout.owner)):
-        owner = stages if layout.owner[i] == IDLE else layout.owner[i]
-        if not first <= owner <= last:
-            continue
-        seen += 1
-        if scatter:
-            chosen, most = -1, 0
-            for k in range(len(wanted)):
-                lacking = wanted[k] * seen - given[k] * total
-                if given[k] < wanted[k] and (chosen < 0 or lacking > most):
-                    chosen, most = k, lacking
-        else:
-            while given[chosen] == wanted[chosen]:
-                chosen += 1
-        given[chosen] += 1
-        changed = changed or owner != first + chosen
-        layout.owner[i] = IDLE if first + chosen == stages else first + chosen
-    return changed
+def busiest_stage(t: MoveTables, layout: Layout) -> int:
+    """Return the stage whose devices compute longest for a micro-batch, without what they transfer and reduce."""
+    work, replicas = t.work[layout.shape[1]], np.zeros(layout.shape[0], np.int64)
+    for s in layout.owner:
+        if s != IDLE:
+            replicas[s] += 1
+    longest, found = -1.0, 0
+    for s in range(layout.shape[0]):
+        seconds = (work[layout.starts[s + 1]] - work[layout.starts[s]]) / max(1, replicas[s])
+        if seconds > longest:
+            longest, found = seconds, s
+    return found
 
 
 @compiled_part
-def swap_owners(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Exchange a device of one stage for one of another server, of another stage or idle; the places keep theirs."""
-    i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
-    a, b = layout.owner[i], layout.owner[j]
-    layout.owner[i], layout.owner[j] = b, a
-    return bool(a != b and t.homes[layout.device_at[i]] != t.homes[layout.device_at[j]])
-
-
-@compiled_part
-def swap_devices(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Exchange the devices at two places, which are on different servers; with it their order within stages."""
-    i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
-    a, b = layout.device_at[i], layout.device_at[j]
-    layout.device_at[i], layout.device_at[j] = b, a
-    return bool(t.homes[a] != t.homes[b] and (layout.owner[i] != IDLE or layout.owner[j] != IDLE))
-
-
-@compiled_part
-def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Swap the stages of two servers' devices: the first device of one with the first of the other, and so on.
-
-    The surplus devices of the larger server keep their stages.
-    """
-    places = len(layout.owner)
-    a = t.homes[layout.device_at[draw(random, places)]]
-    b = t.homes[layout.device_at[draw(random, places)]]
-    if a == b:
+def relieve(t: MoveTables, layout: Layout, random: Integers) -> bool:
+    """Give the busiest stage devices: of another stage, idle ones, or those that two merged stages need no more."""
+    stages, busiest = layout.shape[0], busiest_stage(t, layout)
+    if stages < 2:
         return False
-    j, changed = 0, False
-    for i in range(places):
-        if t.homes[layout.device_at[i]] == a:
-            while j < places and t.homes[layout.device_at[j]] != b:
-                j += 1
-            if j == places:
-                break
-            changed = changed or layout.owner[i] != layout.owner[j]
-            layout.owner[i], layout.owner[j] = layout.owner[j], layout.owner[i]
-            j += 1
-    return changed
-
-
-@compiled_part
-def gather_stage(t: MoveTables, layout: Layout, stage: int, random: Integers) -> bool:
-    """Gather a stage on one server that it already uses: exchange its other devices for devices of that server."""
-    places, j, changed = len(layout.owner), 0, False
-    skip = draw(random, count_devices(layout, stage))
-    server = 0
-    for i in range(places):
-        if layout.owner[i] == stage:
-            server = t.homes[layout.device_at[i]]
-            if skip == 0:
-                break
-            skip -= 1
-    for i in range(places):
-        if layout.owner[i] == stage and t.homes[layout.device_at[i]] != server:
-            while j < places and (t.homes[layout.device_at[j]] != server or layout.owner[j] == stage):
-                j += 1
-            if j == places:
-                break
-            layout.owner[i], layout.owner[j] = layout.owner[j], stage
-            changed = True
-    return changed
-
-
-@compiled_part
-def swap_stages(layout: Layout, a: int, b: int) -> None:
-    """Exchange all devices of two stages."""
-    for i in range(len(layout.owner)):
-        if layout.owner[i] == a:
-            layout.owner[i] = b
-        elif layout.owner[i] == b:
-            layout.owner[i] = a
+    if draw(random, 2):
+        a = draw(random, stages - 1)
+        if busiest == a or busiest == a + 1:
+            return False
+        fewer = min(count_devices(layout, a), count_devices(layout, a + 1))
+        merge_stages(layout, a, False)
+        if busiest > a:
+            busiest -= 1
+        wanted = fewer if draw(random, 2) else 1 + draw(random, fewer)
+        return give_devices(t, layout, a, busiest, wanted, random)
+    source = draw(random, stages)
+    if draw(random, 4) == 0:
+        source = IDLE
+    if not give_devices(t, layout, source, busiest, 1 if draw(random, 3) else 2, random):
+        return False
+    if source != IDLE and draw(random, 3) == 0:
+        even_cuts(t, layout, min(source, busiest), max(source, busiest))
+    return True
 
 
 @compiled_part
@@ -315,9 +177,9 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
     stages, devices, sizes = layout.shape[0], len(layout.owner), len(t.sizes)
     kind = draw(random, 100)
     s = draw(random, stages)
-    if kind < 22:
+    if kind < 18:
         return stages > 1 and shift_cut(layout, 1 + draw(random, stages - 1), draw_shift(random))
-    if kind < 44:  # devices to another stage, often the next one, and often with cuts that follow
+    if kind < 36:  # devices to another stage, often the next one, and often with cuts that follow
         source, target = s, draw(random, stages)
         if draw(random, 2):
             target = s + 1 if draw(random, 2) else s - 1
@@ -339,7 +201,9 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
             for boundary in range(min(source, target) + 1, max(source, target) + 1):
                 shift_cut(layout, boundary, -1 if source < target else 1)
         return True
-    if kind < 50:
+    if kind < 46:
+        return relieve(t, layout, random)
+    if kind < 51:
         if draw(random, 4) == 0:
             return swap_servers(t, layout, random)
         if draw(random, 3) == 0:
@@ -354,14 +218,14 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
         if draw(random, 4) == 0:
             even_cuts(t, layout, min(a, b), max(a, b))
         return deal_devices(layout, min(a, b), max(a, b), draw(random, 2) == 0)
-    if kind < 64:
+    if kind < 63:
         return split_stage(t, layout, s, random) and (draw(random, 3) > 0 or _more(t, layout, random))
-    if kind < 74:
+    if kind < 72:
         if stages < 2:
             return False
         merge_stages(layout, draw(random, stages - 1), draw(random, 8) == 0)
         return draw(random, 3) > 0 or _more(t, layout, random)
-    if kind < 82:
+    if kind < 80:
         if sizes < 2:
             return False
         z = layout.shape[1] + (1 if draw(random, 2) else -1) if draw(random, 4) else draw(random, sizes)
@@ -373,15 +237,15 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
         if draw(random, 3) == 0:
             even_cuts(t, layout, 0, layout.shape[0] - 1)
         return True
-    if kind < 86:
+    if kind < 84:
         other = draw(random, stages)
         swap_stages(layout, s, other)
         if draw(random, 2):
             even_cuts(t, layout, min(s, other), max(s, other))
         return s != other
-    if kind < 90:
+    if kind < 88:
         return give_devices(t, layout, s, IDLE, 1 + (draw(random, devices) if draw(random, 4) == 0 else 0), random)
-    if kind < 94:
+    if kind < 92:
         other = draw(random, stages)
         even_cuts(t, layout, min(s, other), max(s, other))
         return s != other

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,24 +64,24 @@ def refine(
         return []
     starts = search.starts(candidates, _STARTS)
     ways = itertools.product(search.orders, search.placings, starts)
-    dealt = [(placing, search.reorder(start, order)) for order, placing, start in ways]
+    dealt = [_Run(search.reorder(start, order), placing) for order, placing, start in ways]
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
-    near = search.run_all([(FREE, search.copy(layout)) for layout in starts], int(events * _NEAR), 0.01)
-    kept = sorted([*dealt, *near], key=search.seconds)[:_KEPT]
-    kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.03)
+    near = search.run_all([_Run(search.copy(start)) for start in starts], int(events * _NEAR), 0.01)
+    free = [_Run(run.layout) for run in _fastest([*dealt, *near])]
+    free = search.run_all(free, int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
-    either = [*kept, *((FREE, layout) for layout in starts)]
-    kept = sorted(either, key=lambda run: search.seconds(run, contention=contention))[:_KEPT]
-    for most, share, hot in _ROUNDS:
+    layouts = [*(run.layout for run in free), *starts]
+    kept = _fastest([_Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
+    for number, (most, share, hot) in enumerate(_ROUNDS):
         kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
-        seconds = [search.seconds(run, contention=contention) for run in kept]
         # Reason: fewer than all are no evidence, since several short runs often end at the start that they share. Where
-        # three were enough, a step on six devices was 22% longer.
-        if len(kept) == _KEPT and max(seconds) <= min(seconds) * (1 + 1e-9):
+        # three were enough, a step on six devices was 22% longer; where the first round could be the last, one on 16
+        # devices was 50% longer.
+        if number and len(kept) == _KEPT and kept[-1].seconds <= kept[0].seconds * (1 + 1e-9):
             break
-    _, best = kept[0]
+    best = kept[0].layout
     search.drop_recompute(best)
     found = search.candidate(best)
     return [] if found is None or _is_known(found, candidates) else [found]
@@ -109,6 +111,19 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
     layout.starts[len(candidate.stages)] = blocks
     layout.shape[:] = len(candidate.stages), np.searchsorted(sizes, candidate.micro_batch_size)
     return layout
+
+
+class _Run(NamedTuple):
+    """A layout to anneal, how devices are dealt to its stages (see ``anneal``), and the seconds of its step."""
+
+    layout: Layout
+    placing: int = FREE
+    seconds: float = math.inf
+
+
+def _fastest(runs: Iterable[_Run]) -> list[_Run]:
+    """Return the fastest runs, the best first."""
+    return sorted(runs, key=lambda run: run.seconds)[:_KEPT]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,35 +189,36 @@ class _Search:
         copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
         return copy
 
-    def run_all(
-        self, runs: Sequence[tuple[int, Layout]], events: int, hot: float, *, contention: bool = False
-    ) -> list[tuple[int, Layout]]:
+    def run_all(self, runs: Sequence[_Run], events: int, hot: float, *, contention: bool = False) -> list[_Run]:
         """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
 
-        def improve(seeded: tuple[tuple[int, Layout], np.uint64], workspace: Workspace) -> float:
-            ((placing, layout), seed), share = seeded, events // len(runs)
-            random = np.array([seed], np.uint64)
-            # Hurried is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
+        def improve(seeded: tuple[_Run, np.uint64], workspace: Workspace) -> _Run:
+            (layout, placing, _), seed = seeded
+            random, share = np.array([seed], np.uint64), events // len(runs)
+            # ``judge_early`` is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
             anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random, stop)
             check_stop()
-            price = price_with_contention if contention else price_layout
-            return price(self.tables, layout, workspace, np.inf, False).seconds
+            return _Run(layout, placing, self._price(layout, workspace, contention))
 
         stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
-        seconds = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
-        return [runs[i] for i in np.argsort(seconds, kind="stable")]
+        done = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
+        return sorted(done, key=lambda run: run.seconds)
 
-    def seconds(self, run: tuple[int, Layout], *, contention: bool = False) -> float:
-        """Return the seconds of a run's layout."""
+    def seconds(self, layout: Layout, *, contention: bool) -> float:
+        """Return the seconds of a layout's step."""
+        return self._price(layout, self.workspaces[0], contention)
+
+    def _price(self, layout: Layout, workspace: Workspace, contention: bool) -> float:
         price = price_with_contention if contention else price_layout
-        return price(self.tables, run[1], self.workspaces[0], np.inf, False).seconds
+        return price(self.tables, layout, workspace, np.inf, False).seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""
+        contention = counts_contention(self.problem)
         for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.tables.moves.may_recompute else ():
-            before = self.seconds((FREE, layout), contention=counts_contention(self.problem))
+            before = self.seconds(layout, contention=contention)
             layout.recompute[stage] = False
-            if self.seconds((FREE, layout), contention=counts_contention(self.problem)) > before * (1 + 1e-12):
+            if self.seconds(layout, contention=contention) > before * (1 + 1e-12):
                 layout.recompute[stage] = True
 
     def candidate(self, layout: Layout) -> Candidate | None:

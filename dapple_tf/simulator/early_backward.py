@@ -11,7 +11,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
-HURRY = 0.98  # of the period of the steady phase: that of the rest of the step may be a little less
+STEADY_MARGIN = 0.98  # of the period of the steady phase: that of the rest of the step may be a little less
 
 
 @compiled
@@ -24,13 +24,13 @@ def early_backward_seconds(
     exposed: Floats,
     ceiling: float,
     arrival: Floats,
-    hurried: bool,
+    judge_early: bool,
 ) -> float:
     """Return the end of the step, as ``engine.step_seconds`` does for ``order.early_backward_order``.
 
     ``warm_up``: K_i of each stage, between 1 and M, none above that of the stage before. Seconds are of each stage;
     ``send``: of a transfer to the next stage, or back. ``arrival``: room for [stages, M] numbers. Infinite where the
-    step reaches ``ceiling`` seconds; also, with ``hurried``, where its steady phase is so slow that it likely will.
+    step reaches ``ceiling`` seconds; also, with ``judge_early``, where its steady phase is so slow that it likely will.
     """
     stages = len(warm_up)
     now, free_forward, free_backward = np.zeros(stages), np.zeros(stages), np.zeros(stages)
@@ -52,11 +52,11 @@ def early_backward_seconds(
             if s:
                 free_backward[s - 1] = max(now[s], free_backward[s - 1]) + send[s - 1]
                 arrived = free_backward[s - 1]
-        if hurried and m == settled:
+        if judge_early and m == settled:
             before = now[0]
-        elif hurried and m == 2 * settled:
+        elif judge_early and m == 2 * settled:
             period = (now[0] - before) / settled
-            if now[0] + period * (micro_batches - 1 - m) * HURRY >= ceiling:
+            if now[0] + period * (micro_batches - 1 - m) * STEADY_MARGIN >= ceiling:
                 return np.inf
     end = 0.0
     for s in range(stages):

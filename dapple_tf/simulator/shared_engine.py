@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.early_backward import HURRY
+from dapple_tf.simulator.early_backward import STEADY_MARGIN
 from dapple_tf.simulator.engine import Run, step_seconds
 from dapple_tf.simulator.event_tree import first_place, make_events, set_event
 from dapple_tf.simulator.order import (
@@ -196,15 +196,22 @@ def _action_seconds(seconds: Seconds, kind: int, s: int, column: int) -> float:
 
 @compiled
 def run_shared(
-    order: Order, seconds: Seconds, flows: Flows, rings: Rings, splits: bool, keep: bool, ceiling: float, hurried: bool
+    order: Order,
+    seconds: Seconds,
+    flows: Flows,
+    rings: Rings,
+    splits: bool,
+    keep: bool,
+    ceiling: float,
+    judge_early: bool,
 ) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
     transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: the simulation
     stops once the end of a worker's action, plus the seconds of its remaining actions and of the least AllReduce of its
-    stages, reaches these seconds. ``hurried``: it also stops where the period of the steady phase shows that the step
-    will probably reach them, as in ``early_backward_seconds``, whose orders it is for.
+    stages, reaches these seconds. ``judge_early``: it also stops where the period of the steady phase shows that the
+    step will probably reach them, as in ``early_backward_seconds``, whose orders it is for.
 
     The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
     what is left of a stage's rings when its last gradients are there waits for those of the worker's stages before it.
@@ -319,12 +326,12 @@ def run_shared(
                 head[w] += 1
                 done += 1
                 left[w] -= own
-                if hurried and s == 0 and kind == BACKWARD:
+                if judge_early and s == 0 and kind == BACKWARD:
                     if m == settled:
                         steady = end
                     elif m == 2 * settled:
                         period = (end - steady) / settled
-                        if end + period * (micro_batches - 1 - m) * HURRY >= ceiling:
+                        if end + period * (micro_batches - 1 - m) * STEADY_MARGIN >= ceiling:
                             left[w] = np.inf
                 if end + left[w] * _ALMOST >= ceiling:
                     return (*times, done), ring_end
@@ -479,13 +486,13 @@ def shared_step_seconds(
     rings: Rings,
     flows: Flows,
     ceiling: float,
-    hurried: bool,
+    judge_early: bool,
 ) -> tuple[float, int]:
     """Return the end of a step whose flows share interfaces, and the number of actions simulated.
 
     ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
     more. ``rings``: without overlap ``whole_rings(exposed)``. The end is infinite for an order that deadlocks, and
-    where the simulation ends early, as the step would not end before ``ceiling``; ``hurried``: or likely would not.
+    where the simulation ends early, as the step would not end before ``ceiling``; ``judge_early``: or likely would not.
     """
     if flows.directions == 0:
         end = step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
@@ -497,5 +504,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, hurried)
+    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, judge_early)
     return (np.inf if np.isnan(ends).any() else float(ends.max())), found[-1]

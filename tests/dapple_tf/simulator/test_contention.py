@@ -269,16 +269,16 @@ def test_of_a_step_far_above_the_ceiling_few_actions_are_simulated() -> None:
     assert actions < every / 4
 
 
-def test_a_hurried_simulation_ends_where_the_steady_phase_is_too_slow() -> None:
+def test_a_simulation_judged_early_ends_where_the_steady_phase_is_too_slow() -> None:
     flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
     order, rings = encode(build_schedule("dapple-a", 3, 200)), make_rings(costs)
     step, every = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, True)
     assert (step, every) == shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, False)
     assert shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 1.1 * step, True) == (step, every)
-    found, hurried = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 0.9 * step, True)
+    found, judged = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 0.9 * step, True)
     _, patient = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 0.9 * step, False)
     assert found == np.inf
-    assert hurried < every / 5 < patient
+    assert judged < every / 5 < patient
 
 
 def on_servers(*homes: str, **links: Link) -> Flows:

@@ -40,7 +40,7 @@ def test_the_recurrence_ends_when_the_engine_does(
     assert early_backward_seconds(*arguments, expected * (1 - 1e-9), room, False) == np.inf
 
 
-def test_a_hurried_run_stops_early_only_where_the_step_would_be_longer() -> None:
+def test_a_step_judged_early_ends_early_only_where_the_step_would_be_longer() -> None:
     stages, micro_batches = 3, 200
     one = np.ones(stages)
     arguments = (np.array([3, 2, 1]), micro_batches, one, 2 * one, 2 * one, one)
