@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NETWORK = "10.77.0"
+# Every kernel has Reno, and it fits the short queues of the shaped links. BBR, the default of some systems, fills them
+# until they drop packets: MPI's sums of 8 MB at 100 Mbps sent 11% of their packets twice, with Reno 0.2%.
+_CONGESTION_CONTROL = "reno"
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ def emulated_hosts(
             _run("ip", "link", "set", _bridge(), "up")
             for host in range(count):
                 _add_host(host, rate, burst)
+                _set_tcp(host, "tcp_congestion_control", _CONGESTION_CONTROL)
                 if retransmissions is not None:
-                    setting = f"echo {retransmissions} > /proc/sys/net/ipv4/tcp_retries2"
-                    _run("ip", "netns", "exec", _namespace(host), "sh", "-c", setting)
+                    _set_tcp(host, "tcp_retries2", str(retransmissions))
             yield Hosts(tuple(_address(host) for host in range(count)), _write_agent(Path(folder)), slots)
         finally:
             for host in range(count):
@@ -129,6 +132,10 @@ def _add_host(host: int, rate: str, burst: float) -> None:
     shape = ("root", "tbf", "rate", rate, "burst", _burst(rate, burst), "latency", "10ms")
     _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *shape)  # outgoing
     _run("tc", "qdisc", "replace", "dev", outside, *shape)  # incoming
+
+
+def _set_tcp(host: int, setting: str, value: str) -> None:
+    _run("ip", "netns", "exec", _namespace(host), "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
 
 
 def _burst(rate: str, seconds: float) -> str:

@@ -50,7 +50,12 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> FakeHorovod:
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(tensorflow=fake))
     monkeypatch.setitem(sys.modules, "horovod.tensorflow", fake)
     monkeypatch.setattr(membership, "_job", None)
-    for name in ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"):
+    for name in (
+        "HOROVOD_DYNAMIC_PROCESS_SETS",
+        "HOROVOD_CYCLE_TIME",
+        "OMPI_MCA_mpi_yield_when_idle",
+        "OMPI_MCA_btl_tcp_flags",
+    ):
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     return fake
@@ -94,7 +99,12 @@ def test_a_forked_child_has_no_job(horovod: FakeHorovod) -> None:
 def test_joining_sets_what_the_user_has_not(horovod: FakeHorovod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
     membership.join(LAUNCHED)
-    settings = {"HOROVOD_CYCLE_TIME": "3", "OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    settings = {
+        "HOROVOD_CYCLE_TIME": "3",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl_tcp_flags": "send,inplace",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    }
     assert {name: os.environ[name] for name in settings} == settings
 
 
