@@ -26,7 +26,7 @@ def order_servers(cluster: Cluster) -> tuple[int, ...]:
 def worst_connected_server(cluster: Cluster) -> int | None:
     """Return an end of the slowest link between servers: that with the lesser bandwidth in all.
 
-    None unless that link is slower than half of all pairs' links.
+    None where at least half of all pairs have a link that is no faster, or with less than three servers.
     """
     if not cluster.links or len(cluster.servers) < 3:
         return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.search_space import halve_cluster
-from profiler.cluster import Cluster
+from profiler.cluster import Cluster, Link, Server
 from profiler.presets import config
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
@@ -34,6 +34,16 @@ def test_the_order_of_servers_of_unequal_size_does_not_matter(case: Case, small:
     first = replace(make_cluster(small, large), device_memory=case.cluster.device_memory)
     last = replace(make_cluster(large, small), device_memory=case.cluster.device_memory)
     assert seconds(case, first) <= seconds(case, last) * (1 + 1e-9)
+
+
+@given(cases(6), st.floats(1e-3, 0.9))
+def test_a_slow_link_between_two_servers_is_never_slower_than_leaving_one_out(case: Case, slow: float) -> None:
+    inside, between = case.cluster.intra_server, case.cluster.inter_server
+    servers = tuple(Server(f"s{i}", 2) for i in range(3))
+    links = {("s0", "s1"): Link(slow * between.bandwidth, between.latency)}
+    cluster = Cluster(servers, case.cluster.device_memory, inside, between, links)
+    less = min(seconds(case, cluster.without_server(server)[0]) for server in (0, 1))
+    assert seconds(case, cluster) <= less * (1 + 1e-9)
 
 
 def test_half_of_a_cluster_is_its_first_servers() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dapple_tf.planner.device_order import list_devices, order_servers
+from dapple_tf.planner.device_order import list_devices, order_servers, worst_connected_server
 from tests.dapple_tf.planner.builders import make_cluster
 
 FAST = (100.0, 0.0)
@@ -36,3 +36,19 @@ def test_neighbours_on_a_ring_are_neighbours_in_the_order() -> None:
 
 def test_devices_follow_their_servers() -> None:
     assert list_devices(make_cluster(2, 1, 2), (2, 0, 1)) == (3, 4, 0, 1, 2)
+
+
+SLOW = (0.01, 0.0)
+
+
+def test_the_worst_connected_server_is_an_end_of_the_slowest_link() -> None:
+    links = {("s0", "s2"): SLOW, ("s1", "s2"): FAST}
+    assert worst_connected_server(make_cluster(2, 2, 2, 2, links=links)) == 0
+    assert worst_connected_server(make_cluster(2, 2, 2, 2, links={**links, ("s0", "s3"): (1e3, 0.0)})) == 2
+
+
+def test_no_server_is_worst_connected_where_slow_links_are_common() -> None:
+    assert worst_connected_server(make_cluster(1, 1, 1)) is None
+    assert worst_connected_server(make_cluster(1, 1, links={("s0", "s1"): SLOW})) is None
+    racks = {("s0", "s1"): FAST, ("s2", "s3"): FAST}
+    assert worst_connected_server(make_cluster(1, 1, 1, 1, links=racks)) is None
