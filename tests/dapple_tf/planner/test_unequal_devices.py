@@ -17,7 +17,8 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.explain import describe_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.row_shares import cut_rows, share_rows
+from dapple_tf.planner.row_cuts import cut_rows, share_by_kind
+from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.unequal_orders import device_orders
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.errors import ProfileError
@@ -50,6 +51,26 @@ def test_rows_are_cut_so_that_the_slowest_device_ends_earliest(rows: int, speeds
     least = min(max(n / v for n, v in zip(cut, speeds, strict=True)) for cut in cuts)
     assert sum(found) == rows
     assert max(n / v for n, v in zip(found, speeds, strict=True)) == pytest.approx(least)
+
+
+@given(
+    rows=st.integers(1, 9),
+    seconds=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3),
+    kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_rows_are_shared_so_that_the_longest_forward_and_backward_are_least(
+    rows: int, seconds: list[tuple[int, int]], kinds: list[int]
+) -> None:
+    forward, backward = np.array(seconds, float).T
+
+    def step(cut: tuple[int, ...]) -> float:
+        return sum(max(n * own[k] for n, k in zip(cut, kinds, strict=True)) for own in (forward, backward))
+
+    cuts = [cut for cut in itertools.product(range(rows + 1), repeat=len(kinds)) if sum(cut) == rows]
+    found = tuple(share_by_kind(rows, np.array(kinds), forward, backward))
+    assert sum(found) == rows
+    if all(min(seconds[kind]) > 0 for kind in kinds):
+        assert step(found) == pytest.approx(min(map(step, cuts)))
 
 
 def test_shares_are_whole_rows_by_speed() -> None:
