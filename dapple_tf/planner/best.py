@@ -49,7 +49,10 @@ _EVENTS = 4_000_000
 _REFINED = 3
 _LOCAL_EVENTS = 2_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
-_UNEQUAL_EVENTS = 8_000_000  # of the local search on devices of different kinds, for each device
+_UNEQUAL_EVENTS = 5_500_000  # of each local search on devices of different kinds, for each device
+# Reason: which plan a search ends at depends on chance. Two searches, the second also from what the first has found,
+# are better than one that is twice as long.
+_UNEQUAL_SEARCHES = 2
 _LOCAL_SEARCHES = 2  # a second one starts from what the first has found, if that is faster
 _FEW_PLACES = 128  # blocks times devices; with fewer there is less to search
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
@@ -95,18 +98,25 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
     """Return plans on devices of different kinds, of every step below."""
     candidates = leading_baselines(problem)
     stages = find_unequal_stages(problem)
-    candidates += unequal_candidates(problem, stages, _least_seconds(candidates) * (1 - 1e-9))
+    candidates += unequal_candidates(problem, stages)
     # Reason: no plan of planner "dapple", of other planners, or on one kind of devices may be faster than the result.
     formula = choose_unequal(problem, stages)
     candidates += [formula.chosen] if formula else []
     candidates += _one_kind_candidates(problem, chunks)
     candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
-    if problem.schedule in (*POLICIES, "auto"):
-        return [
-            *candidates,
-            *refine_unequal(problem, candidates, _UNEQUAL_EVENTS * max(_LEAST_DEVICES, problem.cluster.devices)),
-        ]
-    return [*candidates, *(move_singly(problem, c, _MOVES) for c in _fastest_few(candidates))]
+    binds = not problem.recompute and may_bind(problem)
+    if binds:
+        # Reason: backward that computes activations again is longer, but needs less memory.
+        again = replace(problem, recompute=True, ceiling=_least_seconds(candidates))
+        candidates += leading_baselines(again)
+        if not candidates:
+            candidates += unequal_candidates(again, find_unequal_stages(again))
+    if problem.schedule not in (*POLICIES, "auto"):
+        return [*candidates, *(move_singly(problem, c, _MOVES) for c in _fastest_few(candidates))]
+    events = _UNEQUAL_EVENTS * max(_LEAST_DEVICES, problem.cluster.devices)
+    for seed in range(_UNEQUAL_SEARCHES):
+        candidates += refine_unequal(problem, candidates, events, seed, may_recompute=binds)
+    return candidates
 
 
 def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:

@@ -27,7 +27,7 @@ from profiler.cluster import Cluster
 from profiler.cores import count_cores
 
 _SEED = 88172645463325252
-_STARTS, _KEPT = 3, 8
+_STARTS, _KEPT, _KEPT_OF_A_SIZE = 8, 8, 2
 _DEALT, _NEAR, _FREE = (weight / 36 for weight in (4, 1, 3))  # shares of the events
 # The final rounds, with contention: how many of the best layouts go on, their share of the events, and the temperature
 # at the beginning (successive halving, as in ``refine``).
@@ -38,16 +38,22 @@ _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 
 
 def refine_unequal(
-    problem: PlanningProblem, candidates: Sequence[Candidate], events: int, *, may_recompute: bool = False
+    problem: PlanningProblem,
+    candidates: Sequence[Candidate],
+    events: int,
+    seed: int = 0,
+    *,
+    may_recompute: bool = False,
 ) -> list[Candidate]:
     """Return the plan that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
     First stages take devices in each of the orders of ``device_orders``; then each device moves on its own, and at last
-    with contention. The same problem and number of simulated ``events`` give the same plan, on any number of cores.
+    with contention. The same problem, number of simulated ``events`` and ``seed`` give the same plan, on any number of
+    cores.
     ``may_recompute``: whether single stages may be re-computed. Empty without candidates, and for a schedule that is
     none of the simulated policies.
     """
-    search = _Search.of(problem, candidates, may_recompute)
+    search = _Search.of(problem, may_recompute, seed)
     if search is None:
         return []
     starts = search.starts(candidates)
@@ -58,11 +64,11 @@ def refine_unequal(
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
     dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
     near = search.run_all([(FREE, search.copy(layout)) for layout in starts], int(events * _NEAR), 0.01)
-    kept = search.rank([*dealt, *near])[:_KEPT]
+    kept = search.choose([*dealt, *near])
     kept = search.run_all([(FREE, layout) for _, layout in kept], int(events * _FREE), 0.05)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
-    kept = search.rank([*kept, *((FREE, layout) for layout in starts)], contention=contention)
+    kept = search.choose([*kept, *((FREE, layout) for layout in starts)], contention=contention)
     for most, share, hot in _ROUNDS:
         kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
     found = [search.candidate(layout, contention=contention) for _, layout in kept]
@@ -80,8 +86,8 @@ class _Search:
     seeds: np.random.Generator
 
     @staticmethod
-    def of(problem: PlanningProblem, candidates: Sequence[Candidate], may_recompute: bool) -> _Search | None:
-        """Return the search for a problem, or None if there is nothing to start from."""
+    def of(problem: PlanningProblem, may_recompute: bool, seed: int) -> _Search | None:
+        """Return the search for a problem, or None if its schedule is none of the simulated policies."""
         cluster = problem.cluster
         room = min(cluster.devices, len(problem.chain.parameter_bytes))
         sizes = [b for b in problem.micro_batch_sizes if room * (problem.global_batch_size // b) <= _MOST_ARRIVALS]
@@ -92,7 +98,7 @@ class _Search:
         most = int(tables.layout.micro_batches.max())
         threads = min(_MOST_THREADS, count_cores())
         workspaces = tuple(make_unequal_workspace(room, cluster.devices, most) for _ in range(threads))
-        return _Search(problem, tables, workspaces, room, np.random.default_rng(_SEED))
+        return _Search(problem, tables, workspaces, room, np.random.default_rng(_SEED + seed))
 
     def starts(self, candidates: Sequence[Candidate]) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
@@ -137,9 +143,14 @@ class _Search:
         seconds = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
         return [runs[i] for i in np.argsort(seconds, kind="stable")]
 
-    def rank(self, runs: Sequence[tuple[int, Layout]], *, contention: bool = False) -> list[tuple[int, Layout]]:
-        """Return the runs by rising seconds."""
-        return sorted(runs, key=lambda run: self._seconds(run[1], contention))
+    def choose(self, runs: Sequence[tuple[int, Layout]], *, contention: bool = False) -> list[tuple[int, Layout]]:
+        """Return the fastest runs by rising seconds, a few of each micro-batch size: it rarely changes afterwards."""
+        chosen: list[tuple[int, Layout]] = []
+        for run in sorted(runs, key=lambda run: self._seconds(run[1], contention)):
+            alike = sum(other.shape[1] == run[1].shape[1] for _, other in chosen)
+            if len(chosen) < _KEPT and alike < _KEPT_OF_A_SIZE:
+                chosen.append(run)
+        return chosen
 
     def candidate(self, layout: Layout, *, contention: bool) -> Candidate | None:
         """Return the layout as a candidate, without re-computation that does not make the step shorter."""

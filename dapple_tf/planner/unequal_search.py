@@ -29,18 +29,18 @@ def find_unequal_stages(problem: PlanningProblem) -> list[SizedStages]:
 def unequal_candidates(
     problem: PlanningProblem, found: list[SizedStages], ceiling: float = math.inf
 ) -> list[Candidate]:
-    """Return simulated plans of the stages ``found``, each faster than ``ceiling`` seconds and than all before it.
+    """Return simulated plans of the stages ``found``, faster than ``ceiling`` seconds and than those before of a size.
 
     Rows are shared by speed.
     """
     candidates: list[Candidate] = []
+    least: dict[int, float] = {}
     for size, entry in sorted(found, key=lambda sized: sized[1].seconds):
-        if entry.seconds >= ceiling:
-            break
-        candidate = problem.evaluate(entry.stages, size, ORIGIN, ceiling=ceiling)
+        below = min(least.get(size, math.inf), ceiling)
+        candidate = problem.evaluate(entry.stages, size, ORIGIN, ceiling=below) if entry.seconds < below else None
         if candidate is not None:
             candidates.append(candidate)
-            ceiling = candidate.seconds
+            least[size] = candidate.seconds
     return candidates
 
 
@@ -48,8 +48,8 @@ def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStag
     """Yield the best few stages of every number, over all orders of the devices, each once."""
     found: dict[tuple[StagePlan, ...], UnequalStages] = {}
     for order in device_orders(problem.profile, problem.cluster):
-        for straight, transfers in ((False, False), (False, True), (True, True)):
-            for entry in unequal_stages(problem, order, size, straight=straight, transfers=transfers):
+        for straight in (False, True):
+            for entry in unequal_stages(problem, order, size, straight=straight, transfers=True):
                 found.setdefault(entry.stages, entry)
     counts: dict[int, int] = {}
     for entry in sorted(found.values(), key=lambda entry: (entry.seconds, len(entry.stages))):

@@ -270,3 +270,19 @@ def test_the_description_has_the_rows_of_each_device() -> None:
     plan = dapple.plan(PROFILE, MIXED, global_batch_size=16, micro_batch_size=16, planner="dp")
     text = describe_plan(plan, PROFILE, dapple.simulate(plan, PROFILE, MIXED))
     assert "stage 0: layer0 .. layer3, rows 2:1:1 on devices 0, 1, 2" in text
+
+
+def test_best_computes_activations_again_where_unequal_devices_have_no_room_to_keep_two_micro_batches() -> None:
+    """Of two layers one micro-batch is kept at most, so that without re-computation no two devices work at once."""
+    layers = tuple(LayerCost(f"layer{i}", 0.1, 0.2, 1e3, 4e7, 1e6) for i in range(4))
+    profile = Profile("net", 1, "V100", layers)
+    kinds = {"V100": DeviceKind(1.5e8, 1.0), "T4": DeviceKind(1.4e8, 0.9)}
+    problem = make_problem(profile, make_cluster([("V100", 1), ("T4", 1)], kinds=kinds), global_batch_size=8)
+    chosen = run_planner(problem, "best", chunks=()).chosen
+    assert chosen.recompute is not False
+    kept = [
+        problem.evaluate([StagePlan(0, n, (d,)), StagePlan(n + 1, 3, (1 - d,))], 1, "")
+        for n in range(3)
+        for d in (0, 1)
+    ]
+    assert chosen.seconds < min(c.seconds for c in kept if c is not None)
