@@ -7,16 +7,9 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.device_moves import deal_devices
 from dapple_tf.planner.draws import draw_share
-from dapple_tf.planner.layout import (
-    Layout,
-    LayoutTables,
-    Workspace,
-    copy_layout,
-    make_layout,
-    price_layout,
-)
-from dapple_tf.planner.layout_contention import add_contention
+from dapple_tf.planner.layout import Layout, MoveTables, copy_layout, make_layout
 from dapple_tf.planner.layout_moves import move_at_random
+from dapple_tf.planner.layout_prices import AnyWorkspace, Tables, price_alone, price_shared
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
 # What pricing a layout costs beside its simulation, in events.
@@ -32,9 +25,10 @@ FREE, IN_ORDER, SCATTERED, HALF_SCATTERED = 0, 1, 2, 3
 
 @compiled
 def anneal(
-    t: LayoutTables,
+    t: Tables,
+    moves: MoveTables,
     start: Layout,
-    w: Workspace,
+    w: AnyWorkspace,
     placing: int,
     events: int,
     hot: float,
@@ -48,8 +42,8 @@ def anneal(
 
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that their placement is not searched. ``judge_early``: see ``price_layout``.
-    ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
+    after each move, so that their placement is not searched. ``moves``: of the tables ``t``. ``judge_early``: see
+    ``price_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
 
     ``contention``: whether it counts. Simulating it takes about 25 times as long as the step without it, and hardly
     ever rejects a layout that is fast enough without it. So up to three moves in a row are accepted if the layout is
@@ -61,20 +55,20 @@ def anneal(
     if placing != FREE:
         _deal(start, placing)
     copy_layout(start, now)
-    alone = price_layout(t, now, w, np.inf, judge_early)
-    price = add_contention(t, now, w, alone, np.inf, judge_early) if contention else alone
+    alone = price_alone(t, now, w, np.inf, judge_early)
+    price = price_shared(t, now, w, alone, np.inf, judge_early) if contention else alone
     seconds, factor, estimates = price.seconds, price.seconds / alone.seconds, 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
         copy_layout(now, trial)
         left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
-        if not move_at_random(t.moves, trial, random):
+        if not move_at_random(moves, trial, random):
             continue
         if placing != FREE:
             _deal(trial, placing)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_layout(t, trial, w, ceiling, judge_early)
+        price = price_alone(t, trial, w, ceiling, judge_early)
         left -= price.events
         if price.seconds >= ceiling:
             continue
@@ -84,7 +78,7 @@ def anneal(
                 seconds, estimates = estimate, estimates + 1
                 copy_layout(trial, now)
                 continue
-            price = add_contention(t, trial, w, alone, ceiling, judge_early)
+            price = price_shared(t, trial, w, alone, ceiling, judge_early)
             left -= price.events - alone.events
             if price.seconds >= ceiling:
                 continue
