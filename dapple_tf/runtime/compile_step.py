@@ -30,7 +30,7 @@ from graph_passes.analysis.layers import find_layers
 from profiler.units import format_samples
 
 T = TypeVar("T")
-_PlanKey = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+_PlanKey = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 class Target(Protocol):
@@ -205,8 +205,9 @@ def find_program(
 
 
 def _plan_key(planned: PlannedModel) -> _PlanKey:
+    """Return what ``fit_plan`` may change for a short batch, which is then run by another program."""
     plan = planned.plan
-    return id(planned.model), plan.micro_batches, plan.replicas, plan.sizes
+    return id(planned.model), plan.micro_batches, plan.replicas, plan.sizes, plan.shares
 
 
 def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:

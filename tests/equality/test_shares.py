@@ -67,6 +67,14 @@ def test_a_batch_too_small_for_the_shares_is_shared_equally() -> None:
     comparison.check(case.tolerance)
 
 
+def test_one_micro_batch_too_small_for_the_shares_is_not_run_by_the_program_of_larger_ones() -> None:
+    """Replicas and the number of micro-batches stay, so only the shares tell the two programs apart."""
+    matrices = weights(2)
+    problem = Problem(chain(matrices), {f"w{i}": matrix for i, matrix in enumerate(matrices)}, sgd)
+    plan = Plan("net", "test", 9, 9, 1, "gpipe", False, (StagePlan(0, 7, (0, 1), (1.0, 2.0)),))
+    compare(problem, [data(9), data(2)], plan=plan).check(1e-12)
+
+
 def test_shares_too_small_for_the_first_batch_are_named() -> None:
     options = with_shares(overlapped(2, micro_batches=3, ends=[11]), (1.0, 4.0))
     problem = Chain()()
