@@ -52,7 +52,7 @@ _EVENTS = 4_000_000
 _REFINED = 3
 _LOCAL_EVENTS = 1_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
-_UNEQUAL_EVENTS = 5_500_000  # of each local search on devices of different kinds, for each device
+_UNEQUAL_EVENTS = 3_000_000  # of each local search on devices of different kinds, for each device
 # Reason: which plan a search ends at depends on chance. Two searches, the second also from what the first has found,
 # are better than one that is twice as long.
 _UNEQUAL_SEARCHES = 2
