@@ -1,6 +1,6 @@
 """A challenger of planner "best": simulated annealing over cuts, device sets, M and schedule, for seconds a case.
 
-It shares no code with the planners. Plans are priced by the simulator's costs and its discrete-event engine, and what
+It shares no code with the planners. The simulator's costs and discrete-event engine give the step of a plan, and what
 is compared in the end is ``dapple.simulate`` of both plans. ``python -m benchmarks challenger`` is a short run,
 ``python -m benchmarks challenger --cases 100 --seconds 30`` a whole one.
 """
@@ -93,23 +93,23 @@ def anneal(case: Case, seconds: float, seed: int) -> Plan | None:
     for turn in range(rounds):
         begin = time.process_time()
         now = search.start(draw) if turn < rounds - 1 or best[1] is None else best[1]
-        price = search.price(now)
+        current = search.simulate(now)
         while (done := (time.process_time() - begin) * rounds / seconds) < 1:
             trial = search.move(now, draw, draw.choice((1, 1, 1, 2, 3)))
             if trial is None:
                 continue
-            found = search.price(trial)
+            found = search.simulate(trial)
             temperature = 0.1 * 0.005**done
-            worse = (found[0] / price[0] - 1) if found[0] < math.inf else math.inf
-            if worse <= 0 or price[0] == math.inf or draw.random() < math.exp(-min(worse / temperature, 700)):
-                now, price = trial, found
-                if price[0] < best[0]:
-                    best = price[0], replace(now, schedule=price[1])
+            worse = (found[0] / current[0] - 1) if found[0] < math.inf else math.inf
+            if worse <= 0 or current[0] == math.inf or draw.random() < math.exp(-min(worse / temperature, 700)):
+                now, current = trial, found
+                if current[0] < best[0]:
+                    best = current[0], replace(now, schedule=current[1])
     return best[1]
 
 
 class _Challenge:
-    """Plans of a case: a random one to start from, changes, and prices."""
+    """Plans of a case: a random one to start from, changes, and simulated steps."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -191,7 +191,7 @@ class _Challenge:
             return None
         return self._plan(cuts, [tuple(sorted(own)) for own in sets], size)
 
-    def price(self, plan: Plan) -> tuple[float, str]:
+    def simulate(self, plan: Plan) -> tuple[float, str]:
         """Return the least seconds of a step over the policies, and the schedule; infinite if it does not fit."""
         key = (plan.stages, plan.micro_batch_size)
         if key not in self.seen:

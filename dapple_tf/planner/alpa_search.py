@@ -88,7 +88,7 @@ def _solve(costs: MeshCosts, limit: float) -> _Solved:
         stages.append((k, int(last[k, d]), int(mesh[k, d])))
         k, d = stages[-1][1] + 1, d - int(costs.sizes[stages[-1][2]])
     if _fits(costs, stages):
-        return _price(costs, stages, float(sums[0, costs.devices]))
+        return _with_latency(costs, stages, float(sums[0, costs.devices]))
     return _solve_with_s(costs, limit)
 
 
@@ -103,7 +103,7 @@ def _solve_with_s(costs: MeshCosts, limit: float) -> _Solved:
     for left in range(s, 0, -1):
         stages.append((k, int(last[left, k, d]), int(mesh[left, k, d])))
         k, d = stages[-1][1] + 1, d - int(costs.sizes[stages[-1][2]])
-    return _price(costs, stages, float(of_stages[s]))
+    return _with_latency(costs, stages, float(of_stages[s]))
 
 
 def _fits(costs: MeshCosts, stages: Sequence[tuple[int, int, int]]) -> bool:
@@ -115,7 +115,7 @@ def _fits(costs: MeshCosts, stages: Sequence[tuple[int, int, int]]) -> bool:
     return True
 
 
-def _price(costs: MeshCosts, stages: Sequence[tuple[int, int, int]], total: float) -> _Solved:
+def _with_latency(costs: MeshCosts, stages: Sequence[tuple[int, int, int]], total: float) -> _Solved:
     slowest = max(float(costs.seconds[mesh, first, last]) for first, last, mesh in stages)
     return _Solved(tuple(stages), total, total + (costs.micro_batches - 1) * slowest)
 

@@ -13,13 +13,13 @@ from dapple_tf.planner.layout import (
     Workspace,
     copy_layout,
     make_layout,
-    price_layout,
+    simulate_layout,
 )
 from dapple_tf.planner.layout_contention import add_contention
 from dapple_tf.planner.layout_moves import move_at_random
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
-# What pricing a layout costs beside its simulation, in events.
+# The work of one move beside simulated events, in as many events: of each move, stage and device.
 _EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
 
 # Moves in a row that are accepted by an estimate of the contention, not by a simulation of it.
@@ -48,7 +48,7 @@ def anneal(
 
     A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
     falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that their placement is not searched. ``judge_early``: see ``price_layout``.
+    after each move, so that their placement is not searched. ``judge_early``: see ``simulate_layout``.
     ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
 
     ``contention``: whether it counts. Simulating it takes about 25 times as long as the step without it, and hardly
@@ -61,9 +61,9 @@ def anneal(
     if placing != FREE:
         _deal(start, placing)
     copy_layout(start, now)
-    alone = price_layout(t, now, w, np.inf, judge_early)
-    price = add_contention(t, now, w, alone, np.inf, judge_early) if contention else alone
-    seconds, factor, estimates = price.seconds, price.seconds / alone.seconds, 0
+    alone = simulate_layout(t, now, w, np.inf, judge_early)
+    step = add_contention(t, now, w, alone, np.inf, judge_early) if contention else alone
+    seconds, factor, estimates = step.seconds, step.seconds / alone.seconds, 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
         copy_layout(now, trial)
@@ -74,22 +74,22 @@ def anneal(
             _deal(trial, placing)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_layout(t, trial, w, ceiling, judge_early)
-        left -= price.events
-        if price.seconds >= ceiling:
+        step = simulate_layout(t, trial, w, ceiling, judge_early)
+        left -= step.events
+        if step.seconds >= ceiling:
             continue
         if contention:
-            alone, estimate = price, price.seconds * factor
+            alone, estimate = step, step.seconds * factor
             if estimates < _MOST_ESTIMATES and least * (1 - 1e-12) < estimate < ceiling:
                 seconds, estimates = estimate, estimates + 1
                 copy_layout(trial, now)
                 continue
-            price = add_contention(t, trial, w, alone, ceiling, judge_early)
-            left -= price.events - alone.events
-            if price.seconds >= ceiling:
+            step = add_contention(t, trial, w, alone, ceiling, judge_early)
+            left -= step.events - alone.events
+            if step.seconds >= ceiling:
                 continue
-            factor, estimates = price.seconds / alone.seconds, 0
-        seconds = price.seconds
+            factor, estimates = step.seconds / alone.seconds, 0
+        seconds = step.seconds
         copy_layout(trial, now)
         if seconds < least * (1 - 1e-12):
             least = seconds

@@ -34,7 +34,7 @@ from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.named_orders import check_priced
+from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
@@ -240,7 +240,7 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
-    check_priced(name)
+    check_plannable(name)
     stages = count_stages(name)
     if stages is None:
         if chunked := chunked_policy(name):

@@ -29,13 +29,13 @@ from dapple_tf.planner.memory_fit import fit_memory
 from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.pricing import POLICIES, simulate_found_plans
 from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.refine import counts_contention, refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
 from dapple_tf.planner.single_moves import move_singly
+from dapple_tf.planner.step_simulation import POLICIES, simulate_found_plans
 from dapple_tf.planner.unequal_search import unequal_candidates
 from graph_passes.schedules.policies import is_searched
 from profiler.cluster import Cluster
@@ -166,7 +166,7 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
 def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
     """Return the fastest of the even stages and those whose cuts were searched for equal devices.
 
-    Both are priced on the devices as they are; the search of cuts does not know them.
+    Both are simulated on the devices as they are; the search for cuts takes all devices as equal.
     """
     found = [plan_chunked(problem), plan_gpipe(problem)]
     return rank_candidates(c for result in found if result for c in (result.chosen, *result.runners_up))

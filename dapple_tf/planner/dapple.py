@@ -52,11 +52,11 @@ def _choose_unequal(problem: PlanningProblem) -> PlannerResult | None:
         return None
     latency, _, least = min((_latency(problem, c), index, c) for index, c in enumerate(known) if _warms_up(c, known))
     others = [c for c in known if c.origin == "DP" and c.stages != least.stages]
-    chosen, *runners_up = (_price_again(problem, c) for c in (least, *others[:1]))
+    chosen, *runners_up = (_simulate_again(problem, c) for c in (least, *others[:1]))
     return PlannerResult(chosen, tuple(runners_up), formula_seconds=latency)
 
 
-def _price_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
     """Return a candidate that fits under the fastest policy of this problem."""
     found = problem.evaluate(
         candidate.stages, candidate.micro_batch_size, candidate.origin, recompute=candidate.recompute

@@ -1,4 +1,4 @@
-"""A plan as small arrays that a local search can change and price in microseconds: ``Layout`` and ``LayoutTables``.
+"""A plan as small arrays that a local search changes and simulates in microseconds: ``Layout`` and ``LayoutTables``.
 
 Letters: S stages, N blocks of layers, L layers, D devices, Z micro-batch sizes, M micro-batches.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import POLICIES
+from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.early_backward import early_backward_seconds
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Room for pricing layouts, so that nothing is allocated for each."""
+    """Arrays for simulating layouts, allocated once for all of them."""
 
     costs: Floats  # [7, most stages] forward, backward, send, exposed seconds; fixed, stash, working bytes
     arrival: Floats  # [most stages, most M]
@@ -82,7 +82,7 @@ class Workspace(NamedTuple):
     names: Integers  # [D] short names of the servers of one boundary, IDLE outside of ``measure_boundary``
 
 
-class LayoutPrice(NamedTuple):
+class LayoutStep(NamedTuple):
     """Seconds of a step (``UNFIT`` and more if it does not fit), simulated events, and the policy's index, or -1."""
 
     seconds: float
@@ -160,7 +160,7 @@ def copy_layout(source: Layout, target: Layout) -> None:
 
 @compiled
 def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> Workspace:
-    """Return room for pricing."""
+    """Return empty arrays for simulating layouts."""
     return Workspace(
         np.zeros((7, most_stages)),
         np.zeros((most_stages, most_micro_batches)),
@@ -269,21 +269,22 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 
 
 @compiled
-def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool) -> LayoutPrice:
-    """Return the price under the fastest policy allowed; infinite where it reaches ``ceiling`` seconds.
+def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool) -> LayoutStep:
+    """Return the step under the fastest policy allowed; its seconds are infinite where they reach ``ceiling``.
 
-    The K_i of that policy are left in ``w.best_warm_up``. Contention does not count; see ``price_with_contention``.
+    The K_i of that policy are left in ``w.best_warm_up``. Contention is left out; see ``simulate_with_contention``.
 
-    ``judge_early``: see ``early_backward_seconds``. GPipe hardly ever wins; it is then tried only where it is given.
+    ``judge_early``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
+    simulated only where the schedule names it.
     """
     lacking = fill_costs(t, layout, w)
     if lacking > 0:
-        return LayoutPrice(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
+        return LayoutStep(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
     best, events, fastest = np.inf, 0, -1
     bound = least_seconds(w.costs, stages, m)
     if bound >= ceiling:
-        return LayoutPrice(np.inf, 0, -1)
+        return LayoutStep(np.inf, 0, -1)
     c, warm_up = w.costs[:, :stages], w.warm_up[:stages]
     for policy in t.policies[::-1]:
         if judge_early and policy == _GPIPE and len(t.policies) > 1:
@@ -299,7 +300,7 @@ def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, 
             w.best_warm_up[:stages] = warm_up
             if seconds <= bound * (1 + 1e-9):
                 break
-    return LayoutPrice(best, events, fastest)
+    return LayoutStep(best, events, fastest)
 
 
 @compiled_part

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.planner.layout import Layout, LayoutPrice, LayoutTables, Workspace, price_layout
-from dapple_tf.planner.pricing import SHARED_EVENTS
+from dapple_tf.planner.layout import Layout, LayoutStep, LayoutTables, Workspace, simulate_layout
+from dapple_tf.planner.step_simulation import SHARED_EVENTS
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import measure_flows
 from dapple_tf.simulator.order import early_backward_order
@@ -15,23 +15,23 @@ from dapple_tf.simulator.transfer import measure_allreduce
 
 
 @compiled
-def price_with_contention(
+def simulate_with_contention(
     t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return the price with contention: at least ``ceiling``, perhaps infinite, where it reaches ``ceiling`` seconds.
+) -> LayoutStep:
+    """Return the step with contention; its seconds are ``ceiling`` or more, perhaps infinite, where they reach it.
 
-    See ``price_layout``. Contention never makes a step shorter, so a layout that reaches ``ceiling`` without it is not
-    simulated again. Only the policy that is the fastest without contention is simulated with it.
+    See ``simulate_layout``. Contention never makes a step shorter, so a layout that reaches ``ceiling`` without it is
+    not simulated again. Of the policies only the one that is the fastest without contention is simulated with it.
     """
-    alone = price_layout(t, layout, w, ceiling, judge_early)
+    alone = simulate_layout(t, layout, w, ceiling, judge_early)
     return add_contention(t, layout, w, alone, ceiling, judge_early)
 
 
 @compiled
 def add_contention(
-    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutPrice, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return the price with contention of a layout that ``price_layout`` has just priced without it, ``alone``."""
+    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutStep, ceiling: float, judge_early: bool
+) -> LayoutStep:
+    """Return the step with contention of a layout; ``alone``: what ``simulate_layout`` has just returned for it."""
     if alone.seconds >= ceiling or alone.policy < 0:
         return alone
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
@@ -48,7 +48,7 @@ def add_contention(
     seconds, actions = shared_step_seconds(
         order, forward, backward, backward[:0], send, send, rings, flows, ceiling, judge_early
     )
-    return LayoutPrice(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
+    return LayoutStep(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
 
 
 @compiled_part

@@ -12,10 +12,10 @@ from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.placement import device_indices
-from dapple_tf.planner.pricing import fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
+from dapple_tf.planner.step_simulation import fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.interrupts import check_stop

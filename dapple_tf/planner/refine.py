@@ -22,9 +22,9 @@ from dapple_tf.planner.layout import (
     make_layout,
     make_layout_tables,
     make_workspace,
-    price_layout,
+    simulate_layout,
 )
-from dapple_tf.planner.layout_contention import price_with_contention
+from dapple_tf.planner.layout_contention import simulate_with_contention
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 from dapple_tf.planner.threads import map_in_threads
@@ -42,7 +42,7 @@ _ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36
 _COLD = 0.0005  # the temperature at the end of a run
 _MOST_THREADS = 8
 _MOST_SCATTERED = 256  # devices
-_MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
+_MOST_CONTENDING = 128  # devices; on more, one simulation with contention takes milliseconds
 _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 
 
@@ -195,10 +195,10 @@ class _Search:
         def improve(seeded: tuple[_Run, np.uint64], workspace: Workspace) -> _Run:
             (layout, placing, _), seed = seeded
             random, share = np.array([seed], np.uint64), events // len(runs)
-            # ``judge_early`` is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
+            # ``judge_early`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
             anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random, stop)
             check_stop()
-            return _Run(layout, placing, self._price(layout, workspace, contention))
+            return _Run(layout, placing, self._simulate(layout, workspace, contention))
 
         stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
         done = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
@@ -206,11 +206,11 @@ class _Search:
 
     def seconds(self, layout: Layout, *, contention: bool) -> float:
         """Return the seconds of a layout's step."""
-        return self._price(layout, self.workspaces[0], contention)
+        return self._simulate(layout, self.workspaces[0], contention)
 
-    def _price(self, layout: Layout, workspace: Workspace, contention: bool) -> float:
-        price = price_with_contention if contention else price_layout
-        return price(self.tables, layout, workspace, np.inf, False).seconds
+    def _simulate(self, layout: Layout, workspace: Workspace, contention: bool) -> float:
+        simulate = simulate_with_contention if contention else simulate_layout
+        return simulate(self.tables, layout, workspace, np.inf, False).seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""

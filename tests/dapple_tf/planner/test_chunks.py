@@ -21,9 +21,9 @@ from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
-from dapple_tf.planner.chunk_pricing import CutPricer
 from dapple_tf.planner.chunk_search import interleaved_candidates
 from dapple_tf.planner.chunk_shapes import place_workers
+from dapple_tf.planner.chunk_simulation import CutSimulator
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
@@ -35,7 +35,7 @@ from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, clusters, make_cluster, make_profile, profiles
-from tests.dapple_tf.planner.exhaustive import Pricer, divisors
+from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors
 
 NAMES = ["interleaved-1f1b:v=2", "interleaved-1f1b:v=3", "looped-bfs:v=2", "looped-bfs:v=3"]
 V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
@@ -76,7 +76,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
     chain = make(case).chain
     memory, best = cluster.device_memory * (1 + 1e-12), math.inf
     for size in divisors(case.batch):
-        pricer = Pricer(profile, cluster, size, case.options["recompute"], case.options["overlap"], 2)
+        model = StageCostModel(profile, cluster, size, case.options["recompute"], case.options["overlap"], 2)
         for workers, r in itertools.product(range(1, cluster.devices + 1), range(1, size + 1)):
             stages = workers * chunks
             if workers * r > cluster.devices or stages > len(chain.positions) - 1:
@@ -85,7 +85,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
             for starts in itertools.combinations(chain.positions[1:-1], stages - 1):
                 bounds = (0, *starts, len(profile.layers))
                 worker_of = order.worker_map.worker_of
-                costs = pricer.costs(
+                costs = model.costs(
                     tuple(
                         (first, end, tuple(range(w * r, w * r + r)))
                         for (first, end), w in zip(itertools.pairwise(bounds), worker_of, strict=True)
@@ -355,13 +355,13 @@ def test_large_clusters_are_planned() -> None:
 
 
 def test_where_no_cuts_fit_the_memory_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, price = itertools.count(), CutPricer.price
+    looked, simulate = itertools.count(), CutSimulator.simulate
 
-    def count(pricer: CutPricer, costs: Any) -> Any:
+    def count(simulator: CutSimulator, costs: Any) -> Any:
         next(looked)
-        return price(pricer, costs)
+        return simulate(simulator, costs)
 
-    monkeypatch.setattr(CutPricer, "price", count)
+    monkeypatch.setattr(CutSimulator, "simulate", count)
     profile = make_profile(*[(1, 2, 1, 1, 10 + i % 7) for i in range(120)])
     problem = make_problem(profile, make_cluster(8, 8, memory=100), global_batch_size=64)
     assert not interleaved_candidates(problem, (2, 4), math.inf)

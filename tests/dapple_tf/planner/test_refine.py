@@ -1,4 +1,4 @@
-"""The local search: its prices, its plans against all assignments of devices, and cases that planners missed."""
+"""The local search: its steps, its plans against all assignments of devices, and cases that planners missed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import dapple_tf as dapple
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace, price_layout
-from dapple_tf.planner.layout_contention import price_with_contention
+from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace, simulate_layout
+from dapple_tf.planner.layout_contention import simulate_with_contention
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refine import layout_of, refine
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 from tests.dapple_tf.planner.builders import Case, cases
-from tests.dapple_tf.planner.exhaustive import Pricer, divisors, step_of
+from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, step_of
 
 MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
 
@@ -36,9 +36,9 @@ def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
     workspace = make_workspace(room, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
-        price = price_layout(tables, layout_of(problem, tables.moves.sizes, candidate), workspace, np.inf, False)
-        assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
-        assert price.seconds < UNFIT
+        step = simulate_layout(tables, layout_of(problem, tables.moves.sizes, candidate), workspace, np.inf, False)
+        assert step.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        assert step.seconds < UNFIT
 
 
 @given(cases())
@@ -50,8 +50,8 @@ def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> N
     workspace = make_workspace(room, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        price = price_with_contention(tables, layout, workspace, np.inf, False)
-        assert price.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        step = simulate_with_contention(tables, layout, workspace, np.inf, False)
+        assert step.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
 def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
@@ -59,8 +59,9 @@ def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
     profile, cluster = problem.profile, problem.cluster
     layers, devices = len(profile.layers), range(cluster.devices)
     for size in divisors(problem.global_batch_size):
-        pricers = {
-            again: Pricer(profile, cluster, size, again, False, problem.optimizer_slots) for again in (False, True)
+        models = {
+            again: StageCostModel(profile, cluster, size, again, False, problem.optimizer_slots)
+            for again in (False, True)
         }
         for count in range(1, min(most_stages, layers) + 1):
             for cuts in itertools.combinations(range(1, layers), count - 1):
@@ -71,10 +72,10 @@ def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
                         continue
                     stages = [(bounds[s], bounds[s + 1], sets[s]) for s in range(count)]
                     for flags in itertools.product((False, True), repeat=count):
-                        costs = pricers[False].costs(tuple(stages))
+                        costs = models[False].costs(tuple(stages))
                         for s, again in enumerate(flags):
                             if again:
-                                row = pricers[True].stage(stages[s])
+                                row = models[True].stage(stages[s])
                                 costs.forward[s], costs.backward[s], costs.exposed[s] = row[:3]
                                 costs.fixed[s], costs.stash[s] = row[3:]
                         yield from step_of(costs, problem.global_batch_size // size, cluster.device_memory).values()
@@ -98,7 +99,7 @@ def test_no_assignment_of_devices_is_faster_on_small_clusters(seed: int) -> None
         Link(draw.choice(speeds), 0.1),
         links,
     )
-    # The local search prices without contention.
+    # The local search simulates without contention.
     problem = make_problem(Profile("net", 1, "test", tuple(layers)), cluster, global_batch_size=6, contention=False)
     least = min(all_plans(problem, 3), default=np.inf)
     decision = plan_best(problem, chunks=())

@@ -241,7 +241,7 @@ def test_no_event_is_sooner_than_without_contention(case: Case) -> None:
 
 
 @given(cases())
-def test_the_compiled_price_of_a_step_is_its_execution(case: Case) -> None:
+def test_the_compiled_seconds_of_a_step_are_those_of_its_execution(case: Case) -> None:
     costs, order = case.costs(), encode(case.schedule)
     *seconds, _ = arrays(costs, bool(case.schedule.split))
     assert (

@@ -95,8 +95,8 @@ def test_equal_sizes_may_travel_together() -> None:
     assert (starts["0F1"], starts["1F0"]) == (0.5, 1 + 2 * 1.5)
 
 
-def test_planners_do_not_price_what_travels_together() -> None:
-    with pytest.raises(ScheduleError, match=r"planners do not price .* travel together \(0F0\+\): leave out the '\+'"):
+def test_planners_do_not_simulate_what_travels_together() -> None:
+    with pytest.raises(ScheduleError, match=r"planners do not simulate .* travel together \(0F0\+\): leave out"):
         named_order("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", 2, 2)
 
 

@@ -1,4 +1,4 @@
-"""The price of cuts of a plan with several stages per device: its simulated step, and the memory that it lacks."""
+"""Simulate cuts of a plan with several stages per device: the seconds of its step, and the memory that it lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_sums
 from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, place_workers
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import StageCostArrays, order_seconds
+from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks
@@ -62,17 +62,17 @@ class WorkerLinks(NamedTuple):
     allreduce_per_byte: Floats
 
 
-class Price(NamedTuple):
-    """The price of cuts: bytes that the device with the least room lacks, which decide, then seconds of a step.
+class CutResult(NamedTuple):
+    """The bytes that the fullest device lacks (0: all devices fit), and the seconds of a step (infinite if some lack).
 
-    The seconds are infinite where memory is lacking.
+    Of two results the one that lacks fewer bytes is better; of two that fit, the one with fewer seconds.
     """
 
     lacking_bytes: float
     seconds: float
 
-    def beats(self, other: Price) -> bool:
-        """Return whether this is less than ``other`` by more than rounding."""
+    def beats(self, other: CutResult) -> bool:
+        """Return whether this is better than ``other`` by more than rounding."""
         if self.lacking_bytes or other.lacking_bytes:
             return self.lacking_bytes < other.lacking_bytes * (1 - 1e-9)
         return self.seconds < other.seconds * (1 - 1e-9)
@@ -131,8 +131,8 @@ class CostSource:
         return WorkerLinks(np.array(worker_of, np.int64), *np.array(moved).T.copy(), *np.array(rings).T.copy())
 
 
-class CutPricer:
-    """Prices cuts of one shape on some ``devices`` of each worker, for micro-batches of ``size`` samples.
+class CutSimulator:
+    """Simulates cuts of one shape on some ``devices`` of each worker, for micro-batches of ``size`` samples.
 
     ``starts``, of its methods: the first block of each stage.
     """
@@ -163,15 +163,17 @@ class CutPricer:
         """Return a lower bound of the seconds of a step."""
         return float(_bound(costs, self._links.worker_of, self.micro_batches))
 
-    def price(self, costs: StageCostArrays) -> Price:
-        """Return the price of stages with these costs. Raises ScheduleError where the schedule is not for M."""
+    def simulate(self, costs: StageCostArrays) -> CutResult:
+        """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
         ordered = self._ordered
         bytes_of = costs.fixed_bytes + costs.working_bytes + ordered.in_flight * costs.stash_bytes
-        if np.bincount(self._links.worker_of, bytes_of).max() > self._memory:  # as if all stages held most at one time
+        if (
+            np.bincount(self._links.worker_of, bytes_of).max() > self._memory
+        ):  # an upper bound: as if all stages had their peaks at once
             peak = float(self.peaks(costs).max())
             if peak > self._memory:
-                return Price(peak - self._memory, np.inf)
-        return Price(0.0, order_seconds(ordered.order, costs))
+                return CutResult(peak - self._memory, np.inf)
+        return CutResult(0.0, order_seconds(ordered.order, costs))
 
     def peaks(self, costs: StageCostArrays) -> Floats:
         """Return the most bytes that a device of each worker holds."""
