@@ -147,10 +147,10 @@ class _Challenge:
                     if not cuts:
                         return None
                     at = draw.randrange(len(cuts))
-                    place = self.cuts.index(cuts[at]) + draw.choice((-3, -2, -1, -1, 1, 1, 2, 3))
-                    if not 0 <= place < len(self.cuts):
+                    index = self.cuts.index(cuts[at]) + draw.choice((-3, -2, -1, -1, 1, 1, 2, 3))
+                    if not 0 <= index < len(self.cuts):
                         return None
-                    cuts[at] = self.cuts[place]
+                    cuts[at] = self.cuts[index]
                 case 1:  # devices to another stage, or to none
                     to = draw.randrange(-1, len(sets))
                     count = draw.choice((1, 1, 2, 4))
@@ -165,7 +165,7 @@ class _Challenge:
                     if not unused:
                         return None
                     sets[stage] += draw.sample(sorted(unused), draw.randint(1, len(unused)))
-                case 3:  # devices of two stages change places
+                case 3:  # two stages exchange devices
                     other = draw.randrange(len(sets))
                     a, b = draw.randrange(len(sets[stage])), draw.randrange(len(sets[other]))
                     sets[stage][a], sets[other][b] = sets[other][b], sets[stage][a]

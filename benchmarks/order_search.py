@@ -22,11 +22,11 @@ def draw_problem(generator: np.random.Generator) -> tuple[WorkerMap, int, list[A
     """
     workers, chunks = int(generator.integers(2, 9)), int(generator.choice([1, 1, 2]))
     micro_batches = int(generator.integers(workers, 4 * workers + 1))
-    place = WorkerMap.looped if generator.random() < 0.5 else WorkerMap.waves
+    make_map = WorkerMap.looped if generator.random() < 0.5 else WorkerMap.waves
     spread, sends = float(generator.choice([1.01, 1.5, 3.0])), float(generator.choice([0.0, 0.2, 0.5]))
     costs = [make_cost(*generator.uniform(1, spread, 3), generator.uniform(0, sends)) for _ in range(workers * chunks)]
     memory = workers * chunks * float(generator.choice([1.0, 1.5, 2.0, 1000.0]))
-    return place(workers, chunks), micro_batches, costs, memory
+    return make_map(workers, chunks), micro_batches, costs, memory
 
 
 def make_cost(forward: float, inputs: float, weights: float, send: float) -> Any:

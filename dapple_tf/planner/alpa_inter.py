@@ -71,7 +71,7 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
     for size in problem.micro_batch_sizes:
         sliced = slice_operators(mesh_costs(problem, chain, meshes, size))
         if sliced:
-            stages = _place(problem, chain, meshes, sliced)
+            stages = _assign_devices(problem, chain, meshes, sliced)
             found.append(problem.evaluate(stages, size, "alpa-inter", schedule))
     return PlannerResult.fastest(found)
 
@@ -128,10 +128,10 @@ def _limit_layers(chain: Chain, meshes: Submeshes) -> Chain:
     return chain if fewer == blocks else coarsen(chain, fewer)
 
 
-def _place(
+def _assign_devices(
     problem: PlanningProblem, chain: Chain, meshes: Submeshes, sliced: tuple[tuple[int, int, int], ...]
 ) -> tuple[StagePlan, ...]:
-    """Return the stages; the largest submeshes are placed first, server by server (the proof of theorem 1)."""
+    """Return the stages with their devices; the largest submeshes get theirs first, server by server (theorem 1)."""
     sizes = [meshes.sizes[mesh] for _, _, mesh in sliced]
     first = 0
     devices = dict[int, tuple[int, ...]]()

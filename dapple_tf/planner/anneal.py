@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.planner.device_moves import deal_devices
+from dapple_tf.planner.device_moves import assign_devices
 from dapple_tf.planner.draws import draw_share
 from dapple_tf.planner.layout import (
     Layout,
@@ -25,8 +25,9 @@ _EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
 # Moves in a row that are accepted by an estimate of the contention, not by a simulation of it.
 _MOST_ESTIMATES = 3
 
-# Where the devices of the stages are: anywhere; in the order of the places; each stage on many servers; or the first
-# half of the stages each on many servers, and the others in the order of the places.
+# Rules that assign devices to stages. FREE: none, since moves assign them. IN_ORDER: stages take devices in the device
+# order. SCATTERED: the devices of each stage are spread evenly over it. HALF_SCATTERED: those of the first half of the
+# stages are, and the other stages take devices in order.
 FREE, IN_ORDER, SCATTERED, HALF_SCATTERED = 0, 1, 2, 3
 
 
@@ -35,7 +36,7 @@ def anneal(
     t: LayoutTables,
     start: Layout,
     w: Workspace,
-    placing: int,
+    rule: int,
     events: int,
     hot: float,
     cold: float,
@@ -44,22 +45,22 @@ def anneal(
     random: Integers,
     stop: NDArray[np.bool_],
 ) -> float:
-    """Improve ``start`` in place to the best layout met, and return its seconds.
+    """Overwrite ``start`` with the fastest layout found, and return its seconds.
 
-    A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
-    falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that their placement is not searched. ``judge_early``: see ``simulate_layout``.
+    A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
+    temperature falls from ``hot`` to ``cold`` as ``events`` are used up. ``rule``: assigns devices to stages after each
+    move, so that the placement is not searched; FREE: the moves do. ``judge_early``: see ``simulate_layout``.
     ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
 
-    ``contention``: whether it counts. Simulating it takes about 25 times as long as the step without it, and hardly
-    ever rejects a layout that is fast enough without it. So up to three moves in a row are accepted if the layout is
-    fast enough with the contention of the last layout that was simulated: with as large a factor on its seconds. What
-    may be the best layout so far is always simulated.
+    ``contention``: whether it is simulated. That takes about 25 times as long as the step without it, and hardly ever
+    rejects a layout that is fast enough without it. So up to three moves in a row are accepted by an estimate: the
+    seconds without contention, times the factor that contention had on the last layout simulated with it. A layout
+    that may be the fastest so far is always simulated.
     """
     room, devices = len(start.recompute), len(start.owner)
     now, trial = make_layout(room, devices), make_layout(room, devices)
-    if placing != FREE:
-        _deal(start, placing)
+    if rule != FREE:
+        _assign(start, rule)
     copy_layout(start, now)
     alone = simulate_layout(t, now, w, np.inf, judge_early)
     step = add_contention(t, now, w, alone, np.inf, judge_early) if contention else alone
@@ -70,8 +71,8 @@ def anneal(
         left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
         if not move_at_random(t.moves, trial, random):
             continue
-        if placing != FREE:
-            _deal(trial, placing)
+        if rule != FREE:
+            _assign(trial, rule)
         temperature = hot * (cold / hot) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
         step = simulate_layout(t, trial, w, ceiling, judge_early)
@@ -98,9 +99,9 @@ def anneal(
 
 
 @compiled_part
-def _deal(layout: Layout, placing: int) -> None:
-    """Deal all devices to the stages anew, as many to each as before."""
+def _assign(layout: Layout, rule: int) -> None:
+    """Assign all devices to the stages again by a rule, as many to each as before."""
     stages = layout.shape[0]
-    deal_devices(layout, 0, stages, placing == SCATTERED)
-    if placing == HALF_SCATTERED:
-        deal_devices(layout, 0, (stages - 1) // 2, True)
+    assign_devices(layout, 0, stages, rule == SCATTERED)
+    if rule == HALF_SCATTERED:
+        assign_devices(layout, 0, (stages - 1) // 2, True)

@@ -51,7 +51,7 @@ _REFINED = 3
 _LOCAL_EVENTS = 1_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _LOCAL_SEARCHES = 2  # a second one starts from what the first has found, if that is faster
-_FEW_PLACES = 64  # blocks times devices; with fewer there is less to search
+_SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
 _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
@@ -154,7 +154,7 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
         # steps are longer, by up to 0.3%, and none of the partial ones.
         candidates += _other_sizes(problem, candidates)
-        # Reason: policies place devices in a few ways only, and a partial search leaves out more.
+        # Reason: the policies reach few placements, and a partial search leaves out more.
         for _ in range(_LOCAL_SEARCHES):
             found = _refined_candidates(problem, candidates, binds)
             if _least_seconds(found) >= _least_seconds(candidates):
@@ -294,7 +294,7 @@ def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate
     if problem.schedule in (*POLICIES, "auto"):
         blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
         more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)
-        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _FEW_PLACES))
+        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _SMALL_PROBLEM))
         found = refine(problem, candidates, events, may_recompute=binds)
         if counts_contention(problem):
             return found

@@ -160,14 +160,14 @@ def _rank(entry: _Entry) -> tuple[float, ...]:
 
 
 def _start(problem: PlanningProblem, shapes: Iterable[ChunkShape], ceiling: float) -> Iterator[_Entry]:
-    """Yield the shapes in each place and at each micro-batch size, cut evenly by the seconds of the profile's batch."""
+    """Yield each shape with each placement and micro-batch size, cut evenly by the seconds of the profile's batch."""
     source, even = CostSource(problem), dict[WorkerMap, Integers]()
     for shape in shapes:
         sizes = [size for size in problem.micro_batch_sizes if size >= shape.replicas]  # each replica needs a sample
         sizes = [size for size in sizes if source.least_seconds(shape, size) < ceiling * _ALMOST]
         if sizes and shape.workers not in even:
             even[shape.workers] = source.even_starts(shape.workers)
-        for devices in source.places(shape) if sizes else ():
+        for devices in source.placements(shape) if sizes else ():
             links = source.worker_links(shape, devices)
             for size in sizes:
                 simulator = CutSimulator(source, shape, devices, links, size)

@@ -100,10 +100,10 @@ def _even_counts(total: int, most: int) -> list[int]:
     return [count for count in range(1, most + 1) if total % count == 0 or count == most]
 
 
-def place_workers(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
+def list_worker_placements(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
     """Return the devices of each worker by each placement policy (DAPPLE, section IV.B), on ``total`` devices.
 
-    Servers are taken in each of ``server_orders``. Of placements on the same servers the first is kept.
+    The policies take servers in each of ``server_orders``.
     """
     homes, found = cluster.homes, dict[Groups, Groups]()
     for order in server_orders(cluster):
@@ -111,7 +111,7 @@ def place_workers(cluster: Cluster, total: int, workers: int, replicas: int) -> 
         for server in order:
             sizes.append(min(cluster.servers[server].devices, left))
             left -= sizes[-1]
-        for policy in (append_first, scatter_first, fresh_first):  # of equally good places those in order are taken
+        for policy in (append_first, scatter_first, fresh_first):  # of placements on the same servers the first is kept
             used, groups = (0,) * len(sizes), []
             for _ in range(workers):
                 after = policy(used, tuple(sizes), replicas)

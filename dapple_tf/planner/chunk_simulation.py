@@ -11,7 +11,7 @@ import numpy as np
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_sums
-from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, place_workers
+from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
@@ -79,14 +79,14 @@ class CutResult(NamedTuple):
 
 
 class CostSource:
-    """The costs of a problem's blocks and links, and the places of its workers, each computed once."""
+    """The costs of a problem's blocks and links, and the placements of its workers, each computed once."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
         self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
-        self._places: dict[tuple[int, int, int], Sequence[Groups]] = {}
+        self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return seconds that no cuts for micro-batches of ``size`` samples go below: all work, spread evenly."""
@@ -112,12 +112,12 @@ class CostSource:
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
         return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
 
-    def places(self, shape: ChunkShape) -> Sequence[Groups]:
-        """Return the devices of each worker, in each way that differs."""
+    def placements(self, shape: ChunkShape) -> Sequence[Groups]:
+        """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
         key = shape.total, shape.workers.workers, shape.replicas
-        if key not in self._places:
-            self._places[key] = place_workers(self.problem.cluster, *key)
-        return self._places[key]
+        if key not in self._placements:
+            self._placements[key] = list_worker_placements(self.problem.cluster, *key)
+        return self._placements[key]
 
     def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""

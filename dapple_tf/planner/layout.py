@@ -58,15 +58,15 @@ class LayoutTables(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Stages as arrays. The devices of a stage are those at its places, in the order of the places.
+    """Stages as arrays, and the devices in an order: those of a stage have it as ``owner``, and keep that order.
 
     ``shape``: S, and the index of the micro-batch size.
     """
 
     shape: NDArray[np.int64]  # [2]
     starts: NDArray[np.int64]  # [most stages + 1] the first block of each stage; entry S is N
-    owner: NDArray[np.int64]  # [D] the stage of each place, or IDLE
-    device_at: NDArray[np.int64]  # [D] the device at each place
+    owner: NDArray[np.int64]  # [D] the stage of each device, in the device order, or IDLE
+    device_at: NDArray[np.int64]  # [D] the device order: the device at each index
     recompute: NDArray[np.bool_]  # [most stages]
 
 
@@ -213,11 +213,11 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
         if s and not t.splittable[layout.starts[s]] and r != w.offsets[s] - w.offsets[s - 1]:
             return np.inf
         w.offsets[s + 1] += w.offsets[s]
-    place = w.offsets[:stages].copy()
+    entry = w.offsets[:stages].copy()
     for i, s in enumerate(layout.owner):
         if s >= 0:
-            w.servers[place[s]] = t.moves.homes[layout.device_at[i]]
-            place[s] += 1
+            w.servers[entry[s]] = t.moves.homes[layout.device_at[i]]
+            entry[s] += 1
     lacking, scale = 0.0, t.scale[z]
     for s in range(stages):
         first, end = layout.starts[s], layout.starts[s + 1]

@@ -35,7 +35,9 @@ from profiler.cores import count_cores
 
 _SEED = 88172645463325252
 _STARTS, _KEPT = 3, 8
-_DEALT, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))  # shares of the events
+_BY_RULE, _NEAR, _FREE = (
+    weight / 36 for weight in (2, 1, 1)
+)  # shares of the events: runs by a rule, from the starts, without a rule
 # The final rounds: how many of the best layouts go on, their share of the events, and the temperature at the beginning.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
 _ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36, 0.01))
@@ -51,8 +53,8 @@ def refine(
 ) -> list[Candidate]:
     """Return the plan that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
-    First the placement follows from the replica counts: stages take devices in order, or all stages or the first half
-    of them are spread over the servers. Then the placement is searched, too, and at last with contention (see
+    First a rule gives the placement for the replica counts: stages take devices in order, or all stages, or the first
+    half of them, are spread over the servers. Then the placement is searched too, and at last with contention (see
     ``counts_contention``), in rounds from which fewer and fewer layouts go on (successive halving); they end where all
     layouts are equally fast. Threads, one on each core, search the layouts of a round. The same problem and number of
     simulated ``events`` give the same plan, on any number of cores.
@@ -63,12 +65,12 @@ def refine(
     if search is None:
         return []
     starts = search.starts(candidates, _STARTS)
-    ways = itertools.product(search.orders, search.placings, starts)
-    dealt = [_Run(search.reorder(start, order), placing) for order, placing, start in ways]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
+    ways = itertools.product(search.orders, search.rules, starts)
+    by_rule = [_Run(search.reorder(start, order), rule) for order, rule, start in ways]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.2)[: _KEPT * 2]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.05)
     near = search.run_all([_Run(search.copy(start)) for start in starts], int(events * _NEAR), 0.01)
-    free = [_Run(run.layout) for run in _fastest([*dealt, *near])]
+    free = [_Run(run.layout) for run in _fastest([*by_rule, *near])]
     free = search.run_all(free, int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
@@ -99,7 +101,7 @@ def counts_contention(problem: PlanningProblem) -> bool:
 
 
 def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -> Layout:
-    """Return the layout of a candidate, with its devices at the places of their numbers; ``sizes``: of the tables."""
+    """Return the layout of a candidate, with the devices in the order of their numbers; ``sizes``: of the tables."""
     blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
     layout = make_layout(min(devices, blocks), devices)
     block_of = {position: block for block, position in enumerate(problem.chain.positions)}
@@ -114,10 +116,10 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
 
 
 class _Run(NamedTuple):
-    """A layout to anneal, how devices are dealt to its stages (see ``anneal``), and the seconds of its step."""
+    """A layout to anneal, the rule that assigns devices to its stages (see ``anneal``), and the seconds of its step."""
 
     layout: Layout
-    placing: int = FREE
+    rule: int = FREE
     seconds: float = math.inf
 
 
@@ -130,15 +132,15 @@ def _fastest(runs: Iterable[_Run]) -> list[_Run]:
 class _Search:
     """The tables and workspaces of all runs of one local search.
 
-    ``workspaces``: one for each thread. ``orders``: of devices. ``placings``: how devices are dealt to stages (see
-    ``anneal``). ``seeds``: draws those of the runs' random numbers.
+    ``workspaces``: one for each thread. ``orders``: of devices. ``rules``: those that assign devices to
+    stages (see ``anneal``). ``seeds``: draws the seed of each run.
     """
 
     problem: PlanningProblem
     tables: LayoutTables
     workspaces: tuple[Workspace, ...]
     orders: tuple[tuple[int, ...], ...]
-    placings: tuple[int, ...]
+    rules: tuple[int, ...]
     room: int
     seeds: np.random.Generator
 
@@ -159,8 +161,8 @@ class _Search:
         workspaces = tuple(make_workspace(room, cluster.devices, most) for _ in range(threads))
         orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
         several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
-        placings = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
-        return _Search(problem, tables, workspaces, tuple(orders), placings, room, np.random.default_rng(_SEED))
+        rules = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
+        return _Search(problem, tables, workspaces, tuple(orders), rules, room, np.random.default_rng(_SEED))
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
@@ -183,22 +185,22 @@ class _Search:
         return same
 
     def reorder(self, layout: Layout, order: Sequence[int]) -> Layout:
-        """Return a copy whose places have devices in this order, each of the same stage as before."""
+        """Return a copy with the devices in this order, each with the same owner as before."""
         copy = self.copy(layout)
         copy.device_at[:] = order
         copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
         return copy
 
     def run_all(self, runs: Sequence[_Run], events: int, hot: float, *, contention: bool = False) -> list[_Run]:
-        """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
+        """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first."""
 
         def improve(seeded: tuple[_Run, np.uint64], workspace: Workspace) -> _Run:
-            (layout, placing, _), seed = seeded
+            (layout, rule, _), seed = seeded
             random, share = np.array([seed], np.uint64), events // len(runs)
             # ``judge_early`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
-            anneal(self.tables, layout, workspace, placing, share, hot, _COLD, True, contention, random, stop)
+            anneal(self.tables, layout, workspace, rule, share, hot, _COLD, True, contention, random, stop)
             check_stop()
-            return _Run(layout, placing, self._simulate(layout, workspace, contention))
+            return _Run(layout, rule, self._simulate(layout, workspace, contention))
 
         stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
         done = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)

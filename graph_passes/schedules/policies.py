@@ -40,13 +40,13 @@ class ChunkedPolicy:
 
     ``option``: the letter of the option that gives the number of stages per worker, in units of ``unit`` stages, and
     its ``default``; without a letter the number is always the same. ``build`` takes the number of workers, the option's
-    value and the number of micro-batches, and returns the schedule. ``place`` takes the numbers of workers and of
+    value and the number of micro-batches, and returns the schedule. ``worker_map`` takes the numbers of workers and of
     stages per worker, and returns the worker map. ``splits``: whether gradients of weights are actions of their own.
     """
 
     option: str | None
     default: int
-    place: Callable[[int, int], WorkerMap]
+    worker_map: Callable[[int, int], WorkerMap]
     build: Callable[[int, int, int], Schedule]
     unit: int = 1
     splits: bool = False
@@ -232,7 +232,7 @@ def worker_map_of(name: str, stages: int) -> WorkerMap:
         return schedule.worker_map
     if chunked := chunked_policy(name):
         policy, chunks = chunked
-        return policy.place(_count_workers(name, stages, chunks), chunks)
+        return policy.worker_map(_count_workers(name, stages, chunks), chunks)
     return WorkerMap.straight(stages)
 
 

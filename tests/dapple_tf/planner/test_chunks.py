@@ -22,7 +22,7 @@ from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
 from dapple_tf.planner.chunk_search import interleaved_candidates
-from dapple_tf.planner.chunk_shapes import place_workers
+from dapple_tf.planner.chunk_shapes import list_worker_placements
 from dapple_tf.planner.chunk_simulation import CutSimulator
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.engine import step_seconds
@@ -57,15 +57,15 @@ def most_bytes(schedule: Schedule, worker: int, stash: list[float]) -> float:
     stages = len(schedule.stages)
     actions = schedule.workers[worker]
     users: dict[tuple[int, int], int] = {}  # the last action of each stage and micro-batch
-    for place, action in enumerate(actions):
-        users[action.stage, action.micro_batch] = place
+    for index, action in enumerate(actions):
+        users[action.stage, action.micro_batch] = index
     held, most = set[tuple[int, int]](), 0.0
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         key = action.stage, action.micro_batch
         if not any(needed.stage == action.stage for needed in dependencies(action, stages)):
             held.add(key)
             most = max(most, sum(stash[stage] for stage, _ in held))
-        if users[key] == place:
+        if users[key] == index:
             held.remove(key)
     return most
 
@@ -119,7 +119,7 @@ def profile_bytes(profile: Profile, first: int, end: int) -> float:
 
 @st.composite
 def small_cases(draw: st.DrawFn) -> Case:
-    """Draw problems of at most three devices, all of one server or one a server, so that policies place them alike."""
+    """Draw problems of at most three devices, on one server or one each, where all policies give the same placement."""
     cluster = draw(clusters(True, topologies=((1,), (2,), (3,), (1, 1), (1, 1, 1))))
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
     return Case(draw(profiles(5, free=False)), cluster, draw(st.sampled_from([1, 2, 3, 4])), options)
@@ -328,11 +328,11 @@ def test_a_schedule_given_by_its_actions_is_planned_on_its_workers(
 
 
 def test_workers_are_placed_by_each_policy_where_they_differ() -> None:
-    assert place_workers(make_cluster(2, 2), 4, 2, 2) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    assert place_workers(make_cluster(4), 4, 2, 2) == (((0, 1), (2, 3)),)
+    assert list_worker_placements(make_cluster(2, 2), 4, 2, 2) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert list_worker_placements(make_cluster(4), 4, 2, 2) == (((0, 1), (2, 3)),)
     # On the first three of six devices, and the larger server first.
-    assert ((2,), (3,), (4,)) in place_workers(make_cluster(2, 4), 3, 3, 1)
-    assert place_workers(make_cluster(2, 4), 3, 3, 1)[0] == ((0,), (1,), (2,))
+    assert ((2,), (3,), (4,)) in list_worker_placements(make_cluster(2, 4), 3, 3, 1)
+    assert list_worker_placements(make_cluster(2, 4), 3, 3, 1)[0] == ((0,), (1,), (2,))
 
 
 def test_cuts_one_move_away_keep_every_stage() -> None:

@@ -160,13 +160,13 @@ def cases(draw: st.DrawFn, *, overlap: bool = False, sized: bool = False) -> Cas
     schedule, cluster = draw(schedules()), draw(clusters())
     worker_of = schedule.worker_map.worker_of
     stages, workers = len(worker_of), len(schedule.workers)
-    places = draw(st.permutations(range(cluster.devices)))
+    device_order = draw(st.permutations(range(cluster.devices)))
     counts, used = draw(st.lists(st.integers(1, 3), min_size=workers, max_size=workers)), 0
     devices = []
     for count in counts:
         left = cluster.devices - used - (workers - len(devices) - 1)
         count = min(count, left)
-        devices.append(tuple(sorted(places[used : used + count])))
+        devices.append(tuple(sorted(device_order[used : used + count])))
         used += count
     per_stage = st.lists(small, min_size=stages, max_size=stages).map(tuple)
     layers = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=3).map(tuple)

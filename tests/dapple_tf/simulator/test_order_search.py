@@ -48,14 +48,14 @@ def step(schedule: Schedule, costs: list[StageCosts]) -> float:
 @st.composite
 def cost_vectors(draw: st.DrawFn) -> tuple[WorkerMap, int, list[StageCosts], float]:
     workers, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    place = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
+    make_map = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
     seconds = st.floats(0.25, 4)
     costs = [
         cost(draw(seconds), draw(seconds), draw(seconds), draw(st.sampled_from([0.0, 0.3])))
         for _ in range(workers * chunks)
     ]
     memory = draw(st.sampled_from([chunks, 1.5 * chunks, workers * chunks, 2 * workers * chunks, 1000]))
-    return place(workers, chunks), draw(st.integers(1, 8)), costs, float(memory)
+    return make_map(workers, chunks), draw(st.integers(1, 8)), costs, float(memory)
 
 
 @settings(max_examples=30)
@@ -111,8 +111,8 @@ def test_no_order_of_two_stages_beats_the_bound_and_the_search_finds_the_best(
 
 
 def _before(row: tuple[Action, ...], m: int) -> bool:
-    places = [next(i for i, a in enumerate(row) if (a.kind, a.micro_batch) == (kind, m)) for kind in "FIW"]
-    return places == sorted(places)
+    positions = [next(i for i, a in enumerate(row) if (a.kind, a.micro_batch) == (kind, m)) for kind in "FIW"]
+    return positions == sorted(positions)
 
 
 def test_equal_stages_reach_the_bound_with_enough_memory() -> None:

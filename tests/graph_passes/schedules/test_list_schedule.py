@@ -71,8 +71,8 @@ def test_limits_that_hold_no_micro_batch_leave_no_order() -> None:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[WorkerMap, int, list[StageTimes], ListRule]:
     workers, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    place = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
-    worker_map = place(workers, chunks)
+    make_map = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
+    worker_map = make_map(workers, chunks)
     seconds = st.floats(0.125, 4, allow_subnormal=False)
     times = []
     for _ in range(worker_map.stages):
