@@ -98,12 +98,12 @@ def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
 def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
     """Yield the partition of each micro-batch size under 1F1B-AS and FBP-AS that fits, with simulated seconds."""
     for size in problem.micro_batch_sizes:
-        for schedule, stand_in in AS_SCHEDULES.items():
+        for schedule, synchronous in AS_SCHEDULES.items():
             found = _partition(problem, size, schedule)
             if found is None:
                 continue
             network, cuts, is_bound = found
-            name = stand_in if problem.schedule == "auto" else problem.schedule
+            name = synchronous if problem.schedule == "auto" else problem.schedule
             candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
             if candidate is not None:
                 forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))

@@ -79,7 +79,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
         candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
         unsearched = 0.0
     else:
-        candidates, unsearched = _straight_candidates(problem)
+        candidates, unsearched = _one_stage_candidates(problem)
     if problem.schedule == "auto" and chunks:
         # Reason: with few micro-batches the bubble of one stage per device is long, and no search above shortens it.
         least = _least_seconds(candidates)
@@ -93,7 +93,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     return rank_candidates(candidates, unsearched)
 
 
-def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
+def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every

@@ -4,7 +4,7 @@ A *label* is a plan of the first j blocks. Its *state* is (j, p), where p is the
 placement says which devices are in use, and so stands for m and g of T_PL(j, m, g) in DAPPLE, section IV.C. The paper
 keeps one label for each state; here a state has room for ``width`` labels. Label -1 is the empty plan.
 
-Functions that take ``Labels`` (or ``CostTables``) in an inner loop must be straight-line code or one conditional
+Functions that take ``Labels`` (or ``CostTables``) in an inner loop must have no branch but one conditional
 expression. Numba counts references to every array of the tuple, and it removes that counting only from such functions.
 """
 

@@ -36,7 +36,7 @@ class MemoryLimit:
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
     """Return the device of each stage that is the first to run out of memory; ``costs``: of each stage."""
     limits: dict[int, MemoryLimit] = {}
-    for stages in plan.worker_map.chunks:
+    for stages in plan.worker_map.stages_of:
         fixed, stage = sum(costs[s].fixed_bytes for s in stages), plan.stages[stages[0]]
         most = max(stage.fractions)
         found = [
@@ -56,7 +56,7 @@ def fit_to_one_limit(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) 
         return tuple(costs), cluster.memories[0]
     limits = memory_limits(plan, costs, cluster)
     largest = max(limit.room for limit in limits)
-    first = {stages[0] for stages in plan.worker_map.chunks}  # counted once on each worker
+    first = {stages[0] for stages in plan.worker_map.stages_of}  # counted once on each worker
     missing = [largest - limit.room if stage in first else 0.0 for stage, limit in enumerate(limits)]
     padded = [replace(cost, fixed_bytes=cost.fixed_bytes + more) for cost, more in zip(costs, missing, strict=True)]
     return tuple(padded), largest

@@ -101,7 +101,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
                     + max(working[s] for s in own)
                     + most_bytes(order, worker, costs.stash)
                     <= memory
-                    for worker, own in enumerate(order.worker_map.chunks)
+                    for worker, own in enumerate(order.worker_map.stages_of)
                 ):
                     forward, backward, exposed = (
                         np.array(row) for row in (costs.forward, costs.backward, costs.exposed)
@@ -145,7 +145,7 @@ def check(problem: PlanningProblem, plan: Plan, seconds: float) -> None:
     assert timeline.simulation is not None
     assert all(timeline.simulation.fits)
     wanted = worker_map_of(plan.schedule, len(plan.stages))
-    assert set(plan.worker_map.chunks) == set(wanted.chunks)
+    assert set(plan.worker_map.stages_of) == set(wanted.stages_of)
     assert max(plan.replicas) <= plan.micro_batch_size
 
 
@@ -212,14 +212,14 @@ def test_a_searched_plan_fits_and_is_no_slower_where_a_named_schedule_just_fits(
 @given(cases(8))
 def test_best_is_never_slower_for_considering_several_stages_per_device(case: Case) -> None:
     problem = make(case)
-    straight, found = plan_best(problem, chunks=()), plan_best(problem)
+    unchunked, found = plan_best(problem, chunks=()), plan_best(problem)
     if found is None:
-        assert straight is None
+        assert unchunked is None
         return
-    assert straight is None or found.chosen.seconds <= straight.chosen.seconds
+    assert unchunked is None or found.chosen.seconds <= unchunked.chosen.seconds
     check(problem, predict_plan(problem, found.chosen, "best")[0], found.chosen.seconds)
-    if straight is not None and len(found.chosen.stages) > found.chosen.device_count:
-        assert found.chosen.seconds < straight.chosen.seconds
+    if unchunked is not None and len(found.chosen.stages) > found.chosen.device_count:
+        assert found.chosen.seconds < unchunked.chosen.seconds
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,9 @@ def test_best_interleaves_stages_where_micro_batches_are_few(layers: int, schedu
     plan = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1)
     assert plan.predicted is not None
     assert (plan.schedule, plan.predicted["step_seconds"]) == (schedule, seconds)
-    straight = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1, chunks=())
-    assert straight.predicted is not None
-    assert straight.predicted["step_seconds"] > seconds or layers == 4
+    unchunked = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1, chunks=())
+    assert unchunked.predicted is not None
+    assert unchunked.predicted["step_seconds"] > seconds or layers == 4
 
 
 def test_best_interleaves_no_stages_whose_stashes_do_not_fit() -> None:
@@ -324,7 +324,7 @@ def test_a_schedule_given_by_its_actions_is_planned_on_its_workers(
     assert found is not None
     plan = predict_plan(problem, found.chosen, "best")[0]
     check(problem, plan, found.chosen.seconds)
-    assert (plan.micro_batches, plan.worker_map.chunks, set(plan.replicas)) == (micro_batches, chunks, {1})
+    assert (plan.micro_batches, plan.worker_map.stages_of, set(plan.replicas)) == (micro_batches, chunks, {1})
 
 
 def test_workers_are_placed_by_each_policy_where_they_differ() -> None:

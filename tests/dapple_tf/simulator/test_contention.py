@@ -191,7 +191,7 @@ def check_against_twin(case: Case) -> None:
     assert found.keys() == twin.times.keys()
     for event, times in twin.times.items():
         assert found[event] == pytest.approx([float(time) for time in times], rel=1e-9, abs=1e-9), event
-    for stages in case.schedule.worker_map.chunks:
+    for stages in case.schedule.worker_map.stages_of:
         rows, ends = list(stages), [float(twin.rings[stage]) for stage in stages]
         if len(set(done.last_gradients[rows])) == len(rows):  # else the order of their rings is not said
             assert done.allreduce_end[rows].tolist() == pytest.approx(ends, rel=1e-9, abs=1e-9)
