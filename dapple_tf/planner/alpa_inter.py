@@ -47,11 +47,12 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
     stage and the s - 1 after it satisfy mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is the fastest
     in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
 
-    Left out is the intra-operator pass (section 4): every submesh runs data parallelism, whose AllReduce, once a step,
-    is divided among the B micro-batches of t_intra, at the submesh's slowest link. Operators are clustered to layers of
-    nearly equal compute, not by the dynamic program of section 5.2, and only where there are too many. The paper's M is
-    a power of two, with which every choice of submeshes covers the cluster; with another M a submesh may span servers.
-    Raises PlanError for servers of unequal numbers of devices, which are no mesh, and for more than 1024 devices.
+    Left out is the intra-operator pass (section 4): every submesh runs data parallelism. Its AllReduce runs once a
+    step, over the slowest link of the submesh; a B-th of its seconds is part of t_intra. Operators are clustered to
+    layers of nearly equal compute, not by the dynamic program of section 5.2, and only where there are too many. The
+    paper's M is a power of two, so that every choice of submeshes covers the cluster; with another M a submesh may span
+    servers. Raises PlanError for servers of unequal numbers of devices, which are no mesh, and for more than 1024
+    devices.
     """
     counts = sorted({server.devices for server in problem.cluster.servers})
     if len(counts) > 1:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
-# A little less than 1: a bound computed with it is below the seconds that it bounds, however these are rounded.
+# A little less than 1: a bound times this is no more than the seconds that it bounds, however these are rounded.
 _BELOW = 1 - 1e-9
 
 
@@ -34,9 +34,9 @@ def slice_operators(costs: MeshCosts) -> tuple[tuple[int, int, int], ...]:
 
     F(s, k, d; t_max) is the least sum of latencies of operators k to K in s stages on d devices, none slower than
     t_max. The paper tries t_max in rising order until (B - 1) t_max alone is too much. Here intervals of t_max are
-    halved, and left out where F at their upper end and (B - 1) times their lower end are too much together: as exact,
-    since F does not rise with t_max. F without s, as if each stage held one micro-batch, is solved first: it is F where
-    its stages fit the memory.
+    halved. An interval is left out if F at its upper end plus (B - 1) times its lower end is no less than the best T so
+    far. This is exact too, since F does not rise with t_max. F is solved without s first, as if each stage held one
+    micro-batch: where the stages found fit the memory, that is F.
     """
     limits, more = _limits(costs), costs.micro_batches - 1
     first = _solve(costs, np.inf)
@@ -93,7 +93,7 @@ def _solve(costs: MeshCosts, limit: float) -> _Solved:
 
 
 def _solve_with_s(costs: MeshCosts, limit: float) -> _Solved:
-    """Return what ``_solve`` does, where stages must hold as many micro-batches as stages are left."""
+    """Return what ``_solve`` does, where each stage holds as many micro-batches as there are stages from it on."""
     sums, last, mesh = _fill(*costs, limit)
     of_stages = sums[:, 0, costs.devices]
     s = int(np.argmin(of_stages))

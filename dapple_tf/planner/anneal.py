@@ -38,9 +38,9 @@ def anneal(
     w: Workspace,
     rule: int,
     events: int,
-    hot: float,
-    cold: float,
-    judge_early: bool,
+    first_temperature: float,
+    last_temperature: float,
+    extrapolate: bool,
     contention: bool,
     random: Integers,
     stop: NDArray[np.bool_],
@@ -48,22 +48,23 @@ def anneal(
     """Overwrite ``start`` with the fastest layout found, and return its seconds.
 
     A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
-    temperature falls from ``hot`` to ``cold`` as ``events`` are used up. ``rule``: assigns devices to stages after each
-    move, so that the placement is not searched; FREE: the moves do. ``judge_early``: see ``simulate_layout``.
-    ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
+    temperature falls from ``first_temperature`` to ``last_temperature`` as ``events`` are used up. ``rule``: assigns
+    devices to stages after each move, so that the placement is not searched; FREE: the moves do. ``extrapolate``: see
+    ``simulate_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present
+    move.
 
     ``contention``: whether it is simulated. That takes about 25 times as long as the step without it, and hardly ever
     rejects a layout that is fast enough without it. So up to three moves in a row are accepted by an estimate: the
     seconds without contention, times the factor that contention had on the last layout simulated with it. A layout
     that may be the fastest so far is always simulated.
     """
-    room, devices = len(start.recompute), len(start.owner)
-    now, trial = make_layout(room, devices), make_layout(room, devices)
+    most_stages, devices = len(start.recompute), len(start.owner)
+    now, trial = make_layout(most_stages, devices), make_layout(most_stages, devices)
     if rule != FREE:
         _assign(start, rule)
     copy_layout(start, now)
-    alone = simulate_layout(t, now, w, np.inf, judge_early)
-    step = add_contention(t, now, w, alone, np.inf, judge_early) if contention else alone
+    alone = simulate_layout(t, now, w, np.inf, extrapolate)
+    step = add_contention(t, now, w, alone, np.inf, extrapolate) if contention else alone
     seconds, factor, estimates = step.seconds, step.seconds / alone.seconds, 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
@@ -73,9 +74,9 @@ def anneal(
             continue
         if rule != FREE:
             _assign(trial, rule)
-        temperature = hot * (cold / hot) ** (1 - left / events)
+        temperature = first_temperature * (last_temperature / first_temperature) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        step = simulate_layout(t, trial, w, ceiling, judge_early)
+        step = simulate_layout(t, trial, w, ceiling, extrapolate)
         left -= step.events
         if step.seconds >= ceiling:
             continue
@@ -85,7 +86,7 @@ def anneal(
                 seconds, estimates = estimate, estimates + 1
                 copy_layout(trial, now)
                 continue
-            step = add_contention(t, trial, w, alone, ceiling, judge_early)
+            step = add_contention(t, trial, w, alone, ceiling, extrapolate)
             left -= step.events - alone.events
             if step.seconds >= ceiling:
                 continue

@@ -71,7 +71,7 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "piper": plan_piper,
     "hetpipe": plan_hetpipe,
 }
-# The planners that know devices of different kinds, and those that know schedules with several stages per device.
+# Planners for devices of different kinds, and planners for schedules with several stages per device.
 _OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
 _OF_SHARED_DEVICES = ("best", "even", "gpipe")
 _AMPLE = 1e30  # bytes of a device that holds any model
@@ -103,7 +103,7 @@ def plan(
     minibatches (by default 64), of which ``global_batch_size`` is then the samples of one; see ``plan_windows``.
     ``contention``: as in ``dapple.simulate``.
     ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
-    one; those of another planner NAME are told by its function ``plan_NAME``). Raises PlanError for invalid arguments,
+    one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
     and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
     """
     if mode != "sync" or minibatches is not None:

@@ -63,11 +63,11 @@ class _Explored(NamedTuple):
 def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> PlannerResult | None:
     """Return the fastest of what BaPipe explores; None if nothing fits the memory.
 
-    Each accelerator holds a stage, in the order of the devices; of more devices than blocks of layers the first ones
-    do. The inter-layer partition is balanced over accelerators that may be unequal; where sending takes longer than
-    computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and 1F1B-SO are
-    simulated at every micro-batch size (or the schedule that the problem names), and unless ``pipelines_only`` data
-    parallelism, which the paper finds best for ResNet-50.
+    Each accelerator holds a stage, in the order of the devices; with fewer blocks of layers than devices only
+    the first devices do. The inter-layer partition is balanced over accelerators that may be unequal; where sending
+    takes longer than computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and
+    1F1B-SO are simulated at every micro-batch size (or the schedule that the problem names), and unless
+    ``pipelines_only`` data parallelism, which the paper finds best for ResNet-50.
 
     Where the cluster says ``execution: async``, 1F1B-AS or FBP-AS is chosen, with intra-layer partition; its seconds
     are ``PlannerResult.formula_seconds``. No graph runs these: the plan has the layers of the inter-layer partition and

@@ -147,8 +147,8 @@ def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], fl
     if unsearched < _least_seconds(candidates) and (not complete or len(sizes) <= _FEW_SIZES):
         candidates += _half_cluster_candidate(problem, _least_seconds(candidates))
     if unsearched < _least_seconds(candidates):
-        # Reason: with a slow link between two servers most layouts on all servers are slow, and hide from the local
-        # search that it had better leave out one of the two: 4 of 6 seeds ended 9% to 50% above the best plan known.
+        # Reason: with a slow link between two servers most layouts on all servers are slow. So the local search often
+        # does not find that a plan without one of the two is faster: 4 of 6 seeds ended 9% to 50% above the best known.
         candidates += _well_connected_candidate(problem, _least_seconds(candidates))
     if unsearched < _least_seconds(candidates) * (1 - 1e-9):
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
@@ -290,7 +290,7 @@ def _other_sizes(problem: PlanningProblem, candidates: Sequence[Candidate]) -> l
 
 
 def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], binds: bool) -> list[Candidate]:
-    """Return what local search finds; ``binds``: whether memory makes re-computation of single stages worth a try."""
+    """Return what local search finds; ``binds``: whether memory rules out plans, so that stages may be re-computed."""
     if problem.schedule in (*POLICIES, "auto"):
         blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
         more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)

@@ -38,7 +38,7 @@ class ChunkShape:
 
 
 def least_stages(schedule: str) -> int:
-    """Return the fewest stages that ``schedule``, under which some worker runs several, is for."""
+    """Return the fewest stages that ``schedule`` can have; some worker runs several of them."""
     chunked = chunked_policy(schedule)
     return chunked[1] if chunked else count_stages(schedule) or 1
 
@@ -77,9 +77,9 @@ def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
 def list_interleaved_shapes(problem: PlanningProblem, chunks: Iterable[int]) -> list[list[ChunkShape]]:
     """Return the shapes of interleaved 1F1B with each number of ``chunks``, stages per device, on at least two workers.
 
-    With one worker there is no bubble, and all that is gained is an AllReduce that starts before the last backward has
-    ended, which is what ``overlap`` is for. Those on all devices, then those on half of them (see ``halve_devices``),
-    and so on, down to two. The number of workers divides the devices, or is the largest.
+    One worker has no bubble; several stages would only let AllReduce start before the last backward has ended, which
+    ``overlap`` does too. The first list has the shapes on all devices, the next those on half of them (see
+    ``halve_devices``), and so on, down to two devices. The number of workers divides the devices, or is the largest.
     """
     blocks, total, found = len(problem.chain.parameter_bytes), problem.cluster.devices, []
     while total > 1:

@@ -26,13 +26,14 @@ from graph_passes.schedules.policies import splits_backward
 from graph_passes.schedules.worker_map import WorkerMap
 
 _ROUNDS = 4  # of even_sums
-_NOTHING = 1e-300  # in place of a sum of 0, to divide by
+_NOTHING = 1e-300  # replaces a sum of 0 as a divisor
 
 
 class BlockCosts(NamedTuple):
     """Costs of N blocks of L layers for one micro-batch, on a number of replicas.
 
-    Seconds, and bytes of one device, but ``boundary_bytes`` of all replicas. "Sums" are of the first 0, 1 ... blocks.
+    Seconds, and bytes of one device; ``boundary_bytes``: of all replicas together. "Sums" are of the first 0, 1 ...
+    blocks.
     """
 
     forward: Floats  # [N + 1] sums
@@ -89,7 +90,7 @@ class CostSource:
         self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
-        """Return seconds that no cuts for micro-batches of ``size`` samples go below: all work, spread evenly."""
+        """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
         samples = size / shape.replicas
         if samples not in self._work:
             forward, backward = (sum(seconds) for seconds in self.problem.chain.block_seconds(samples))
@@ -189,7 +190,7 @@ class CutSimulator:
     def even_starts(self, share: float) -> Integers:
         """Return cuts that make a mix of seconds and bytes nearly even over stages and workers.
 
-        ``share``, from 0 to 1: that of the bytes. Each stage holds the most micro-batches that it ever does.
+        ``share``: the weight of the bytes, from 0 to 1. Bytes are those with the most micro-batches in flight.
         """
         b, in_flight = self._blocks, self._ordered.in_flight.astype(np.float64)
         seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
@@ -239,8 +240,8 @@ def _sums(costs: Floats) -> Floats:
 def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
     """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
 
-    But with ``overlap`` every stage of a schedule that splits backwards is taken to end with W, which under
-    ``dualpipe-v`` not all do.
+    There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end with W.
+    Under ``dualpipe-v`` some do not.
     """
     stages, blocks = len(starts), len(b.working_bytes)
     rows = np.zeros((8, stages))
@@ -273,8 +274,8 @@ def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCo
 def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
     """Return a lower bound of a step: of each worker the time before its first action, its work, and what must follow.
 
-    Before a stage's first forward micro-batch 0 goes through all stages before. After a stage's last gradients comes
-    its AllReduce; where backwards are not split, these are the gradients that the stages before still need.
+    Before a stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
+    AllReduce. Where backwards are not split, the stages before it then still run a backward each.
     """
     stages, workers = len(worker_of), worker_of.max() + 1
     splits = c.weights_seconds.any()

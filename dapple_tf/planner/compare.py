@@ -1,4 +1,4 @@
-"""``dapple.compare``: the plans of all planners for one profile and cluster, and why each loses."""
+"""``dapple.compare``: the plans of all planners for one profile and cluster, and why each is slower."""
 
 from __future__ import annotations
 

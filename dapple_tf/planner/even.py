@@ -93,7 +93,7 @@ def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan
 def _least_seconds(problem: PlanningProblem, shape: ChunkShape, stages: Sequence[StagePlan], size: int) -> float:
     """Return a lower bound of the step: what the busiest device computes, were all of the fastest kind.
 
-    Infinite for less than a sample a replica.
+    Infinite if a replica gets less than one sample.
     """
     if shape.replicas > size:
         return math.inf

@@ -59,7 +59,7 @@ def _rows(stage: StagePlan) -> str:
 
 
 def describe_recompute(plan: Plan) -> str:
-    """Return what is re-computed, as an appendix of the schedule: ``, recompute``; empty where nothing is."""
+    """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
     if isinstance(plan.recompute, bool):
         return ", recompute" if plan.recompute else ""
     return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""

@@ -85,7 +85,7 @@ def extend_by_formula(
 ) -> tuple[float, float]:
     """Extend every label of state (planned, p) by every stage that can follow; complete plans use all devices.
 
-    Returns the new ``ceiling``, and the least bound of what was left out for lack of room, ``unexplored``.
+    Returns the new ``ceiling``, and the least bound of the labels dropped because a state was full, ``unexplored``.
     """
     m, blocks = t.micro_batches, len(t.working_bytes)
     scratch = np.empty((3, 2 * blocks + 1))

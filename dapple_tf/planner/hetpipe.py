@@ -129,13 +129,13 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
     found = dict[object, tuple[Worker, tuple[int, ...]]]()
     pipelines: list[tuple[Worker, tuple[int, ...]]] = []  # the devices in the order of the stages, and the cuts
     for worker in workers:
-        likeness = _likeness(problem.cluster, worker)
-        if likeness not in found:
+        key = _partition_key(problem.cluster, worker)
+        if key not in found:
             best = _partition_worker(problem, worker, samples, micro_batches)
             if best is None:
                 return None
-            found[likeness] = tuple(worker.index(device) for device in best[0]), best[1]
-        order, bounds = found[likeness]
+            found[key] = tuple(worker.index(device) for device in best[0]), best[1]
+        order, bounds = found[key]
         pipelines.append((tuple(worker[index] for index in order), bounds))
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
     positions = problem.chain.positions
@@ -159,8 +159,8 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
     return Candidate(stages, samples, schedule, seconds, "hetpipe", plan.recompute)
 
 
-def _likeness(cluster: Cluster, worker: Worker) -> object:
-    """Return what two workers have in common if one partition is best for both: kinds, memories, and links."""
+def _partition_key(cluster: Cluster, worker: Worker) -> object:
+    """Return the kinds, memories and links of a worker's devices: two workers with equal ones share a partition."""
     links = tuple(cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.combinations(worker, 2))
     return tuple((cluster.kind_of(d), cluster.memory_of(d)) for d in worker), links
 

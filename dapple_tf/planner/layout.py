@@ -39,8 +39,8 @@ class LayoutTables(NamedTuple):
     moves: MoveTables
     micro_batches: Integers  # [Z]
     scale: Floats  # [Z] of the profile's bytes
-    row: Integers  # [Z, D + 1] of seconds, for each replica count
-    factor: Floats  # [Z, D + 1] of the seconds in that row
+    row: Integers  # [Z, D + 1] the row of seconds for each replica count
+    factor: Floats  # [Z, D + 1] by which the seconds in that row are multiplied
     forward: Floats  # [rows, N + 1] seconds, sums over the blocks before
     backward: Floats  # [rows, N + 1]
     layer_backward: Floats  # [rows, L] seconds; of size 0 without overlap
@@ -58,7 +58,7 @@ class LayoutTables(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Stages as arrays, and the devices in an order: those of a stage have it as ``owner``, and keep that order.
+    """Stages as arrays. The devices are in an order, and those of a stage are the ones that it owns, in this order.
 
     ``shape``: S, and the index of the micro-batch size.
     """
@@ -79,7 +79,7 @@ class Workspace(NamedTuple):
     offsets: Integers  # [most stages + 1] where each stage's begin
     warm_up: Integers  # [most stages] K_i of the policy that is simulated
     best_warm_up: Integers  # [most stages] K_i of the fastest policy
-    names: Integers  # [D] short names of the servers of one boundary, IDLE outside of ``measure_boundary``
+    names: Integers  # [D] numbers from 0 of the servers of one boundary; all IDLE outside of ``measure_boundary``
 
 
 class LayoutStep(NamedTuple):
@@ -138,7 +138,7 @@ def _sums(rows: Floats) -> Floats:
 
 @compiled
 def make_layout(most_stages: int, devices: int) -> Layout:
-    """Return room for a layout."""
+    """Return an empty layout."""
     return Layout(
         np.zeros(2, np.int64),
         np.zeros(most_stages + 1, np.int64),
@@ -150,7 +150,7 @@ def make_layout(most_stages: int, devices: int) -> Layout:
 
 @compiled
 def copy_layout(source: Layout, target: Layout) -> None:
-    """Write one layout over another of the same room."""
+    """Write one layout over another with equally large arrays."""
     target.shape[:] = source.shape
     target.starts[:] = source.starts
     target.owner[:] = source.owner
@@ -174,7 +174,7 @@ def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> W
 
 @compiled_part
 def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w: Workspace) -> tuple[float, float]:
-    """Return ``measure_transfer`` in time that does not grow with the cluster, where all its servers are alike."""
+    """Return ``measure_transfer``, faster where no pair of servers has its own link: of the boundary's servers only."""
     if t.moves.unequal_links:
         return measure_transfer(senders, receivers, t.links)
     count, both = 0, np.concatenate((senders, receivers))
@@ -196,10 +196,10 @@ def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w:
 
 @compiled_part
 def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
-    """Write the costs of the stages into ``w.costs``; return the bytes that the devices lack, infinite if impossible.
+    """Write the costs of the stages into ``w.costs``; return the bytes that the devices lack.
 
-    It is impossible for a replica to get no sample, for a stage to have no device, and for stages of unequal replica
-    counts to meet where a tensor cannot be split. Bytes are those with one micro-batch in flight.
+    Bytes are those with one micro-batch in flight. Infinite where a replica gets no sample, where a stage has no
+    device, and where stages of unequal replica counts meet at a tensor that cannot be split.
     """
     stages, z = layout.shape[0], layout.shape[1]
     w.offsets[: stages + 1] = 0
@@ -269,12 +269,12 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 
 
 @compiled
-def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool) -> LayoutStep:
+def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, extrapolate: bool) -> LayoutStep:
     """Return the step under the fastest policy allowed; its seconds are infinite where they reach ``ceiling``.
 
     The K_i of that policy are left in ``w.best_warm_up``. Contention is left out; see ``simulate_with_contention``.
 
-    ``judge_early``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
+    ``extrapolate``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
     simulated only where the schedule names it.
     """
     lacking = fill_costs(t, layout, w)
@@ -287,13 +287,13 @@ def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: floa
         return LayoutStep(np.inf, 0, -1)
     c, warm_up = w.costs[:, :stages], w.warm_up[:stages]
     for policy in t.policies[::-1]:
-        if judge_early and policy == _GPIPE and len(t.policies) > 1:
+        if extrapolate and policy == _GPIPE and len(t.policies) > 1:
             continue
         limit = set_warm_up(t, c, policy, m, warm_up)
         if limit < 1 or (limit < m and policy == _GPIPE):
             continue
         reach = min(ceiling, best)
-        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, judge_early)
+        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, extrapolate)
         events += 2 * stages * m
         if seconds < best:
             best, fastest = seconds, policy

@@ -16,20 +16,20 @@ from dapple_tf.simulator.transfer import measure_allreduce
 
 @compiled
 def simulate_with_contention(
-    t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool
+    t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, extrapolate: bool
 ) -> LayoutStep:
     """Return the step with contention; its seconds are ``ceiling`` or more, perhaps infinite, where they reach it.
 
     See ``simulate_layout``. Contention never makes a step shorter, so a layout that reaches ``ceiling`` without it is
     not simulated again. Of the policies only the one that is the fastest without contention is simulated with it.
     """
-    alone = simulate_layout(t, layout, w, ceiling, judge_early)
-    return add_contention(t, layout, w, alone, ceiling, judge_early)
+    alone = simulate_layout(t, layout, w, ceiling, extrapolate)
+    return add_contention(t, layout, w, alone, ceiling, extrapolate)
 
 
 @compiled
 def add_contention(
-    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutStep, ceiling: float, judge_early: bool
+    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutStep, ceiling: float, extrapolate: bool
 ) -> LayoutStep:
     """Return the step with contention of a layout; ``alone``: what ``simulate_layout`` has just returned for it."""
     if alone.seconds >= ceiling or alone.policy < 0:
@@ -46,7 +46,7 @@ def add_contention(
     forward, backward, send = w.costs[0][:stages], w.costs[1][:stages], w.costs[2][:stages]
     order, rings = early_backward_order(w.best_warm_up[:stages], m), _rings(t, layout, w, offsets)
     seconds, actions = shared_step_seconds(
-        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, judge_early
+        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, extrapolate
     )
     return LayoutStep(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
 

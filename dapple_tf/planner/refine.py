@@ -38,10 +38,10 @@ _STARTS, _KEPT = 3, 8
 _BY_RULE, _NEAR, _FREE = (
     weight / 36 for weight in (2, 1, 1)
 )  # shares of the events: runs by a rule, from the starts, without a rule
-# The final rounds: how many of the best layouts go on, their share of the events, and the temperature at the beginning.
+# The final rounds: how many of the best layouts they have, their share of the events, and the first temperature.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
 _ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36, 0.01))
-_COLD = 0.0005  # the temperature at the end of a run
+_LAST_TEMPERATURE = 0.0005  # the temperature at the end of a run
 _MOST_THREADS = 8
 _MOST_SCATTERED = 256  # devices
 _MOST_CONTENDING = 128  # devices; on more, one simulation with contention takes milliseconds
@@ -55,11 +55,11 @@ def refine(
 
     First a rule gives the placement for the replica counts: stages take devices in order, or all stages, or the first
     half of them, are spread over the servers. Then the placement is searched too, and at last with contention (see
-    ``counts_contention``), in rounds from which fewer and fewer layouts go on (successive halving); they end where all
-    layouts are equally fast. Threads, one on each core, search the layouts of a round. The same problem and number of
-    simulated ``events`` give the same plan, on any number of cores.
-    ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
-    candidates, and for a schedule that is none of the simulated policies.
+    ``counts_contention``), in rounds of fewer and fewer layouts, the fastest of the round before (successive halving).
+    They end where all layouts are equally fast. Threads, one on each core, search the layouts of a round. The same
+    problem and number of simulated ``events`` give the same plan, on any number of cores. ``may_recompute``: whether
+    single stages may be re-computed. Empty where only known plans are found, without candidates, and for a schedule
+    that is none of the simulated policies.
     """
     search = _Search.of(problem, candidates, may_recompute)
     if search is None:
@@ -76,8 +76,8 @@ def refine(
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
     kept = _fastest([_Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
-    for number, (most, share, hot) in enumerate(_ROUNDS):
-        kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
+    for number, (most, share, first_temperature) in enumerate(_ROUNDS):
+        kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
         # Reason: fewer than all are no evidence, since several short runs often end at the start that they share. Where
         # three were enough, a step on six devices was 22% longer; where the first round could be the last, one on 16
         # devices was 50% longer.
@@ -141,15 +141,16 @@ class _Search:
     workspaces: tuple[Workspace, ...]
     orders: tuple[tuple[int, ...], ...]
     rules: tuple[int, ...]
-    room: int
+    most_stages: int
     seeds: np.random.Generator
 
     @staticmethod
     def of(problem: PlanningProblem, candidates: Sequence[Candidate], may_recompute: bool) -> _Search | None:
         """Return the search for a problem, or None if there is nothing to start from."""
         cluster = problem.cluster
-        room = min(cluster.devices, len(problem.chain.parameter_bytes))
-        sizes = [b for b in problem.micro_batch_sizes if room * (problem.global_batch_size // b) <= _MOST_ARRIVALS]
+        most_stages = min(cluster.devices, len(problem.chain.parameter_bytes))
+        most_m = _MOST_ARRIVALS // most_stages
+        sizes = [b for b in problem.micro_batch_sizes if problem.global_batch_size // b <= most_m]
         sizes = sizes or list(problem.micro_batch_sizes[-1:])
         if not any(c.micro_batch_size in sizes for c in candidates):
             return None
@@ -158,11 +159,11 @@ class _Search:
             return None
         threads = min(_MOST_THREADS, count_cores())
         most = int(tables.micro_batches.max())
-        workspaces = tuple(make_workspace(room, cluster.devices, most) for _ in range(threads))
+        workspaces = tuple(make_workspace(most_stages, cluster.devices, most) for _ in range(threads))
         orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
         several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
         rules = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
-        return _Search(problem, tables, workspaces, tuple(orders), rules, room, np.random.default_rng(_SEED))
+        return _Search(problem, tables, workspaces, tuple(orders), rules, most_stages, np.random.default_rng(_SEED))
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
@@ -180,7 +181,7 @@ class _Search:
 
     def copy(self, layout: Layout) -> Layout:
         """Return a copy of a layout."""
-        same = make_layout(self.room, len(layout.owner))
+        same = make_layout(self.most_stages, len(layout.owner))
         copy_layout(layout, same)
         return same
 
@@ -191,14 +192,17 @@ class _Search:
         copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
         return copy
 
-    def run_all(self, runs: Sequence[_Run], events: int, hot: float, *, contention: bool = False) -> list[_Run]:
+    def run_all(
+        self, runs: Sequence[_Run], events: int, first_temperature: float, *, contention: bool = False
+    ) -> list[_Run]:
         """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first."""
 
         def improve(seeded: tuple[_Run, np.uint64], workspace: Workspace) -> _Run:
             (layout, rule, _), seed = seeded
             random, share = np.array([seed], np.uint64), events // len(runs)
-            # ``judge_early`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
-            anneal(self.tables, layout, workspace, rule, share, hot, _COLD, True, contention, random, stop)
+            # ``extrapolate`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
+            temperatures = first_temperature, _LAST_TEMPERATURE
+            anneal(self.tables, layout, workspace, rule, share, *temperatures, True, contention, random, stop)
             check_stop()
             return _Run(layout, rule, self._simulate(layout, workspace, contention))
 

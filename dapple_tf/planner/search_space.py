@@ -160,7 +160,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
 
 
 def _policy_placements(sizes: list[int]) -> Placements:
-    """Return what all three policies reach with as many of the round replica counts as keep the placements few."""
+    """Return the placements that all three policies reach, with as many round replica counts as keep them few."""
     total = sum(sizes)
     counts = _round_counts(total, 1)
     while True:

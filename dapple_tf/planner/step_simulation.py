@@ -88,7 +88,7 @@ class Network(NamedTuple):
 
 
 def make_network(flows: Flows | None, costs: Sequence[StageCosts]) -> Network | None:
-    """Return what stages with these costs share; None without ``flows``."""
+    """Return the flows, and the rings of stages with these costs; None without ``flows``."""
     return None if flows is None else Network(flows, make_rings(costs))
 
 
@@ -100,7 +100,7 @@ def fastest_schedule(
     network: Network | None = None,
     ceiling: float = np.inf,
 ) -> ScheduleSeconds:
-    """Return the fastest policy for these stages, or the seconds of ``schedule``; D is added if memory needs it.
+    """Return the fastest policy for these stages, or ``schedule``, with its seconds and, where memory limits it, D.
 
     ``network``: for the seconds with contention; None for those without. ``ceiling``: seconds; what is not below them
     is infinite. A step is simulated without contention first, which takes less time and is never slower.
@@ -283,7 +283,7 @@ def stage_costs_from_tables(t: CostTables, starts: Integers, placements: Integer
 
 @compiled
 def network_from_tables(t: CostTables, starts: Integers, placements: Integers, costs: StageCostArrays) -> Network:
-    """Return what the stages of a plan that the search found share; ``costs``: of these stages."""
+    """Return the flows and rings of a plan that the search found; ``costs``: of its stages."""
     stages = len(costs.forward_seconds)
     offsets = np.zeros(stages + 1, np.int64)
     for s in range(stages):

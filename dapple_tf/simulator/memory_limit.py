@@ -48,9 +48,9 @@ def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> 
 
 
 def fit_to_one_limit(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[tuple[StageCosts, ...], float]:
-    """Return costs and the bytes of one device so that a stage fits these as it fits its own devices.
+    """Return costs, and the bytes of a device, such that a stage fits this device if and only if it fits its own.
 
-    Where devices or shares are unequal, what a stage's devices have less than the largest is added to its fixed bytes.
+    Where devices or shares are unequal, a stage's fixed bytes grow by what its devices have less than the largest.
     """
     if len(set(cluster.memories)) == 1 and not plan.shares:
         return tuple(costs), cluster.memories[0]

@@ -16,7 +16,7 @@ FORWARD, BACKWARD, WEIGHTS, INPUTS = 0, 1, 2, 3
 _KINDS: tuple[Kind, ...] = ("F", "B", "W", "I")
 KIND_SHIFT, STAGE_SHIFT = 32, 34
 MICRO_BATCH_MASK, KIND_MASK = (1 << KIND_SHIFT) - 1, 3
-NONE = -1  # behind the last action of a worker that has fewer than others
+NONE = -1  # after the last action of a worker that has fewer than others
 
 
 class Order(NamedTuple):

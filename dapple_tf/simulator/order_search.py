@@ -92,10 +92,10 @@ def search_order(
 
 
 def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts]) -> float:
-    """Return seconds that no order of a step on this worker map can be faster than.
+    """Return a lower bound of the step for every order on this worker map.
 
     No worker starts before the first micro-batch arrives at its first stage. It then runs all its actions, and the
-    AllReduce after the last one; or all its forwards and gradients of inputs, behind which the gradients go on to stage
+    AllReduce after the last one; or all its forwards and gradients of inputs, after which the gradients go on to stage
     0, whose weights' gradients come last.
     """
     arrival, way = [0.0], [0.0]  # of the first micro-batch at each stage; of a gradient from each stage to the end

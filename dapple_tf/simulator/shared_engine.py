@@ -203,14 +203,14 @@ def run_shared(
     splits: bool,
     keep: bool,
     ceiling: float,
-    judge_early: bool,
+    extrapolate: bool,
 ) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
     transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: the simulation
     stops once the end of a worker's action, plus the seconds of its remaining actions and of the least AllReduce of its
-    stages, reaches these seconds. ``judge_early``: it also stops where the period of the steady phase shows that the
+    stages, reaches these seconds. ``extrapolate``: it also stops where the period of the steady phase shows that the
     step will probably reach them, as in ``early_backward_seconds``, whose orders it is for.
 
     The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
@@ -274,7 +274,7 @@ def run_shared(
     complete = np.zeros(stages)  # end of the last gradients
     waiting, waits = np.arange(workers)[::-1].copy(), np.ones(workers, np.bool_)
     count, done, time = workers, 0, 0.0
-    settled, steady = 2 * stages + 2, 0.0  # the steady phase has begun by then; its period shows in as many more
+    settled, steady = 2 * stages + 2, 0.0  # the steady phase has begun by then; as many more give its period
     while True:
         while count:
             count -= 1
@@ -326,7 +326,7 @@ def run_shared(
                 head[w] += 1
                 done += 1
                 left[w] -= own
-                if judge_early and s == 0 and kind == BACKWARD:
+                if extrapolate and s == 0 and kind == BACKWARD:
                     if m == settled:
                         steady = end
                     elif m == 2 * settled:
@@ -486,13 +486,13 @@ def shared_step_seconds(
     rings: Rings,
     flows: Flows,
     ceiling: float,
-    judge_early: bool,
+    extrapolate: bool,
 ) -> tuple[float, int]:
     """Return the end of a step whose flows share interfaces, and the number of actions simulated.
 
     ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
     more. ``rings``: without overlap ``whole_rings(exposed)``. The end is infinite for an order that deadlocks, and
-    where the simulation ends early, as the step would not end before ``ceiling``; ``judge_early``: or likely would not.
+    where the simulation ends early, as the step would not end before ``ceiling``; ``extrapolate``: or likely would not.
     """
     if flows.directions == 0:
         end = step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
@@ -504,5 +504,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, judge_early)
+    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, extrapolate)
     return (np.inf if np.isnan(ends).any() else float(ends.max())), found[-1]

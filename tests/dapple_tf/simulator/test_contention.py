@@ -28,7 +28,7 @@ from graph_passes.schedules.schedule import Action, Kind, Schedule, of_kind
 from graph_passes.schedules.text import parse_schedule
 from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.simulator.builders import arrays, cost, make_plan, make_profile, path_of, schedules
-from tests.dapple_tf.simulator.contention_twin import Event, Setting, run_twin
+from tests.dapple_tf.simulator.contention_reference import Event, Setting, run_reference
 from tests.graph_passes.builders import refused
 
 
@@ -185,33 +185,33 @@ def cases(draw: st.DrawFn, *, overlap: bool = False, sized: bool = False) -> Cas
     )
 
 
-def check_against_twin(case: Case) -> None:
-    twin, done = run_twin(case.setting()), case.run()
+def check_against_reference(case: Case) -> None:
+    reference, done = run_reference(case.setting()), case.run()
     found = times_of(done)
-    assert found.keys() == twin.times.keys()
-    for event, times in twin.times.items():
+    assert found.keys() == reference.times.keys()
+    for event, times in reference.times.items():
         assert found[event] == pytest.approx([float(time) for time in times], rel=1e-9, abs=1e-9), event
     for stages in case.schedule.worker_map.stages_of:
-        rows, ends = list(stages), [float(twin.rings[stage]) for stage in stages]
+        rows, ends = list(stages), [float(reference.rings[stage]) for stage in stages]
         if len(set(done.last_gradients[rows])) == len(rows):  # else the order of their rings is not said
             assert done.allreduce_end[rows].tolist() == pytest.approx(ends, rel=1e-9, abs=1e-9)
         assert max(done.allreduce_end[rows]) == pytest.approx(max(ends), rel=1e-9)
-    assert done.step_seconds == pytest.approx(float(max(twin.rings.values())), rel=1e-9)
+    assert done.step_seconds == pytest.approx(float(max(reference.rings.values())), rel=1e-9)
 
 
 @given(cases())
-def test_every_event_is_when_the_twin_says(case: Case) -> None:
-    check_against_twin(case)
+def test_every_event_is_when_the_reference_says(case: Case) -> None:
+    check_against_reference(case)
 
 
 @given(cases(sized=True))
 def test_so_it_is_for_micro_batches_of_given_sizes(case: Case) -> None:
-    check_against_twin(case)
+    check_against_reference(case)
 
 
 @given(cases(overlap=True))
 def test_so_it_is_for_rings_that_overlap_backward(case: Case) -> None:
-    check_against_twin(case)
+    check_against_reference(case)
 
 
 TOGETHER = (
@@ -226,7 +226,7 @@ def test_so_it_is_for_results_that_travel_together(text: str, n: list[int], equa
     sizes = (1, 1, 1) if equal else (1, 2, 3)
     devices = ((0, 4), (1,), (2, 5))
     seconds = tuple(n[3:6]), tuple(n[6:9])
-    check_against_twin(
+    check_against_reference(
         Case(parse_schedule(text), cluster, devices, *seconds, tuple(n[9:12]), layers, overlap=False, sizes=sizes)
     )
 
