@@ -2,7 +2,8 @@
 
 It shares no code with the planners. The simulator's costs and discrete-event engine give the step of a plan, and what
 is compared in the end is ``dapple.simulate`` of both plans. ``python -m benchmarks challenger`` is a short run,
-``python -m benchmarks challenger --cases 100 --seconds 30`` a whole one.
+``python -m benchmarks challenger --cases 100 --seconds 30`` a whole one. With ``--unequal`` the devices of each cluster
+are of different kinds, and a round starts from the plan of "best" itself.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from benchmarks.common import Row
 from benchmarks.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
+from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import plan
+from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.simulator.rings import make_rings
+from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import warm_up
@@ -53,18 +59,21 @@ def run() -> Iterator[Row]:
     yield from challenge(cases=20, seconds=5.0, seed=0)
 
 
-def challenge(cases: int, seconds: float, seed: int) -> Iterator[Row]:
-    """Yield a row for each of ``cases`` random cases that annealing for ``seconds`` wins by more than 1%, and a sum."""
+def challenge(cases: int, seconds: float, seed: int, *, unequal: bool = False) -> Iterator[Row]:
+    """Yield a row for each of ``cases`` random cases that annealing for ``seconds`` wins by more than 1%, and a sum.
+
+    ``unequal``: on devices of different kinds.
+    """
     if why := find_missing_profiles():
         yield Row("challenger", "at most 2 of 100 cases won by more than 1%", why, True)
         return
     ratios = []
-    for case in draw_cases(cases, seed):
+    for case in draw_cases(cases, seed, unequal=unequal):
         try:
             ours = plan(case.profile, case.cluster, global_batch_size=case.batch, chunks=())
         except PlanError:  # nothing fits
             continue
-        found = anneal(case, seconds, seed)
+        found = anneal(case, seconds, seed, ours if unequal else None)
         ratio = simulate(ours, case.profile, case.cluster).step_seconds / (
             simulate(found, case.profile, case.cluster).step_seconds if found else math.inf
         )
@@ -77,23 +86,31 @@ def challenge(cases: int, seconds: float, seed: int) -> Iterator[Row]:
     yield Row("cases won by more than 1%", "at most 2%, none above 3%", text, won <= 0.02 * cases and worst <= 1.03)
 
 
-def draw_cases(count: int, seed: int) -> Iterator[Case]:
-    """Yield random cases: the published profiles on clusters of every kind."""
-    draw, known, clusters = random.Random(seed), _profiles(), _clusters()
+def draw_cases(count: int, seed: int, *, unequal: bool = False) -> Iterator[Case]:
+    """Yield random cases: the published profiles on clusters of every shape, with equal or unequal devices."""
+    draw, known, clusters = random.Random(seed), _profiles(), unequal_clusters() if unequal else _clusters()
     for _ in range(count):
         name, cluster, batch = draw.choice(sorted(known)), draw.choice(sorted(clusters)), draw.choice(BATCHES)
-        yield Case(f"{name}, {cluster}, batch {batch}", known[name], clusters[cluster], batch)
+        profile = known[name]
+        if unequal and draw.random() < 0.2:
+            name, profile = f"{name} with seconds of each kind", measure_kinds(profile, clusters[cluster], draw)
+        yield Case(f"{name}, {cluster}, batch {batch}", profile, clusters[cluster], batch)
 
 
-def anneal(case: Case, seconds: float, seed: int) -> Plan | None:
-    """Return the fastest plan that annealing finds within ``seconds`` of processor time; None if none fits."""
+def anneal(case: Case, seconds: float, seed: int, start: Plan | None = None) -> Plan | None:
+    """Return the fastest plan that annealing finds within ``seconds`` of processor time; None if none fits.
+
+    ``start``: where one round begins, beside those at random.
+    """
     draw, search = random.Random(seed), _Challenge(case)
     best: tuple[float, Plan | None] = (math.inf, None)
     rounds = 4
     for turn in range(rounds):
         begin = time.process_time()
         now = search.start(draw) if turn < rounds - 1 or best[1] is None else best[1]
-        current = search.simulate(now)
+        if start is not None and turn == rounds - 2 and start.recompute is False:
+            now = start
+        price = search.price(now)
         while (done := (time.process_time() - begin) * rounds / seconds) < 1:
             trial = search.move(now, draw, draw.choice((1, 1, 1, 2, 3)))
             if trial is None:
@@ -117,24 +134,30 @@ class _Challenge:
         self.unsplittable = set(case.profile.unsplittable)
         self.sizes = [b for b in range(1, case.batch + 1) if case.batch % b == 0]
         self.seen: dict[tuple[object, ...], tuple[float, str]] = {}
+        own = {kind: case.profile.of_kind(kind, case.cluster.kind_speed(kind)) for kind in case.cluster.device_kinds}
+        self.device_seconds = {k: p.forward_seconds(1) + p.backward_seconds(1) for k, p in own.items()}
 
     def start(self, draw: random.Random) -> Plan:
         """Return a pipeline of a random number of stages with equally many devices each, dealt in order or in turn."""
-        devices = self.case.cluster.devices
+        cluster, devices = self.case.cluster, self.case.cluster.devices
         count = draw.randint(1, min(devices, len(self.cuts) + 1, 16))
         each = devices // count
         fitting = [b for b in self.sizes if b >= each] or self.sizes[-1:]
+        order = list(range(devices))
+        if not cluster.is_uniform and (sign := draw.choice((-1, 0, 1))):
+            order.sort(key=lambda d: sign * (cluster.speed_of(d) or 1.0))
         work = np.cumsum(self.case.profile.forward_seconds(1) + self.case.profile.backward_seconds(1))
+        in_turn = draw.random() < 0.5
+        sets = [order[s::count] if in_turn else order[s * each : (s + 1) * each] for s in range(count)]
+        sets = [own[: max(1, each)] for own in sets]
+        speeds = np.cumsum([sum(cluster.speed_of(d) or 1.0 for d in own) for own in sets])
         cuts: list[int] = []
         for stage in range(1, count):
             left = [p for p in self.cuts if not cuts or p > cuts[-1]]
             if not left:
                 break
-            cuts.append(min(left, key=lambda p: abs(work[p - 1] - work[-1] * stage / count)))
-        count = len(cuts) + 1
-        in_turn = draw.random() < 0.5
-        sets = [range(devices)[s::count] if in_turn else range(s * each, (s + 1) * each) for s in range(count)]
-        return self._plan(cuts, [tuple(own)[: max(1, each)] for own in sets], draw.choice(fitting))
+            cuts.append(min(left, key=lambda p: abs(work[p - 1] - work[-1] * speeds[stage - 1] / speeds[-1])))
+        return self._plan(cuts, [tuple(own) for own in sets[: len(cuts) + 1]], draw.choice(fitting))
 
     def move(self, plan: Plan, draw: random.Random, changes: int) -> Plan | None:
         """Return the plan after some random changes at once; None where one is impossible."""
@@ -196,15 +219,28 @@ class _Challenge:
         key = (plan.stages, plan.micro_batch_size)
         if key not in self.seen:
             costs = stage_costs(plan, self.case.profile, self.case.cluster)
-            self.seen[key] = min(self._seconds(policy, costs, plan.micro_batches) for policy in POLICIES)
+            flows = None if self.case.cluster.is_uniform else plan_flows(plan.stages, self.case.cluster)
+            meets = all(
+                a.row_shares == b.row_shares and a.replicas == b.replicas
+                for a, b in pairwise(plan.stages)
+                if b.first_layer in self.unsplittable
+            )
+            found = [self._seconds(policy, plan, costs, flows) for policy in POLICIES] if meets else []
+            self.seen[key] = min(found, default=(math.inf, POLICIES[0]))
         return self.seen[key]
 
-    def _seconds(self, policy: str, costs: tuple[StageCosts, ...], micro_batches: int) -> tuple[float, str]:
+    def _seconds(
+        self, policy: str, plan: Plan, costs: tuple[StageCosts, ...], flows: Flows | None
+    ) -> tuple[float, str]:
+        """Return the seconds under a policy, and the schedule's name; with contention where ``flows`` are given."""
+        micro_batches = plan.micro_batches
         held, limit = warm_up(policy, len(costs), micro_batches), micro_batches
-        for k, cost in zip(held, costs, strict=True):
-            room = self.case.cluster.device_memory - cost.fixed_bytes - cost.working_bytes
-            if room < k * cost.stash_bytes:
-                limit = min(limit, max(0, int(room / cost.stash_bytes)))
+        for k, cost, stage in zip(held, costs, plan.stages, strict=True):
+            for device, part in zip(stage.devices, stage.fractions, strict=True):
+                share = part / max(stage.fractions)
+                room = self.case.cluster.memory_of(device) - cost.fixed_bytes - cost.working_bytes * share
+                if room < k * cost.stash_bytes * share:
+                    limit = min(limit, max(0, int(room / cost.stash_bytes / share)))
         if limit < 1 or (policy == "gpipe" and limit < micro_batches):
             return math.inf, policy
         name = policy if max(held) <= limit else f"{policy}:D={limit}"
@@ -212,13 +248,33 @@ class _Challenge:
         forward, backward, send, exposed = np.array(
             [(c.forward_seconds, c.backward_seconds, c.send_forward_seconds, c.exposed_seconds) for c in costs]
         ).T.copy()
+        if flows is not None and flows.directions:
+            rings = make_rings(costs)
+            end, _ = shared_step_seconds(
+                order, forward, backward, np.zeros(0), send, send, rings, flows, math.inf, False
+            )
+            return float(end), name
         return float(step_seconds(order, forward, backward, np.zeros(0), send, send, exposed)), name
 
     def _plan(self, cuts: list[int], sets: list[tuple[int, ...]], size: int) -> Plan:
         bounds = [0, *cuts, len(self.case.profile.layers)]
-        stages = tuple(StagePlan(a, b - 1, own) for a, b, own in zip(bounds, bounds[1:], sets, strict=False))
+        stages = tuple(self._stage(a, b, own, size) for a, b, own in zip(bounds, bounds[1:], sets, strict=False))
         batch = self.case.batch
         return Plan(self.case.profile.model, "challenger", batch, size, batch // size, "dapple-a", False, stages)
+
+    def _stage(self, first: int, end: int, devices: tuple[int, ...], size: int) -> StagePlan:
+        """Return a stage whose devices take whole rows, each next one where it ends earliest."""
+        if self.case.cluster.is_uniform:
+            return StagePlan(first, end - 1, devices)
+        seconds = [self.device_seconds[self.case.cluster.kind_of(d)][first:end].sum() for d in devices]
+        if len(set(seconds)) == 1 or not min(seconds):
+            return StagePlan(first, end - 1, devices)
+        rows = [int(size / second / sum(1 / other for other in seconds)) for second in seconds]
+        while sum(rows) < size:
+            rows[min(range(len(rows)), key=lambda i: (rows[i] + 1) * seconds[i])] += 1
+        own = [(device, float(row)) for device, row in zip(devices, rows, strict=True) if row]
+        used, shares = zip(*own, strict=True)
+        return StagePlan(first, end - 1, used, shares if len(set(shares)) > 1 else None)
 
 
 def _profiles() -> dict[str, Profile]:
@@ -254,6 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=30.0, help="processor time for each case (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unequal", action="store_true", help="devices of different kinds")
     missed = 0
     for row in challenge(**vars(parser.parse_args(arguments))):
         print(f"{'ok' if row.ok else 'MISSED':7}{row.figure}: {row.measured} (wanted: {row.wanted})", flush=True)

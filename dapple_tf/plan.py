@@ -15,7 +15,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.analysis.row_bounds import least_rows, whole_shares
+from graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_shares
 from graph_passes.passes.recompute import find_runs
 from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map_of
 from graph_passes.schedules.weight_versions import Versions, WeightPolicy
@@ -60,6 +60,17 @@ class StagePlan:
     def row_shares(self) -> tuple[int, ...]:
         """The shares as whole numbers (see ``whole_shares``); empty where they are equal."""
         return whole_shares(self.shares or ())
+
+    def in_rows(self, samples: int) -> StagePlan:
+        """Return the stage with the whole rows of a micro-batch of ``samples`` that each device takes as its shares.
+
+        The stage itself where it has no shares, or where a device would get no row.
+        """
+        if not self.row_shares:
+            return self
+        bounds = [share_bounds(0, samples, i, self.replicas, self.row_shares) for i in range(self.replicas)]
+        rows = tuple(float(end - begin) for begin, end in bounds)
+        return replace(self, shares=rows) if min(rows) > 0 else self
 
     @property
     def fractions(self) -> tuple[float, ...]:

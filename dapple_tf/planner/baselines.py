@@ -38,7 +38,7 @@ def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1)
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
     """Return one device, DP, and even pipelines: of as many stages as possible, and of divisors of the devices."""
-    return [c for stages, origin in _baselines(problem) for c in problem.evaluate_all_sizes(stages, origin)]
+    return [c for stages, origin in baseline_stages(problem) for c in problem.evaluate_all_sizes(stages, origin)]
 
 
 def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
@@ -47,7 +47,7 @@ def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
     The others are not simulated to the end, which takes less time.
     """
     found, least = list[Candidate](), dict[str | int, float]()
-    for stages, origin in _baselines(problem):
+    for stages, origin in baseline_stages(problem):
         for size in problem.micro_batch_sizes:
             ceiling = max(least.get(size, math.inf), least.get(origin, math.inf))
             candidate = problem.evaluate(stages, size, origin, ceiling=ceiling)
@@ -94,7 +94,7 @@ def _fitted_candidates(
     return [candidate for candidate in found if candidate is not None]
 
 
-def _baselines(problem: PlanningProblem) -> Iterator[tuple[tuple[StagePlan, ...], str]]:
+def baseline_stages(problem: PlanningProblem) -> Iterator[tuple[tuple[StagePlan, ...], str]]:
     """Yield the stages and the origin of every baseline."""
     yield data_parallel(problem), "DP"
     if problem.cluster.devices > 1:

@@ -22,21 +22,22 @@ from dapple_tf.planner.comparators import (
 )
 from dapple_tf.planner.compute_bound import least_compute_seconds
 from dapple_tf.planner.cost_tables import CostTables
-from dapple_tf.planner.dapple import choose_by_formula
+from dapple_tf.planner.dapple import choose_by_formula, choose_unequal
 from dapple_tf.planner.device_order import worst_connected_server
 from dapple_tf.planner.gpipe import plan_gpipe
+from dapple_tf.planner.layout_search import counts_contention
 from dapple_tf.planner.memory_fit import fit_memory
 from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.ranking import rank_candidates
-from dapple_tf.planner.refine import counts_contention, refine
+from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
 from dapple_tf.planner.single_moves import move_singly
-from dapple_tf.planner.step_simulation import POLICIES, simulate_found_plans
-from dapple_tf.planner.unequal_search import unequal_candidates
+from dapple_tf.planner.unequal_refine import refine_unequal
+from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
 from graph_passes.schedules.policies import is_searched
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on
@@ -50,6 +51,10 @@ _EVENTS = 4_000_000
 _REFINED = 3
 _LOCAL_EVENTS = 1_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
+_UNEQUAL_EVENTS = 5_500_000  # of each local search on devices of different kinds, for each device
+# Reason: which plan a search ends at depends on chance. Two searches, the second also from what the first has found,
+# are better than one that is twice as long.
+_UNEQUAL_SEARCHES = 2
 _LOCAL_SEARCHES = 2  # a second one starts from what the first has found, if that is faster
 _SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
@@ -74,9 +79,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     if min(chunks, default=2) < 2:
         raise PlanError(f"chunks={list(chunks)}: one stage per device is always considered, so give numbers from 2 on")
     if not problem.cluster.is_uniform:
-        candidates = [*leading_baselines(problem), *unequal_candidates(problem, most=1)]
-        candidates += _one_kind_candidates(problem, chunks)
-        candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
+        candidates = _unequal_candidates(problem, chunks)
         unsearched = 0.0
     else:
         candidates, unsearched = _one_stage_candidates(problem)
@@ -93,7 +96,32 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     return rank_candidates(candidates, unsearched)
 
 
-def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
+def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list[Candidate]:
+    """Return plans on devices of different kinds, of every step below."""
+    candidates = leading_baselines(problem)
+    stages = find_unequal_stages(problem)
+    candidates += unequal_candidates(problem, stages)
+    # Reason: no plan of planner "dapple", of other planners, or on one kind of devices may be faster than the result.
+    formula = choose_unequal(problem, stages)
+    candidates += [formula.chosen] if formula else []
+    candidates += _one_kind_candidates(problem, chunks)
+    candidates += comparator_candidates(problem, _least_seconds(candidates) * (1 - 1e-9))
+    binds = not problem.recompute and may_bind(problem)
+    if binds:
+        # Reason: backward that computes activations again is longer, but needs less memory.
+        again = replace(problem, recompute=True, ceiling=_least_seconds(candidates))
+        candidates += leading_baselines(again)
+        if not candidates:
+            candidates += unequal_candidates(again, find_unequal_stages(again))
+    if problem.schedule not in (*POLICIES, "auto"):
+        return [*candidates, *(move_singly(problem, c, _MOVES) for c in _fastest_few(candidates))]
+    events = _UNEQUAL_EVENTS * max(_LEAST_DEVICES, problem.cluster.devices)
+    for seed in range(_UNEQUAL_SEARCHES):
+        candidates += refine_unequal(problem, candidates, events, seed, may_recompute=binds)
+    return candidates
+
+
+def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every
@@ -182,7 +210,8 @@ def _one_kind_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> lis
         for candidate in (result.chosen,) if result else ():
             stages = [replace(stage, devices=tuple(devices[d] for d in stage.devices)) for stage in candidate.stages]
             origin, schedule = f"only {kind or 'devices without kind'}", candidate.schedule
-            found.append(problem.evaluate(stages, candidate.micro_batch_size, origin, schedule))
+            size, again = candidate.micro_batch_size, candidate.recompute
+            found.append(problem.evaluate(stages, size, origin, schedule, again))
     return [candidate for candidate in found if candidate is not None]
 
 

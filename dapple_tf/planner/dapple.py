@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from dapple_tf.planner.baselines import baseline_candidates
+from dapple_tf.plan import StagePlan
+from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
 from dapple_tf.planner.latency import pipeline_latency
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search import search_by_formula
-from dapple_tf.planner.unequal_search import unequal_candidates
+from dapple_tf.planner.unequal_search import ORIGIN as UNEQUAL
+from dapple_tf.planner.unequal_search import SizedStages, find_unequal_stages
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
 _MAX_WIDTH = 512
@@ -26,10 +30,10 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
     DP and straight plans are in the search space. The formulas do not model waiting for memory. So if the stages of
     some plan can hold the warm-up of policy A, only such plans count; else those whose stages can hold one micro-batch.
     The schedule is the fastest policy in the simulator. On devices of different kinds, which the paper does not have,
-    it is the candidate of ``unequal_candidates`` with the least latency.
+    it is that of the stages of ``find_unequal_stages``, DP and even pipelines with the least latency.
     """
     if not problem.cluster.is_uniform:
-        return _choose_unequal(problem)
+        return choose_unequal(problem, find_unequal_stages(problem))
     return choose_by_formula(problem, baseline_candidates(problem))
 
 
@@ -44,15 +48,29 @@ def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> P
     return None
 
 
-def _choose_unequal(problem: PlanningProblem) -> PlannerResult | None:
-    """Return the candidate on unequal devices with the least latency; those that can hold policy A's warm-up first."""
+def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> PlannerResult | None:
+    """Return the result of ``plan_dapple`` on unequal devices, given what ``find_unequal_stages`` found.
+
+    Plans are simulated only where none with less latency can hold the warm-up of policy A.
+    """
     alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
-    known = [*baseline_candidates(alone), *unequal_candidates(alone)]
-    if not known:
-        return None
-    latency, _, least = min((_latency(problem, c), index, c) for index, c in enumerate(known) if _warms_up(c, known))
-    others = [c for c in known if c.origin == "DP" and c.stages != least.stages]
-    chosen, *runners_up = (_simulate_again(problem, c) for c in (least, *others[:1]))
+    known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
+    known += [(size, entry.stages, UNEQUAL) for size, entry in found]
+    ranked = sorted(((_latency(alone, stages, size), i) for i, (size, stages, _) in enumerate(known)))
+    limited: tuple[float, Candidate] | None = None  # by memory
+    for latency, i in ranked:
+        size, stages, origin = known[i]
+        if (candidate := alone.evaluate(stages, size, origin)) is not None:
+            if ":D=" not in candidate.schedule:
+                break
+            limited = limited or (latency, candidate)
+    else:
+        if limited is None:
+            return None
+        latency, candidate = limited
+    whole = (alone.evaluate(data_parallel(alone), size, "DP") for size in alone.micro_batch_sizes)
+    others = (c for c in whole if c is not None and c.stages != candidate.stages)
+    chosen, *runners_up = (_price_again(problem, c) for c in (candidate, *itertools.islice(others, 1)))
     return PlannerResult(chosen, tuple(runners_up), formula_seconds=latency)
 
 
@@ -63,11 +81,6 @@ def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate
     )
     assert found is not None, "it fits, and contention changes only its seconds"
     return found
-
-
-def _warms_up(candidate: Candidate, known: Sequence[Candidate]) -> bool:
-    """Return whether memory does not limit the candidate's schedule, or limits that of every one that is known."""
-    return ":D=" not in candidate.schedule or all(":D=" in other.schedule for other in known)
 
 
 def _search(
@@ -92,12 +105,13 @@ def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) ->
     total = problem.cluster.devices
     on_all_devices = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
     fastest = sorted(on_all_devices, key=lambda c: c.seconds)[:_KNOWN]
-    return min((_latency(problem, candidate) for candidate in fastest), default=math.inf) * (1 + 1e-9)
+    return min((_latency(problem, c.stages, c.micro_batch_size) for c in fastest), default=math.inf) * (1 + 1e-9)
 
 
-def _latency(problem: PlanningProblem, candidate: Candidate) -> float:
-    """Return the latency of a candidate by formulas 1 to 3 (seconds)."""
-    plan = problem.make_plan(candidate.stages, candidate.micro_batch_size, candidate.schedule, "dapple")
+def _latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
+    """Return the latency of stages by formulas 1 to 3 (seconds); those without shares share rows by speed."""
+    shared = share_rows(stages, micro_batch_size, problem.profile, problem.cluster)
+    plan = problem.make_plan(shared, micro_batch_size, "dapple-a", "dapple")
     costs = problem.costs.stage_costs(plan, optimizer_slots=problem.optimizer_slots)
     rows = [(c.forward_seconds, c.backward_seconds, c.exposed_seconds) for c in costs]
     networks = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]

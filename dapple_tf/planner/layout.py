@@ -28,7 +28,8 @@ class MoveTables(NamedTuple):
 
     sizes: Integers  # [Z] samples of a micro-batch
     work: Floats  # [Z, N + 1] seconds of a micro-batch on one device, sums over the blocks before
-    homes: Integers  # [D] the server of each device
+    homes: Integers  # [D] the server of each device; of unequal devices one number for each server and kind
+    speed: Floats  # [D] of each device, over that of the others
     unequal_links: bool  # whether some pairs of servers have links of their own
     may_recompute: bool
 
@@ -108,7 +109,12 @@ def make_layout_tables(problem: PlanningProblem, sizes: Integers, may_recompute:
     work = (forward + backward)[row[:, 0]] * factor[:, :1]
     return LayoutTables(
         moves=MoveTables(
-            sizes, work, np.array(problem.cluster.homes, np.int64), bool(problem.cluster.links), may_recompute
+            sizes=sizes,
+            work=work,
+            homes=np.array(problem.cluster.homes, np.int64),
+            speed=np.ones(devices),
+            unequal_links=bool(problem.cluster.links),
+            may_recompute=may_recompute,
         ),
         micro_batches=problem.global_batch_size // sizes,
         scale=sizes / profile.batch_size,
@@ -272,12 +278,19 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, extrapolate: bool) -> LayoutStep:
     """Return the step under the fastest policy allowed; its seconds are infinite where they reach ``ceiling``.
 
-    The K_i of that policy are left in ``w.best_warm_up``. Contention is left out; see ``simulate_with_contention``.
+    The K_i of that policy are left in ``w.best_warm_up``. Contention does not count; see ``add_contention``.
 
     ``extrapolate``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
     simulated only where the schedule names it.
     """
-    lacking = fill_costs(t, layout, w)
+    return price_costs(t, layout, w, fill_costs(t, layout, w), ceiling, judge_early)
+
+
+@compiled
+def price_costs(
+    t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, judge_early: bool
+) -> LayoutPrice:
+    """Return ``price_layout`` of stages whose costs are in ``w.costs`` already; ``lacking``: bytes of memory."""
     if lacking > 0:
         return LayoutStep(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]

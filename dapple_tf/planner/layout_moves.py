@@ -87,17 +87,17 @@ def merge_stages(layout: Layout, stage: int, drop: bool) -> None:
 
 @compiled_part
 def even_cuts(t: MoveTables, layout: Layout, first: int, last: int) -> None:
-    """Cut the stages ``first`` to ``last`` (inclusive) again, each with compute in proportion to its devices."""
+    """Cut the stages ``first`` to ``last`` (inclusive) again, each with compute in proportion to its devices' speed."""
     begin, end = layout.starts[first], layout.starts[last + 1]
-    work, total, before = t.work[layout.shape[1]], 0, 0
-    replicas = np.zeros(last + 1 - first, np.int64)
-    for s in layout.owner:
+    work, total, before = t.work[layout.shape[1]], 0.0, 0.0
+    speed = np.zeros(last + 1 - first)
+    for i, s in enumerate(layout.owner):
         if first <= s <= last:
-            replicas[s - first] += 1
-            total += 1
+            speed[s - first] += t.speed[layout.device_at[i]]
+            total += t.speed[layout.device_at[i]]
     whole, block = work[end] - work[begin], begin
     for s in range(first, last):
-        before += replicas[s - first]
+        before += speed[s - first]
         wanted, most = work[begin] + whole * before / total, end - (last - s)
         block = max(block, layout.starts[s] + 1)
         while block < most and work[block] < wanted:

@@ -175,7 +175,7 @@ class PlanningProblem:
         of_stages = self.costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
         arrays = stage_cost_arrays(of_stages)
-        network = make_network(self.find_flows(stages), of_stages)
+        network = make_network(self.find_flows([s.in_rows(micro_batch_size) for s in stages]), of_stages)
         found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
         if found.seconds == math.inf:
             return None
@@ -199,7 +199,8 @@ class PlanningProblem:
 
     def _compute_seconds(self, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
         """Return the seconds for which the busiest stage computes, without re-computation."""
-        each = max(self.costs.replicas.compute_seconds(stage, micro_batch_size) for stage in stages)
+        in_rows = (stage.in_rows(micro_batch_size) for stage in stages)
+        each = max(self.costs.replicas.compute_seconds(stage, micro_batch_size) for stage in in_rows)
         return self._micro_batches(stages, micro_batch_size) * each
 
     @cached_property

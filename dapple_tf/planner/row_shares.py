@@ -1,4 +1,4 @@
-"""Shares of rows by speed: a stage's micro-batch is cut into whole rows so that its slowest device ends earliest."""
+"""Shares of rows by speed: a stage's micro-batch is cut into whole rows so that its slowest devices end earliest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.plan import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.planner.row_cuts import share_by_kind
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on
 from profiler.profile import Profile
@@ -20,10 +20,11 @@ def share_rows(
 ) -> tuple[StagePlan, ...]:
     """Return the stages with shares by the speeds of their devices; those that have shares keep them.
 
-    Shares are whole rows of a micro-batch of ``micro_batch_size`` samples. A device that is too slow for a row is left
-    out. A stage whose devices are equally fast has no shares: it shares equally. Stages on the same devices get the
-    same shares, by the seconds of all their layers. Nothing changes where all devices are of one kind. Raises
-    ProfileError for a kind without costs.
+    Shares are whole rows of a micro-batch of ``micro_batch_size`` samples, for which the longest forward and the
+    longest backward of a replica together are least. A device that is too slow for a row is left out. A stage whose
+    devices are equally fast has no shares: it shares equally. Stages on the same devices get the same shares, by the
+    seconds of all their layers. Nothing changes where all devices are of one kind. Raises ProfileError for a kind
+    without costs.
     """
     if cluster.is_uniform:
         return tuple(stages)
@@ -51,30 +52,28 @@ def _with_shares(
     stage: StagePlan, together: Sequence[StagePlan], size: int, profile: Profile, cluster: Cluster
 ) -> StagePlan:
     """Return ``stage`` with the shares of all stages ``together`` on its devices."""
-    kinds = [cluster.kind_of(device) for device in stage.devices]
-    seconds = {
-        kind: _seconds(together, size / stage.replicas, profile_on(profile, cluster, stage.devices[kinds.index(kind)]))
-        for kind in dict.fromkeys(kinds)
-    }
-    if len(set(seconds.values())) == 1:  # shares equally, as where all devices of the cluster are equal
+    of_devices = [cluster.kind_of(device) for device in stage.devices]
+    names = list(dict.fromkeys(of_devices))
+    forward, backward = np.array(
+        [
+            _seconds(
+                together, size / stage.replicas, profile_on(profile, cluster, stage.devices[of_devices.index(name)])
+            )
+            for name in names
+        ]
+    ).T.copy()
+    if len(set(forward)) == len(set(backward)) == 1:  # shares equally, as where all devices of the cluster are equal
         return replace(stage, devices=stage.devices[:size])
-    rows = cut_rows(size, np.array([1 / seconds[kind] if seconds[kind] else 1.0 for kind in kinds]))
+    rows = share_by_kind(size, np.array([names.index(name) for name in of_devices]), forward, backward)
     kept = [(device, float(count)) for device, count in zip(stage.devices, rows, strict=True) if count]
     devices, shares = zip(*kept, strict=True)
     return replace(stage, devices=devices, shares=None if len(set(shares)) == 1 else shares)
 
 
-def _seconds(stages: Sequence[StagePlan], samples: float, profile: Profile) -> float:
-    both = profile.forward_seconds(samples) + profile.backward_seconds(samples)
-    return sum(float(both[stage.first_layer : stage.last_layer + 1].sum()) for stage in stages)
-
-
-def cut_rows(rows: int, speeds: Floats) -> tuple[int, ...]:
-    """Return whole numbers of rows, in all ``rows``, so that the largest of rows / speed is least.
-
-    Of equally good cuts, rows go to the earlier devices. A device may get none.
-    """
-    counts = np.floor(rows * speeds / speeds.sum() * (1 + 1e-12)).astype(np.int64)
-    for _ in range(rows - int(counts.sum())):
-        counts[np.argmin((counts + 1) / speeds)] += 1
-    return tuple(counts.tolist())
+def _seconds(stages: Sequence[StagePlan], samples: float, profile: Profile) -> tuple[float, float]:
+    """Return the seconds of forward and of backward of all these stages."""
+    forward, backward = (
+        sum(float(seconds[stage.first_layer : stage.last_layer + 1].sum()) for stage in stages)
+        for seconds in (profile.forward_seconds(samples), profile.backward_seconds(samples))
+    )
+    return forward, backward

@@ -23,8 +23,8 @@ def stage_costs(
     """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``samples``: of
-    the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as its slowest device with its share
-    of the rows; its stash is that of the largest share. Re-computed
+    the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as its slowest device with its
+    share of the rows, in whole rows where shares are given; its stash is that of the largest share. Re-computed
     layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
     inputs are stashed (DAPPLE, section VI.E). Raises ProfileError for a kind of devices without costs.
     """
@@ -47,17 +47,18 @@ class CostModel:
         homes = [tuple(self._cluster.homes[d] for d in stage.devices) for stage in plan.stages]
         parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
         samples = plan.micro_batch_size if samples is None else samples
+        stages = [stage.in_rows(samples) for stage in plan.stages]
         splits = splits_backward(plan.schedule)
         ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
         scale = samples / self._profile.batch_size
         found = []
-        for index, stage in enumerate(plan.stages):
+        for index, stage in enumerate(stages):
             layers = slice(stage.first_layer, stage.last_layer + 1)
             runs = plan.runs(index)
             forward, backward = self.replicas.slowest(stage, samples, runs)
             send = 0.0
-            if index + 1 < len(plan.stages) and plan.stages[index + 1].devices != stage.devices:
-                shares = stage.row_shares, plan.stages[index + 1].row_shares
+            if index + 1 < len(stages) and stages[index + 1].devices != stage.devices:
+                shares = stage.row_shares, stages[index + 1].row_shares
                 latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares)
                 send = latency + per_byte * float(self._crossing[stage.last_layer]) * scale
             parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas

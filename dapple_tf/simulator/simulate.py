@@ -60,7 +60,8 @@ def simulate(
         limits = _limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
         return Timeline(title=plan_title(plan), simulation=window)
-    flows = plan_flows(plan.stages, cluster) if contention else None
+    in_rows = [stage.in_rows(plan.micro_batch_size) for stage in plan.stages]
+    flows = plan_flows(in_rows, cluster) if contention else None
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
     if plan.sizes or actions_together(plan.schedule):
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches

@@ -17,10 +17,11 @@ import dapple_tf as dapple
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace, simulate_layout
-from dapple_tf.planner.layout_contention import simulate_with_contention
+from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace
+from dapple_tf.planner.layout_prices import price
+from dapple_tf.planner.layout_search import layout_of
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.refine import layout_of, refine
+from dapple_tf.planner.refine import refine
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 from tests.dapple_tf.planner.builders import Case, cases
@@ -36,9 +37,10 @@ def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
     workspace = make_workspace(room, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
-        step = simulate_layout(tables, layout_of(problem, tables.moves.sizes, candidate), workspace, np.inf, False)
-        assert step.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
-        assert step.seconds < UNFIT
+        layout = layout_of(problem, tables.moves.sizes, candidate)
+        found = price(tables, layout, workspace, np.inf, False, False)
+        assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        assert found.seconds < UNFIT
 
 
 @given(cases())
@@ -50,8 +52,8 @@ def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> N
     workspace = make_workspace(room, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        step = simulate_with_contention(tables, layout, workspace, np.inf, False)
-        assert step.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        found = price(tables, layout, workspace, np.inf, False, True)
+        assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
 def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:

@@ -17,7 +17,8 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.explain import describe_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.row_shares import cut_rows, share_rows
+from dapple_tf.planner.row_cuts import cut_rows, share_by_kind
+from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.unequal_orders import device_orders
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.errors import ProfileError
@@ -50,6 +51,26 @@ def test_rows_are_cut_so_that_the_slowest_device_ends_earliest(rows: int, speeds
     least = min(max(n / v for n, v in zip(cut, speeds, strict=True)) for cut in cuts)
     assert sum(found) == rows
     assert max(n / v for n, v in zip(found, speeds, strict=True)) == pytest.approx(least)
+
+
+@given(
+    rows=st.integers(1, 9),
+    seconds=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3),
+    kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_rows_are_shared_so_that_the_longest_forward_and_backward_are_least(
+    rows: int, seconds: list[tuple[int, int]], kinds: list[int]
+) -> None:
+    forward, backward = np.array(seconds, float).T
+
+    def step(cut: tuple[int, ...]) -> float:
+        return sum(max(n * own[k] for n, k in zip(cut, kinds, strict=True)) for own in (forward, backward))
+
+    cuts = [cut for cut in itertools.product(range(rows + 1), repeat=len(kinds)) if sum(cut) == rows]
+    found = tuple(share_by_kind(rows, np.array(kinds), forward, backward))
+    assert sum(found) == rows
+    if all(min(seconds[kind]) > 0 for kind in kinds):
+        assert step(found) == pytest.approx(min(map(step, cuts)))
 
 
 def test_shares_are_whole_rows_by_speed() -> None:
@@ -249,3 +270,19 @@ def test_the_description_has_the_rows_of_each_device() -> None:
     plan = dapple.plan(PROFILE, MIXED, global_batch_size=16, micro_batch_size=16, planner="dp")
     text = describe_plan(plan, PROFILE, dapple.simulate(plan, PROFILE, MIXED))
     assert "stage 0: layer0 .. layer3, rows 2:1:1 on devices 0, 1, 2" in text
+
+
+def test_best_computes_activations_again_where_unequal_devices_have_no_room_to_keep_two_micro_batches() -> None:
+    """Of two layers one micro-batch is kept at most, so that without re-computation no two devices work at once."""
+    layers = tuple(LayerCost(f"layer{i}", 0.1, 0.2, 1e3, 4e7, 1e6) for i in range(4))
+    profile = Profile("net", 1, "V100", layers)
+    kinds = {"V100": DeviceKind(1.5e8, 1.0), "T4": DeviceKind(1.4e8, 0.9)}
+    problem = make_problem(profile, make_cluster([("V100", 1), ("T4", 1)], kinds=kinds), global_batch_size=8)
+    chosen = run_planner(problem, "best", chunks=()).chosen
+    assert chosen.recompute is not False
+    kept = [
+        problem.evaluate([StagePlan(0, n, (d,)), StagePlan(n + 1, 3, (1 - d,))], 1, "")
+        for n in range(3)
+        for d in (0, 1)
+    ]
+    assert chosen.seconds < min(c.seconds for c in kept if c is not None)

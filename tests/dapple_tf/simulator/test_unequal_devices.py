@@ -38,10 +38,23 @@ PROFILE = make_profile((4, 8), (2, 6))  # for 4 samples
 
 
 def test_forward_divides_by_the_sum_of_speeds_where_rows_are_shared_by_speed() -> None:
-    plan = plan_of(StagePlan(0, 1, (0, 1, 2), (2.0, 1.0, 1.0)))
+    plan = plan_of(StagePlan(0, 1, (0, 1, 2), (2.0, 1.0, 1.0)), samples=8)
     (cost,) = stage_costs(plan, PROFILE, make_cluster(("V100", 1), ("T4", 2)))
-    assert cost.forward_seconds == 6 * 6 / 4 / (1 + 0.5 + 0.5)
-    assert cost.backward_seconds == 14 * 6 / 4 / (1 + 0.5 + 0.5)
+    assert cost.forward_seconds == 6 * 8 / 4 / (1 + 0.5 + 0.5)
+    assert cost.backward_seconds == 14 * 8 / 4 / (1 + 0.5 + 0.5)
+
+
+def test_shares_that_are_not_whole_rows_cost_what_the_rows_cost_that_run() -> None:
+    """Shares 23:23:9:9 of 8 rows: cuts at 2.9, 5.75 and 6.9 are rows 2, 5 and 6, so the devices run 2, 3, 1 and 2."""
+    cluster = make_cluster(("V100", 2), ("T4", 2))
+    by_hand = plan_of(StagePlan(0, 1, (0, 1, 2, 3), (23.0, 23.0, 9.0, 9.0)), samples=8)
+    (cost,) = stage_costs(by_hand, PROFILE, cluster)
+    assert cost.forward_seconds == max(3 * 6 / 4, 2 * 6 / 4 / 0.5)
+    assert cost.backward_seconds == max(3 * 14 / 4, 2 * 14 / 4 / 0.5)
+    in_rows = plan_of(StagePlan(0, 1, (0, 1, 2, 3), (2.0, 3.0, 1.0, 2.0)), samples=8)
+    assert (cost,) == stage_costs(in_rows, PROFILE, cluster)
+    assert simulate(by_hand, PROFILE, cluster).step_seconds == simulate(in_rows, PROFILE, cluster).step_seconds
+    assert memory_limits(by_hand, (cost,), cluster) == memory_limits(in_rows, (cost,), cluster)
 
 
 def test_equal_shares_wait_for_the_slowest_device() -> None:
