@@ -110,7 +110,7 @@ def anneal(case: Case, seconds: float, seed: int, start: Plan | None = None) -> 
         now = search.start(draw) if turn < rounds - 1 or best[1] is None else best[1]
         if start is not None and turn == rounds - 2 and start.recompute is False:
             now = start
-        price = search.price(now)
+        current = search.simulate(now)
         while (done := (time.process_time() - begin) * rounds / seconds) < 1:
             trial = search.move(now, draw, draw.choice((1, 1, 1, 2, 3)))
             if trial is None:

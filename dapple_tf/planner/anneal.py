@@ -9,7 +9,7 @@ from dapple_tf.planner.device_moves import assign_devices
 from dapple_tf.planner.draws import draw_share
 from dapple_tf.planner.layout import Layout, MoveTables, copy_layout, make_layout
 from dapple_tf.planner.layout_moves import move_at_random
-from dapple_tf.planner.layout_prices import AnyWorkspace, Tables, price_alone, price_shared
+from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables, simulate_alone, simulate_shared
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
 # The work of one move beside simulated events, in as many events: of each move, stage and device.
@@ -30,7 +30,7 @@ def anneal(
     moves: MoveTables,
     start: Layout,
     w: AnyWorkspace,
-    placing: int,
+    rule: int,
     events: int,
     first_temperature: float,
     last_temperature: float,
@@ -41,10 +41,11 @@ def anneal(
 ) -> float:
     """Overwrite ``start`` with the fastest layout found, and return its seconds.
 
-    A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
-    falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that their placement is not searched. ``moves``: of the tables ``t``. ``judge_early``: see
-    ``price_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
+    A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
+    temperature falls from ``first_temperature`` to ``last_temperature`` as ``events`` are used up. ``rule``: assigns
+    devices to stages after each move, so that the placement is not searched; FREE: the moves do. ``moves``: of the
+    tables ``t``. ``extrapolate``: see ``simulate_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it
+    ends the search after the present move.
 
     ``contention``: whether it is simulated. That takes about 25 times as long as the step without it, and hardly ever
     rejects a layout that is fast enough without it. So up to three moves in a row are accepted by an estimate: the
@@ -56,9 +57,9 @@ def anneal(
     if rule != FREE:
         _assign(start, rule)
     copy_layout(start, now)
-    alone = price_alone(t, now, w, np.inf, judge_early)
-    price = price_shared(t, now, w, alone, np.inf, judge_early) if contention else alone
-    seconds, factor, estimates = price.seconds, price.seconds / alone.seconds, 0
+    alone = simulate_alone(t, now, w, np.inf, extrapolate)
+    step = simulate_shared(t, now, w, alone, np.inf, extrapolate) if contention else alone
+    seconds, factor, estimates = step.seconds, step.seconds / alone.seconds, 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
         copy_layout(now, trial)
@@ -69,9 +70,9 @@ def anneal(
             _assign(trial, rule)
         temperature = first_temperature * (last_temperature / first_temperature) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_alone(t, trial, w, ceiling, judge_early)
-        left -= price.events
-        if price.seconds >= ceiling:
+        step = simulate_alone(t, trial, w, ceiling, extrapolate)
+        left -= step.events
+        if step.seconds >= ceiling:
             continue
         if contention:
             alone, estimate = step, step.seconds * factor
@@ -79,9 +80,9 @@ def anneal(
                 seconds, estimates = estimate, estimates + 1
                 copy_layout(trial, now)
                 continue
-            price = price_shared(t, trial, w, alone, ceiling, judge_early)
-            left -= price.events - alone.events
-            if price.seconds >= ceiling:
+            step = simulate_shared(t, trial, w, alone, ceiling, extrapolate)
+            left -= step.events - alone.events
+            if step.seconds >= ceiling:
                 continue
             factor, estimates = step.seconds / alone.seconds, 0
         seconds = step.seconds

@@ -36,6 +36,7 @@ from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
 from dapple_tf.planner.single_moves import move_singly
+from dapple_tf.planner.step_simulation import POLICIES, simulate_found_plans
 from dapple_tf.planner.unequal_refine import refine_unequal
 from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
 from graph_passes.schedules.policies import is_searched
@@ -121,7 +122,7 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
     return candidates
 
 
-def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
+def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every

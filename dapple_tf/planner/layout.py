@@ -283,14 +283,14 @@ def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: floa
     ``extrapolate``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
     simulated only where the schedule names it.
     """
-    return price_costs(t, layout, w, fill_costs(t, layout, w), ceiling, judge_early)
+    return simulate_costs(t, layout, w, fill_costs(t, layout, w), ceiling, extrapolate)
 
 
 @compiled
-def price_costs(
-    t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return ``price_layout`` of stages whose costs are in ``w.costs`` already; ``lacking``: bytes of memory."""
+def simulate_costs(
+    t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, extrapolate: bool
+) -> LayoutStep:
+    """Return ``simulate_layout`` of stages whose costs are in ``w.costs`` already; ``lacking``: bytes of memory."""
     if lacking > 0:
         return LayoutStep(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]

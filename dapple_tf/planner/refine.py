@@ -39,21 +39,21 @@ def refine(
         return []
     starts = search.starts(candidates, _STARTS)
     several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
-    placings = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
+    rules = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
     orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
-    ways = itertools.product(orders, placings, starts)
-    dealt = [Run(search.reorder(start, order), placing) for order, placing, start in ways]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
+    ways = itertools.product(orders, rules, starts)
+    by_rule = [Run(search.reorder(start, order), rule) for order, rule, start in ways]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.2)[: _KEPT * 2]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.05)
     near = search.run_all([Run(search.copy(start)) for start in starts], int(events * _NEAR), 0.01)
-    free = [Run(run.layout) for run in _fastest([*dealt, *near])]
+    free = [Run(run.layout) for run in _fastest([*by_rule, *near])]
     free = search.run_all(free, int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
     kept = _fastest([Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
-    for number, (most, share, hot) in enumerate(_ROUNDS):
-        kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
+    for number, (most, share, first_temperature) in enumerate(_ROUNDS):
+        kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
         # Reason: fewer than all are no evidence, since several short runs often end at the start that they share. Where
         # three were enough, a step on six devices was 22% longer; where the first round could be the last, one on 16
         # devices was 50% longer.

@@ -36,7 +36,7 @@ class MemoryLimit:
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
     """Return the device of each stage that is the first to run out of memory; ``costs``: of each stage."""
     limits: dict[int, MemoryLimit] = {}
-    for stages in plan.worker_map.chunks:
+    for stages in plan.worker_map.stages_of:
         fixed, stage = sum(costs[s].fixed_bytes for s in stages), plan.stages[stages[0]].in_rows(plan.micro_batch_size)
         most = max(stage.fractions)
         found = [

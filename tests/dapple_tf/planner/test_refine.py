@@ -18,8 +18,8 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace
-from dapple_tf.planner.layout_prices import price
 from dapple_tf.planner.layout_search import layout_of
+from dapple_tf.planner.layout_simulation import simulate_step
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refine import refine
 from profiler.cluster import Cluster, Link, Server
@@ -34,11 +34,11 @@ MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
 def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=False, **case.options)
     tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
-    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
-    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    most_stages = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = price(tables, layout, workspace, np.inf, False, False)
+        found = simulate_step(tables, layout, workspace, np.inf, False, False)
         assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
         assert found.seconds < UNFIT
 
@@ -48,11 +48,11 @@ def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> N
     options = {**case.options, "schedule": "dapple-a"}
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=True, **options)
     tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
-    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
-    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    most_stages = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = price(tables, layout, workspace, np.inf, False, True)
+        found = simulate_step(tables, layout, workspace, np.inf, False, True)
         assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
