@@ -12,9 +12,8 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 
 _STARTS, _KEPT = 3, 8
-_BY_RULE, _NEAR, _FREE = (
-    weight / 36 for weight in (2, 1, 1)
-)  # shares of the events: runs by a rule, from the starts, without a rule
+# Shares of the events: of the runs by a rule, of those from the starts, and of those without a rule.
+_BY_RULE, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))
 # The final rounds: how many of the best layouts they have, their share of the events, and the first temperature.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
 _ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36, 0.01))
