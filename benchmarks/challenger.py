@@ -1,6 +1,6 @@
 """A challenger of planner "best": simulated annealing over cuts, device sets, M and schedule, for seconds a case.
 
-It shares no code with the planners. Plans are priced by the simulator's costs and its discrete-event engine, and what
+It shares no code with the planners. The simulator's costs and discrete-event engine give the step of a plan, and what
 is compared in the end is ``dapple.simulate`` of both plans. ``python -m benchmarks challenger`` is a short run,
 ``python -m benchmarks challenger --cases 100 --seconds 30`` a whole one. With ``--unequal`` the devices of each cluster
 are of different kinds, and a round starts from the plan of "best" itself.
@@ -110,23 +110,23 @@ def anneal(case: Case, seconds: float, seed: int, start: Plan | None = None) -> 
         now = search.start(draw) if turn < rounds - 1 or best[1] is None else best[1]
         if start is not None and turn == rounds - 2 and start.recompute is False:
             now = start
-        price = search.price(now)
+        current = search.simulate(now)
         while (done := (time.process_time() - begin) * rounds / seconds) < 1:
             trial = search.move(now, draw, draw.choice((1, 1, 1, 2, 3)))
             if trial is None:
                 continue
-            found = search.price(trial)
+            found = search.simulate(trial)
             temperature = 0.1 * 0.005**done
-            worse = (found[0] / price[0] - 1) if found[0] < math.inf else math.inf
-            if worse <= 0 or price[0] == math.inf or draw.random() < math.exp(-min(worse / temperature, 700)):
-                now, price = trial, found
-                if price[0] < best[0]:
-                    best = price[0], replace(now, schedule=price[1])
+            worse = (found[0] / current[0] - 1) if found[0] < math.inf else math.inf
+            if worse <= 0 or current[0] == math.inf or draw.random() < math.exp(-min(worse / temperature, 700)):
+                now, current = trial, found
+                if current[0] < best[0]:
+                    best = current[0], replace(now, schedule=current[1])
     return best[1]
 
 
 class _Challenge:
-    """Plans of a case: a random one to start from, changes, and prices."""
+    """Plans of a case: a random one to start from, changes, and simulated steps."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -170,10 +170,10 @@ class _Challenge:
                     if not cuts:
                         return None
                     at = draw.randrange(len(cuts))
-                    place = self.cuts.index(cuts[at]) + draw.choice((-3, -2, -1, -1, 1, 1, 2, 3))
-                    if not 0 <= place < len(self.cuts):
+                    index = self.cuts.index(cuts[at]) + draw.choice((-3, -2, -1, -1, 1, 1, 2, 3))
+                    if not 0 <= index < len(self.cuts):
                         return None
-                    cuts[at] = self.cuts[place]
+                    cuts[at] = self.cuts[index]
                 case 1:  # devices to another stage, or to none
                     to = draw.randrange(-1, len(sets))
                     count = draw.choice((1, 1, 2, 4))
@@ -188,7 +188,7 @@ class _Challenge:
                     if not unused:
                         return None
                     sets[stage] += draw.sample(sorted(unused), draw.randint(1, len(unused)))
-                case 3:  # devices of two stages change places
+                case 3:  # two stages exchange devices
                     other = draw.randrange(len(sets))
                     a, b = draw.randrange(len(sets[stage])), draw.randrange(len(sets[other]))
                     sets[stage][a], sets[other][b] = sets[other][b], sets[stage][a]
@@ -214,7 +214,7 @@ class _Challenge:
             return None
         return self._plan(cuts, [tuple(sorted(own)) for own in sets], size)
 
-    def price(self, plan: Plan) -> tuple[float, str]:
+    def simulate(self, plan: Plan) -> tuple[float, str]:
         """Return the least seconds of a step over the policies, and the schedule; infinite if it does not fit."""
         key = (plan.stages, plan.micro_batch_size)
         if key not in self.seen:

@@ -22,11 +22,11 @@ def draw_problem(generator: np.random.Generator) -> tuple[WorkerMap, int, list[A
     """
     workers, chunks = int(generator.integers(2, 9)), int(generator.choice([1, 1, 2]))
     micro_batches = int(generator.integers(workers, 4 * workers + 1))
-    place = WorkerMap.looped if generator.random() < 0.5 else WorkerMap.waves
+    make_map = WorkerMap.looped if generator.random() < 0.5 else WorkerMap.waves
     spread, sends = float(generator.choice([1.01, 1.5, 3.0])), float(generator.choice([0.0, 0.2, 0.5]))
     costs = [make_cost(*generator.uniform(1, spread, 3), generator.uniform(0, sends)) for _ in range(workers * chunks)]
     memory = workers * chunks * float(generator.choice([1.0, 1.5, 2.0, 1000.0]))
-    return place(workers, chunks), micro_batches, costs, memory
+    return make_map(workers, chunks), micro_batches, costs, memory
 
 
 def make_cost(forward: float, inputs: float, weights: float, send: float) -> Any:
@@ -54,7 +54,7 @@ def compare_with_bound() -> Iterator[Row]:
     yield Row(f"{figure}: over the best named schedule", "at most 1", text, max(over_named) <= 1 + 1e-12)
     costs = [make_cost(*generator.uniform(1, 1.5, 3), 0.1) for _ in range(16)]
     start = time.perf_counter()
-    found = search_order(WorkerMap.straight(16), 64, costs, 24.0)
+    found = search_order(WorkerMap.one_per_stage(16), 64, costs, 24.0)
     seconds = time.perf_counter() - start
     text = f"{seconds:.2f} s, {found.distance:.2%} above the bound"
     yield Row("zb-auto of 16 workers x 64 micro-batches", "at most 2 s", text, seconds <= 2)

@@ -102,7 +102,7 @@ def show(each: Compared) -> Row:
 
 
 def count_agreeing(compared: Sequence[Compared]) -> Row:
-    """Return how many configurations are the paper's, by each price of AllReduce."""
+    """Return how many configurations are the paper's, by each cost of AllReduce."""
     counts = {
         "on levels": [_replicas(each.levels) for each in compared],
         "on one level": [_replicas(each.flat) for each in compared],

@@ -1,4 +1,4 @@
-"""PipeDream's objective on one level, for other prices of AllReduce than the printed one, and for given replicas."""
+"""PipeDream's objective on one level, for other costs of AllReduce than the printed one, and for given replicas."""
 
 from __future__ import annotations
 

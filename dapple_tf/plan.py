@@ -273,7 +273,7 @@ def check_workers(plan: Plan) -> None:
     """
     workers = worker_map_of(plan.schedule, len(plan.stages))
     stage_of: dict[int, int] = {}
-    for stages in workers.chunks:
+    for stages in workers.stages_of:
         devices = plan.stages[stages[0]].devices
         for stage in stages[1:]:
             if plan.stages[stage].devices != devices:

@@ -14,7 +14,7 @@ from dapple_tf.autoplan.window_option import check_window_options
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.plan import Plan
-from dapple_tf.simulator.named_orders import check_priced
+from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
@@ -64,7 +64,7 @@ class Request:
         if not self.schedule_is_auto:
             check_schedule_name(self.schedule_name)
             if self.stages_are_auto or self.micro_batches_are_auto:
-                check_priced(self.schedule_name)
+                check_plannable(self.schedule_name)
         if self.replicas is not None and not _is_list_of(int, self.replicas):
             raise PlanError(f"replicas={self.replicas!r}: give one whole number for each stage, such as [2, 1]")
         if not isinstance(self.stages, int) and self.stages != "auto" and not _is_list_of(str, self.stages):

@@ -13,7 +13,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan import StagePlan
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import POLICIES, fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
@@ -24,7 +24,7 @@ from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import (
-    STRAIGHT_ZERO_BUBBLE,
+    HANDCRAFTED_ZERO_BUBBLE,
     abbreviate_schedule,
     build_schedule,
     count_micro_batches,
@@ -142,7 +142,7 @@ def choose_profiled_schedule(
     if len(stages) == 1:
         return choice
     size = problem.global_batch_size // choice.micro_batches
-    split = _costs_by_micro_batches(problem, stages, [size], STRAIGHT_ZERO_BUBBLE[0])
+    split = _costs_by_micro_batches(problem, stages, [size], HANDCRAFTED_ZERO_BUBBLE[0])
     return _with_split_backward(choice, split, flows)
 
 
@@ -187,11 +187,11 @@ def _with_split_backward(
     """
     m = choice.micro_batches
     rows, network, memory = stage_cost_arrays(costs[m]), make_network(flows, costs[m]), usable_bytes(choice.memory)
-    tried = [fastest_schedule(rows, m, memory, policy, network) for policy in STRAIGHT_ZERO_BUBBLE]
+    tried = [fastest_schedule(rows, m, memory, policy, network) for policy in HANDCRAFTED_ZERO_BUBBLE]
     seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
     found = None
     if any(entry.seconds < float("inf") for entry in tried):
-        found = search_order(WorkerMap.straight(len(costs[m])), m, costs[m], choice.memory)
+        found = search_order(WorkerMap.one_per_stage(len(costs[m])), m, costs[m], choice.memory)
         seconds[ZERO_BUBBLE_AUTO] = _seconds_of(found, costs[m], flows)
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
     least = min(split.values(), default=float("inf"))

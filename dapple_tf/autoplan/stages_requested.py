@@ -36,11 +36,13 @@ def plan_requested_stages(
     """
     starts = _find_starts(request, layers, costs)
     count = len(starts) + 1
-    workers = WorkerMap.straight(count) if request.schedule_is_auto else worker_map_of(request.schedule_name, count)
+    workers = (
+        WorkerMap.one_per_stage(count) if request.schedule_is_auto else worker_map_of(request.schedule_name, count)
+    )
     replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
     check_worker_count(replicas, count, workers.workers)
     if min(replicas) < 1:
-        what = "stage" if workers.is_straight else "worker"
+        what = "stage" if workers.has_one_stage_per_worker else "worker"
         raise PlanError(f"replicas={list(replicas)}: every {what} needs at least one device")
     if sum(replicas) > devices:
         raise PlanError(

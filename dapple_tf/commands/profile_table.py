@@ -47,5 +47,5 @@ def group_layers(layers: Sequence[LayerCost], max_groups: int = _MAX_ROWS) -> li
         if len(groups) <= max_groups:
             return groups
     size = -(-len(layers) // max_groups)
-    chunks = [list(layers[i : i + size]) for i in range(0, len(layers), size)]
-    return [(f"{chunk[0].name} ..", chunk) for chunk in chunks]
+    parts = [list(layers[i : i + size]) for i in range(0, len(layers), size)]
+    return [(f"{part[0].name} ..", part) for part in parts]

@@ -100,7 +100,7 @@ def _search(name: str, stages: int, micro_batches: int, units: Units, stashes: i
         raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")
     check_schedule(name, stages, micro_batches)
     workers = worker_map_of(name, stages)
-    chunks = len(workers.chunks[0])
+    chunks = len(workers.stages_of[0])
     most = (2 * workers.workers - 1) * chunks if stashes is None else stashes
     if most < chunks:
         raise ScheduleError(f"--stashes {most}: a worker with {chunks} stages needs {chunks} for one micro-batch")

@@ -113,7 +113,7 @@ class Report:
         cells = [format_megabytes(size) for size in sizes]
         in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
         measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
-        together = workers.chunks[workers.worker_of[memory.stage]]
+        together = workers.stages_of[workers.worker_of[memory.stage]]
         if stage.measured is not None and len(together) > 1:
             measured += f" of stages {', '.join(map(str, together))}"
         row = [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]

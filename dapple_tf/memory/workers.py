@@ -36,7 +36,7 @@ def predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple[
     action, and the largest messages (``transit``) of one of its stages. Weights are updated after all actions.
     """
     found = []
-    for own, stashes in zip(schedule.worker_map.chunks, schedule.stashes, strict=True):
+    for own, stashes in zip(schedule.worker_map.stages_of, schedule.stashes, strict=True):
         memories = [stages[stage] for stage in own]
         update = sum(memory.update for memory in memories)
         in_step = max(update, *(memory.in_step for memory in memories))

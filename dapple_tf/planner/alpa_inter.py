@@ -47,11 +47,12 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
     stage and the s - 1 after it satisfy mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is the fastest
     in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
 
-    Left out is the intra-operator pass (section 4): every submesh runs data parallelism, whose AllReduce, once a step,
-    is divided among the B micro-batches of t_intra, at the submesh's slowest link. Operators are clustered to layers of
-    nearly equal compute, not by the dynamic program of section 5.2, and only where there are too many. The paper's M is
-    a power of two, with which every choice of submeshes covers the cluster; with another M a submesh may span servers.
-    Raises PlanError for servers of unequal numbers of devices, which are no mesh, and for more than 1024 devices.
+    Left out is the intra-operator pass (section 4): every submesh runs data parallelism. Its AllReduce runs once a
+    step, over the slowest link of the submesh; a B-th of its seconds is part of t_intra. Operators are clustered to
+    layers of nearly equal compute, not by the dynamic program of section 5.2, and only where there are too many. The
+    paper's M is a power of two, so that every choice of submeshes covers the cluster; with another M a submesh may span
+    servers. Raises PlanError for servers of unequal numbers of devices, which are no mesh, and for more than 1024
+    devices.
     """
     counts = sorted({server.devices for server in problem.cluster.servers})
     if len(counts) > 1:
@@ -71,7 +72,7 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
     for size in problem.micro_batch_sizes:
         sliced = slice_operators(mesh_costs(problem, chain, meshes, size))
         if sliced:
-            stages = _place(problem, chain, meshes, sliced)
+            stages = _assign_devices(problem, chain, meshes, sliced)
             found.append(problem.evaluate(stages, size, "alpa-inter", schedule))
     return PlannerResult.fastest(found)
 
@@ -128,10 +129,10 @@ def _limit_layers(chain: Chain, meshes: Submeshes) -> Chain:
     return chain if fewer == blocks else coarsen(chain, fewer)
 
 
-def _place(
+def _assign_devices(
     problem: PlanningProblem, chain: Chain, meshes: Submeshes, sliced: tuple[tuple[int, int, int], ...]
 ) -> tuple[StagePlan, ...]:
-    """Return the stages; the largest submeshes are placed first, server by server (the proof of theorem 1)."""
+    """Return the stages with their devices; the largest submeshes get theirs first, server by server (theorem 1)."""
     sizes = [meshes.sizes[mesh] for _, _, mesh in sliced]
     first = 0
     devices = dict[int, tuple[int, ...]]()

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
-# A little less than 1: a bound computed with it is below the seconds that it bounds, however these are rounded.
+# A little less than 1: a bound times this is no more than the seconds that it bounds, however these are rounded.
 _BELOW = 1 - 1e-9
 
 
@@ -34,9 +34,9 @@ def slice_operators(costs: MeshCosts) -> tuple[tuple[int, int, int], ...]:
 
     F(s, k, d; t_max) is the least sum of latencies of operators k to K in s stages on d devices, none slower than
     t_max. The paper tries t_max in rising order until (B - 1) t_max alone is too much. Here intervals of t_max are
-    halved, and left out where F at their upper end and (B - 1) times their lower end are too much together: as exact,
-    since F does not rise with t_max. F without s, as if each stage held one micro-batch, is solved first: it is F where
-    its stages fit the memory.
+    halved. An interval is left out if F at its upper end plus (B - 1) times its lower end is no less than the best T so
+    far. This is exact too, since F does not rise with t_max. F is solved without s first, as if each stage held one
+    micro-batch: where the stages found fit the memory, that is F.
     """
     limits, more = _limits(costs), costs.micro_batches - 1
     first = _solve(costs, np.inf)
@@ -88,12 +88,12 @@ def _solve(costs: MeshCosts, limit: float) -> _Solved:
         stages.append((k, int(last[k, d]), int(mesh[k, d])))
         k, d = stages[-1][1] + 1, d - int(costs.sizes[stages[-1][2]])
     if _fits(costs, stages):
-        return _price(costs, stages, float(sums[0, costs.devices]))
+        return _with_latency(costs, stages, float(sums[0, costs.devices]))
     return _solve_with_s(costs, limit)
 
 
 def _solve_with_s(costs: MeshCosts, limit: float) -> _Solved:
-    """Return what ``_solve`` does, where stages must hold as many micro-batches as stages are left."""
+    """Return what ``_solve`` does, where each stage holds as many micro-batches as there are stages from it on."""
     sums, last, mesh = _fill(*costs, limit)
     of_stages = sums[:, 0, costs.devices]
     s = int(np.argmin(of_stages))
@@ -103,7 +103,7 @@ def _solve_with_s(costs: MeshCosts, limit: float) -> _Solved:
     for left in range(s, 0, -1):
         stages.append((k, int(last[left, k, d]), int(mesh[left, k, d])))
         k, d = stages[-1][1] + 1, d - int(costs.sizes[stages[-1][2]])
-    return _price(costs, stages, float(of_stages[s]))
+    return _with_latency(costs, stages, float(of_stages[s]))
 
 
 def _fits(costs: MeshCosts, stages: Sequence[tuple[int, int, int]]) -> bool:
@@ -115,7 +115,7 @@ def _fits(costs: MeshCosts, stages: Sequence[tuple[int, int, int]]) -> bool:
     return True
 
 
-def _price(costs: MeshCosts, stages: Sequence[tuple[int, int, int]], total: float) -> _Solved:
+def _with_latency(costs: MeshCosts, stages: Sequence[tuple[int, int, int]], total: float) -> _Solved:
     slowest = max(float(costs.seconds[mesh, first, last]) for first, last, mesh in stages)
     return _Solved(tuple(stages), total, total + (costs.micro_batches - 1) * slowest)
 

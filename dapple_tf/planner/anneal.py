@@ -5,21 +5,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.planner.device_moves import deal_devices
+from dapple_tf.planner.device_moves import assign_devices
 from dapple_tf.planner.draws import draw_share
 from dapple_tf.planner.layout import Layout, MoveTables, copy_layout, make_layout
 from dapple_tf.planner.layout_moves import move_at_random
-from dapple_tf.planner.layout_prices import AnyWorkspace, Tables, price_alone, price_shared
+from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables, simulate_alone, simulate_shared
 from dapple_tf.simulator.compiled import Integers, compiled, compiled_part
 
-# What pricing a layout costs beside its simulation, in events.
+# The work of one move beside simulated events, in as many events: of each move, stage and device.
 _EVENTS_OF_A_MOVE, _EVENTS_OF_A_STAGE, _EVENTS_OF_A_DEVICE = 300, 50, 15
 
 # Moves in a row that are accepted by an estimate of the contention, not by a simulation of it.
 _MOST_ESTIMATES = 3
 
-# Where the devices of the stages are: anywhere; in the order of the places; each stage on many servers; or the first
-# half of the stages each on many servers, and the others in the order of the places.
+# Rules that assign devices to stages. FREE: none, since moves assign them. IN_ORDER: stages take devices in the device
+# order. SCATTERED: the devices of each stage are spread evenly over it. HALF_SCATTERED: those of the first half of the
+# stages are, and the other stages take devices in order.
 FREE, IN_ORDER, SCATTERED, HALF_SCATTERED = 0, 1, 2, 3
 
 
@@ -29,61 +30,62 @@ def anneal(
     moves: MoveTables,
     start: Layout,
     w: AnyWorkspace,
-    placing: int,
+    rule: int,
     events: int,
-    hot: float,
-    cold: float,
-    judge_early: bool,
+    first_temperature: float,
+    last_temperature: float,
+    extrapolate: bool,
     contention: bool,
     random: Integers,
     stop: NDArray[np.bool_],
 ) -> float:
-    """Improve ``start`` in place to the best layout met, and return its seconds.
+    """Overwrite ``start`` with the fastest layout found, and return its seconds.
 
-    A move that makes the step longer by a share x is taken with probability exp(-x / temperature). The temperature
-    falls from ``hot`` to ``cold`` as ``events`` are used up. ``placing``: FREE, or how devices are dealt to the stages
-    after each move, so that their placement is not searched. ``moves``: of the tables ``t``. ``judge_early``: see
-    ``price_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it ends the search after the present move.
+    A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
+    temperature falls from ``first_temperature`` to ``last_temperature`` as ``events`` are used up. ``rule``: assigns
+    devices to stages after each move, so that the placement is not searched; FREE: the moves do. ``moves``: of the
+    tables ``t``. ``extrapolate``: see ``simulate_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it
+    ends the search after the present move.
 
-    ``contention``: whether it counts. Simulating it takes about 25 times as long as the step without it, and hardly
-    ever rejects a layout that is fast enough without it. So up to three moves in a row are accepted if the layout is
-    fast enough with the contention of the last layout that was simulated: with as large a factor on its seconds. What
-    may be the best layout so far is always simulated.
+    ``contention``: whether it is simulated. That takes about 25 times as long as the step without it, and hardly ever
+    rejects a layout that is fast enough without it. So up to three moves in a row are accepted by an estimate: the
+    seconds without contention, times the factor that contention had on the last layout simulated with it. A layout
+    that may be the fastest so far is always simulated.
     """
-    room, devices = len(start.recompute), len(start.owner)
-    now, trial = make_layout(room, devices), make_layout(room, devices)
-    if placing != FREE:
-        _deal(start, placing)
+    most_stages, devices = len(start.recompute), len(start.owner)
+    now, trial = make_layout(most_stages, devices), make_layout(most_stages, devices)
+    if rule != FREE:
+        _assign(start, rule)
     copy_layout(start, now)
-    alone = price_alone(t, now, w, np.inf, judge_early)
-    price = price_shared(t, now, w, alone, np.inf, judge_early) if contention else alone
-    seconds, factor, estimates = price.seconds, price.seconds / alone.seconds, 0
+    alone = simulate_alone(t, now, w, np.inf, extrapolate)
+    step = simulate_shared(t, now, w, alone, np.inf, extrapolate) if contention else alone
+    seconds, factor, estimates = step.seconds, step.seconds / alone.seconds, 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
         copy_layout(now, trial)
         left -= _EVENTS_OF_A_MOVE + _EVENTS_OF_A_DEVICE * devices + _EVENTS_OF_A_STAGE * int(now.shape[0])
         if not move_at_random(moves, trial, random):
             continue
-        if placing != FREE:
-            _deal(trial, placing)
-        temperature = hot * (cold / hot) ** (1 - left / events)
+        if rule != FREE:
+            _assign(trial, rule)
+        temperature = first_temperature * (last_temperature / first_temperature) ** (1 - left / events)
         ceiling = seconds * (1 - temperature * np.log(draw_share(random) + 1e-12))
-        price = price_alone(t, trial, w, ceiling, judge_early)
-        left -= price.events
-        if price.seconds >= ceiling:
+        step = simulate_alone(t, trial, w, ceiling, extrapolate)
+        left -= step.events
+        if step.seconds >= ceiling:
             continue
         if contention:
-            alone, estimate = price, price.seconds * factor
+            alone, estimate = step, step.seconds * factor
             if estimates < _MOST_ESTIMATES and least * (1 - 1e-12) < estimate < ceiling:
                 seconds, estimates = estimate, estimates + 1
                 copy_layout(trial, now)
                 continue
-            price = price_shared(t, trial, w, alone, ceiling, judge_early)
-            left -= price.events - alone.events
-            if price.seconds >= ceiling:
+            step = simulate_shared(t, trial, w, alone, ceiling, extrapolate)
+            left -= step.events - alone.events
+            if step.seconds >= ceiling:
                 continue
-            factor, estimates = price.seconds / alone.seconds, 0
-        seconds = price.seconds
+            factor, estimates = step.seconds / alone.seconds, 0
+        seconds = step.seconds
         copy_layout(trial, now)
         if seconds < least * (1 - 1e-12):
             least = seconds
@@ -92,9 +94,9 @@ def anneal(
 
 
 @compiled_part
-def _deal(layout: Layout, placing: int) -> None:
-    """Deal all devices to the stages anew, as many to each as before."""
+def _assign(layout: Layout, rule: int) -> None:
+    """Assign all devices to the stages again by a rule, as many to each as before."""
     stages = layout.shape[0]
-    deal_devices(layout, 0, stages, placing == SCATTERED)
-    if placing == HALF_SCATTERED:
-        deal_devices(layout, 0, (stages - 1) // 2, True)
+    assign_devices(layout, 0, stages, rule == SCATTERED)
+    if rule == HALF_SCATTERED:
+        assign_devices(layout, 0, (stages - 1) // 2, True)

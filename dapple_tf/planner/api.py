@@ -34,7 +34,7 @@ from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.named_orders import check_priced
+from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
@@ -71,7 +71,7 @@ PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     "piper": plan_piper,
     "hetpipe": plan_hetpipe,
 }
-# The planners that know devices of different kinds, and those that know schedules with several stages per device.
+# Planners for devices of different kinds, and planners for schedules with several stages per device.
 _OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
 _OF_SHARED_DEVICES = ("best", "even", "gpipe")
 _AMPLE = 1e30  # bytes of a device that holds any model
@@ -103,7 +103,7 @@ def plan(
     minibatches (by default 64), of which ``global_batch_size`` is then the samples of one; see ``plan_windows``.
     ``contention``: as in ``dapple.simulate``.
     ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
-    one; those of another planner NAME are told by its function ``plan_NAME``). Raises PlanError for invalid arguments,
+    one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
     and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
     """
     if mode != "sync" or minibatches is not None:
@@ -240,7 +240,7 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
     check_schedule_name(name)
-    check_priced(name)
+    check_plannable(name)
     stages = count_stages(name)
     if stages is None:
         if chunked := chunked_policy(name):

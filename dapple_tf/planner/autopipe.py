@@ -30,8 +30,8 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
     All stages have equally many replicas, on consecutive devices. The blocks are those of ``sub_layer_blocks``, and the
     schedule is 1F1B unless the problem names another, which is then not sliced. In the paper the pipeline depth
     (``stages``) and the micro-batch size are given; where they are not, each depth that divides the devices and each
-    size is tried, and the fastest step in the simulator is taken, with the AllReduce that AutoPipe's own does not know.
-    ``sliced``: whether the Slicer has a part. Left out: activation checkpointing, which the problem has as
+    size is tried, and the fastest step in the simulator is taken, which has the AllReduce that AutoPipe's own simulator
+    leaves out. ``sliced``: whether the Slicer is used. Left out: activation checkpointing, which the problem has as
     ``recompute``. More than 1000 blocks are merged. Raises PlanError for a depth that does not divide the devices, or
     with fewer blocks.
     """

@@ -68,7 +68,7 @@ def _operation(index: int, ahead: int, m: int) -> tuple[int, int]:
 
 @compiled_part
 def _index(z: int, y: int, ahead: int, m: int) -> int:
-    """Return the place of an operation among those of its stage; see ``_operation``."""
+    """Return the index of an operation among those of its stage; see ``_operation``."""
     if z == 0:
         return y if y < ahead else 2 * y - ahead
     return ahead + 2 * y + 1 if y < m - ahead else m + y

@@ -63,11 +63,11 @@ class _Explored(NamedTuple):
 def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> PlannerResult | None:
     """Return the fastest of what BaPipe explores; None if nothing fits the memory.
 
-    Each accelerator holds a stage, in the order of the devices; of more devices than blocks of layers the first ones
-    do. The inter-layer partition is balanced over accelerators that may be unequal; where sending takes longer than
-    computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and 1F1B-SO are
-    simulated at every micro-batch size (or the schedule that the problem names), and unless ``pipelines_only`` data
-    parallelism, which the paper finds best for ResNet-50.
+    Each accelerator holds a stage, in the order of the devices; with fewer blocks of layers than devices only
+    the first devices do. The inter-layer partition is balanced over accelerators that may be unequal; where sending
+    takes longer than computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and
+    1F1B-SO are simulated at every micro-batch size (or the schedule that the problem names), and unless
+    ``pipelines_only`` data parallelism, which the paper finds best for ResNet-50.
 
     Where the cluster says ``execution: async``, 1F1B-AS or FBP-AS is chosen, with intra-layer partition; its seconds
     are ``PlannerResult.formula_seconds``. No graph runs these: the plan has the layers of the inter-layer partition and
@@ -98,12 +98,12 @@ def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
 def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
     """Yield the partition of each micro-batch size under 1F1B-AS and FBP-AS that fits, with simulated seconds."""
     for size in problem.micro_batch_sizes:
-        for schedule, stand_in in AS_SCHEDULES.items():
+        for schedule, synchronous in AS_SCHEDULES.items():
             found = _partition(problem, size, schedule)
             if found is None:
                 continue
             network, cuts, is_bound = found
-            name = stand_in if problem.schedule == "auto" else problem.schedule
+            name = synchronous if problem.schedule == "auto" else problem.schedule
             candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
             if candidate is not None:
                 forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))

@@ -124,14 +124,14 @@ _HALVINGS = 60  # to the last digits of a double
 def _reach(seconds: Floats, limit: float) -> float:
     """Return how many layers, a fraction of the last one included, accelerators finish that take ``limit`` each."""
     layers = np.arange(seconds.shape[1], dtype=np.float64)
-    place = 0.0
+    finished = 0.0  # layers
     for row in seconds:
-        until = float(np.interp(place, layers, row)) + limit
+        until = float(np.interp(finished, layers, row)) + limit
         last = int(np.searchsorted(row, until, side="right")) - 1  # behind layers that take no time, too
         if last >= len(row) - 1:
             return float(len(row) - 1)
-        place = last + (until - row[last]) / (row[last + 1] - row[last])
-    return place
+        finished = last + (until - row[last]) / (row[last + 1] - row[last])
+    return finished
 
 
 @compiled

@@ -22,7 +22,7 @@ def data_parallel(problem: PlanningProblem, devices: int | None = None) -> tuple
 
 def even_pipeline(problem: PlanningProblem, stages: int, replicas: int = 1) -> tuple[StagePlan, ...]:
     """Return ``stages`` stages of nearly equal compute, each on ``replicas`` devices, in the order of the devices."""
-    return even_stages(problem, WorkerMap.straight(stages), replicas)
+    return even_stages(problem, WorkerMap.one_per_stage(stages), replicas)
 
 
 def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1) -> tuple[StagePlan, ...]:

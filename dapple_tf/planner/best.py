@@ -30,13 +30,13 @@ from dapple_tf.planner.memory_fit import fit_memory
 from dapple_tf.planner.memory_shortage import may_bind
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.pricing import POLICIES, simulate_found_plans
 from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.refine import refine
 from dapple_tf.planner.search import search_by_bound
 from dapple_tf.planner.search_space import SearchSpace, halve_cluster, reaches_all_assignments
 from dapple_tf.planner.searched_order import plan_searched
 from dapple_tf.planner.single_moves import move_singly
+from dapple_tf.planner.step_simulation import POLICIES, simulate_found_plans
 from dapple_tf.planner.unequal_refine import refine_unequal
 from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
 from graph_passes.schedules.policies import is_searched
@@ -57,7 +57,7 @@ _UNEQUAL_EVENTS = 3_000_000  # of each local search on devices of different kind
 # are better than one that is twice as long.
 _UNEQUAL_SEARCHES = 2
 _LOCAL_SEARCHES = 2  # a second one starts from what the first has found, if that is faster
-_FEW_PLACES = 64  # blocks times devices; with fewer there is less to search
+_SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
 _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
@@ -83,7 +83,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
         candidates = _unequal_candidates(problem, chunks)
         unsearched = 0.0
     else:
-        candidates, unsearched = _straight_candidates(problem)
+        candidates, unsearched = _one_stage_candidates(problem)
     if problem.schedule == "auto" and chunks:
         # Reason: with few micro-batches the bubble of one stage per device is long, and no search above shortens it.
         least = _least_seconds(candidates)
@@ -122,7 +122,7 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
     return candidates
 
 
-def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
+def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
     """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every
@@ -176,14 +176,14 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
     if unsearched < _least_seconds(candidates) and (not complete or len(sizes) <= _FEW_SIZES):
         candidates += _half_cluster_candidate(problem, _least_seconds(candidates))
     if unsearched < _least_seconds(candidates):
-        # Reason: with a slow link between two servers most layouts on all servers are slow, and hide from the local
-        # search that it had better leave out one of the two: 4 of 6 seeds ended 9% to 50% above the best plan known.
+        # Reason: with a slow link between two servers most layouts on all servers are slow. So the local search often
+        # does not find that a plan without one of the two is faster: 4 of 6 seeds ended 9% to 50% above the best known.
         candidates += _well_connected_candidate(problem, _least_seconds(candidates))
     if unsearched < _least_seconds(candidates) * (1 - 1e-9):
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
         # steps are longer, by up to 0.3%, and none of the partial ones.
         candidates += _other_sizes(problem, candidates)
-        # Reason: policies place devices in a few ways only, and a partial search leaves out more.
+        # Reason: the policies reach few placements, and a partial search leaves out more.
         for _ in range(_LOCAL_SEARCHES):
             found = _refined_candidates(problem, candidates, binds)
             if _least_seconds(found) >= _least_seconds(candidates):
@@ -195,7 +195,7 @@ def _straight_candidates(problem: PlanningProblem) -> tuple[list[Candidate], flo
 def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
     """Return the fastest of the even stages and those whose cuts were searched for equal devices.
 
-    Both are priced on the devices as they are; the search of cuts does not know them.
+    Both are simulated on the devices as they are; the search for cuts takes all devices as equal.
     """
     found = [plan_chunked(problem), plan_gpipe(problem)]
     return rank_candidates(c for result in found if result for c in (result.chosen, *result.runners_up))
@@ -320,11 +320,11 @@ def _other_sizes(problem: PlanningProblem, candidates: Sequence[Candidate]) -> l
 
 
 def _refined_candidates(problem: PlanningProblem, candidates: Sequence[Candidate], binds: bool) -> list[Candidate]:
-    """Return what local search finds; ``binds``: whether memory makes re-computation of single stages worth a try."""
+    """Return what local search finds; ``binds``: whether memory rules out plans, so that stages may be re-computed."""
     if problem.schedule in (*POLICIES, "auto"):
         blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
         more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)
-        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _FEW_PLACES))
+        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _SMALL_PROBLEM))
         found = refine(problem, candidates, events, may_recompute=binds)
         if counts_contention(problem):
             return found

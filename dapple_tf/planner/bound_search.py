@@ -34,10 +34,10 @@ class StepBound(NamedTuple):
 def bound_step(before: StepBound, transfer: float, stage: StageSeconds, m: int, later: float) -> StepBound:
     """Return the lower bound of the simulated step of every plan that begins with these stages.
 
-    ``m``: micro-batches. ``later``: seconds of a micro-batch in the busiest of the stages to come, at least. Gradients
-    of weights that run on their own delay no other stage. The bound is the largest of several, each of which follows
-    what is busy from the arrival of the first micro-batch on: this stage, its channel from the stage before, the one
-    back, and the busiest stage to come.
+    ``m``: micro-batches. ``later``: seconds of a micro-batch in the busiest of the stages to come, at least. Weight
+    gradients that are actions of their own delay no other stage. The bound is the largest of four: for this stage, for
+    the channel from the stage before, for the channel back, and for the busiest stage to come. Each is the time until
+    the first micro-batch is there, the work for all micro-batches, and the time from there to the end of the step.
     """
     f, b, w, send = stage.forward, stage.backward, stage.weights, transfer
     first_forward_end = before.first_forward_end + send + f
@@ -63,7 +63,7 @@ def extend_by_bound(
 ) -> tuple[float, float]:
     """Extend every label of state (planned, p) by every stage that can follow.
 
-    Returns the new ``ceiling``, and the least bound of what was left out for lack of room, ``unexplored``.
+    Returns the new ``ceiling``, and the least bound of the labels dropped because a state was full, ``unexplored``.
     """
     m, blocks = t.micro_batches, len(t.working_bytes)
     for label in range(*labels_of_state(labels, planned, p)):

@@ -28,8 +28,8 @@ def all_cuts(blocks: int, stages: int) -> Iterator[Integers]:
 def moved_cuts(starts: Integers, blocks: int, workers: WorkerMap, load: Floats) -> Iterator[Integers]:
     """Yield cuts in which one stage has a block less and another, near it, a block more.
 
-    The stages between them keep their numbers of blocks. ``load``: of each worker; the stages of the one with the
-    largest are made smaller first.
+    The stages between them keep their numbers of blocks. ``load``: of each worker; the stages of the worker
+    with the largest load are made smaller first.
     """
     stages = len(starts)
     sizes = np.diff(starts, append=blocks)

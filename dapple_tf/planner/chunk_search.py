@@ -1,4 +1,4 @@
-"""Plans in which devices run several stages: cut, placed and priced by the simulator.
+"""Search plans in which devices run several stages: their cuts and their devices, by simulation.
 
 The paper's formulas and the bounds of the other searches have one stage per device, so here every plan is simulated
 (DAPPLE, sections IV.C and IV.D, has the placement policies and the balanced cuts that the plans start from).
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, near_cuts
-from dapple_tf.planner.chunk_pricing import CostSource, CutPricer, Price
 from dapple_tf.planner.chunk_shapes import ChunkShape, list_interleaved_shapes, list_shapes
+from dapple_tf.planner.chunk_simulation import CostSource, CutResult, CutSimulator
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.named_orders import is_interleaved
@@ -36,15 +36,15 @@ _ALMOST = 1 - 1e-9  # seconds that are equal but for rounding
 class _Entry:
     """A shape at a micro-batch size, with its best cuts so far."""
 
-    pricer: CutPricer
+    simulator: CutSimulator
     starts: Integers
     bound: float
-    price: Price | None = None  # None: not simulated
+    result: CutResult | None = None  # None: not simulated
 
     @property
     def lacks_memory(self) -> bool:
         """Whether the cuts have been found not to fit the memory."""
-        return self.price is not None and self.price.lacking_bytes > 0
+        return self.result is not None and self.result.lacking_bytes > 0
 
 
 @dataclass
@@ -59,9 +59,9 @@ class _Budget:
 
     def builds(self, entry: _Entry) -> bool:
         """Return whether the entry's schedule may be built; if so, count its actions."""
-        if entry.price is not None or is_interleaved(entry.pricer.shape.schedule):
+        if entry.result is not None or is_interleaved(entry.simulator.shape.schedule):
             return True  # it has been built, or that takes no time
-        actions = 2 * entry.pricer.calls
+        actions = 2 * entry.simulator.calls
         if self.actions < _ACTIONS and actions > self.actions:
             return False
         self.actions -= actions
@@ -74,7 +74,7 @@ class _Budget:
 
 def _events(entry: _Entry) -> int:
     """Return the events of one simulation: forwards, backwards and a transfer for each."""
-    return 4 * entry.pricer.calls
+    return 4 * entry.simulator.calls
 
 
 def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None = None) -> PlannerResult | None:
@@ -88,7 +88,7 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     )
     of_workers: dict[int, list[_Entry]] = {}
     for entry in entries:
-        of_workers.setdefault(entry.pricer.shape.workers.workers, []).append(entry)
+        of_workers.setdefault(entry.simulator.shape.workers.workers, []).append(entry)
     found = [min(few, key=_sort_key) for own in of_workers.values() if (few := _fastest_candidates(problem, own))]
     ranked = sorted(found, key=_sort_key)
     return PlannerResult(ranked[0], tuple(ranked[1:3])) if ranked else None
@@ -112,8 +112,10 @@ def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> 
     """Return the plans of the fastest few entries, simulated with the costs of their layers, and with contention."""
     found = []
     for entry in entries[: _SIMULATED if problem.contention else 1]:
-        pricer = entry.pricer
-        found.append(problem.evaluate(pricer.stage_plans(entry.starts), pricer.size, "chunks", pricer.shape.schedule))
+        simulator = entry.simulator
+        found.append(
+            problem.evaluate(simulator.stage_plans(entry.starts), simulator.size, "chunks", simulator.shape.schedule)
+        )
     return [candidate for candidate in found if candidate is not None]
 
 
@@ -132,45 +134,45 @@ def _search(problem: PlanningProblem, shapes: Sequence[ChunkShape], ceiling: flo
     for entry in entries:
         if entry.bound < fastest * _ALMOST and budget.events > 0 and budget.builds(entry):
             try:
-                entry.price = entry.pricer.price(entry.pricer.costs(entry.starts))
+                entry.result = entry.simulator.simulate(entry.simulator.costs(entry.starts))
             except ScheduleError as error:  # the policy is not for this number of micro-batches
                 problems.append(error)
                 continue
-            fastest = min(fastest, entry.price.seconds)
+            fastest = min(fastest, entry.result.seconds)
             budget.events -= _events(entry)
         possible.append(entry)
     if problems and not possible:
         raise problems[0]
     blocks = len(problem.chain.parameter_bytes)
     for entry in sorted(possible, key=_rank):
-        if entry.pricer.least_seconds < fastest * _ALMOST and budget.left(entry) and budget.builds(entry):
+        if entry.simulator.least_seconds < fastest * _ALMOST and budget.left(entry) and budget.builds(entry):
             with contextlib.suppress(ScheduleError):
                 _improve(entry, blocks, fastest, budget)
-                fastest = min(fastest, entry.price.seconds if entry.price else math.inf)
-    return [entry for entry in sorted(possible, key=_rank) if entry.price and entry.price.seconds < math.inf]
+                fastest = min(fastest, entry.result.seconds if entry.result else math.inf)
+    return [entry for entry in sorted(possible, key=_rank) if entry.result and entry.result.seconds < math.inf]
 
 
 def _rank(entry: _Entry) -> tuple[float, ...]:
     """Return the sort key: plans that fit, then those not simulated, then by the memory that is lacking."""
-    if entry.price is None:
+    if entry.result is None:
         return 1, entry.bound
-    return (2, entry.price.lacking_bytes) if entry.price.lacking_bytes else (0, entry.price.seconds)
+    return (2, entry.result.lacking_bytes) if entry.result.lacking_bytes else (0, entry.result.seconds)
 
 
 def _start(problem: PlanningProblem, shapes: Iterable[ChunkShape], ceiling: float) -> Iterator[_Entry]:
-    """Yield the shapes in each place and at each micro-batch size, cut evenly by the seconds of the profile's batch."""
+    """Yield each shape with each placement and micro-batch size, cut evenly by the seconds of the profile's batch."""
     source, even = CostSource(problem), dict[WorkerMap, Integers]()
     for shape in shapes:
         sizes = [size for size in problem.micro_batch_sizes if size >= shape.replicas]  # each replica needs a sample
         sizes = [size for size in sizes if source.least_seconds(shape, size) < ceiling * _ALMOST]
         if sizes and shape.workers not in even:
             even[shape.workers] = source.even_starts(shape.workers)
-        for devices in source.places(shape) if sizes else ():
+        for devices in source.placements(shape) if sizes else ():
             links = source.worker_links(shape, devices)
             for size in sizes:
-                pricer = CutPricer(source, shape, devices, links, size)
+                simulator = CutSimulator(source, shape, devices, links, size)
                 starts = even[shape.workers]
-                yield _Entry(pricer, starts, pricer.bound(pricer.costs(starts)))
+                yield _Entry(simulator, starts, simulator.bound(simulator.costs(starts)))
 
 
 def _improve(entry: _Entry, blocks: int, fastest: float, budget: _Budget) -> None:
@@ -178,31 +180,31 @@ def _improve(entry: _Entry, blocks: int, fastest: float, budget: _Budget) -> Non
 
     Raises ScheduleError where the schedule is not for the entry's number of micro-batches.
     """
-    pricer = entry.pricer
+    simulator = entry.simulator
     if count_cuts(blocks, len(entry.starts)) <= budget.left(entry):
         for starts in all_cuts(blocks, len(entry.starts)):
             _take_if_better(entry, starts, budget, fastest)
         return
-    if entry.price is None:
+    if entry.result is None:
         _take_if_better(entry, entry.starts, budget)
-    others = [pricer.even_starts(share) for share in _BYTES_SHARES] if entry.lacks_memory else []
+    others = [simulator.even_starts(share) for share in _BYTES_SHARES] if entry.lacks_memory else []
     _descend(entry, blocks, budget)
     for starts in others:
-        other = _Entry(pricer, starts, entry.bound)
+        other = _Entry(simulator, starts, entry.bound)
         _take_if_better(other, starts, budget)
         _descend(other, blocks, budget)
-        if other.price and entry.price and other.price.beats(entry.price):
-            entry.starts, entry.bound, entry.price = other.starts, other.bound, other.price
+        if other.result and entry.result and other.result.beats(entry.result):
+            entry.starts, entry.bound, entry.result = other.starts, other.bound, other.result
 
 
 def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
     """Move single blocks while that makes the plan faster or lack less memory, within the ``budget``."""
-    pricer, improved, end = entry.pricer, True, budget.plans - budget.left(entry)
+    simulator, improved, end = entry.simulator, True, budget.plans - budget.left(entry)
     while improved:
-        load = pricer.load(pricer.costs(entry.starts), lacking=entry.lacks_memory)
+        load = simulator.load(simulator.costs(entry.starts), lacking=entry.lacks_memory)
         improved = False
         for starts in itertools.islice(
-            near_cuts(entry.starts, blocks, pricer.shape.workers, load), _BOUNDS * budget.moves
+            near_cuts(entry.starts, blocks, simulator.shape.workers, load), _BOUNDS * budget.moves
         ):
             if budget.plans <= end or budget.cuts <= 0:
                 return
@@ -213,17 +215,17 @@ def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
 
 def _take_if_better(entry: _Entry, starts: Integers, budget: _Budget, ceiling: float = math.inf) -> bool:
     """Give the entry other cuts if they are better, and below ``ceiling`` seconds; return whether they are."""
-    pricer, price = entry.pricer, entry.price
+    simulator, result = entry.simulator, entry.result
     budget.cuts -= 1
-    costs = pricer.costs(starts)
-    bound = pricer.bound(costs)
-    if bound >= min(ceiling, price.seconds if price else math.inf) * _ALMOST:
+    costs = simulator.costs(starts)
+    bound = simulator.bound(costs)
+    if bound >= min(ceiling, result.seconds if result else math.inf) * _ALMOST:
         return False
-    found = pricer.price(costs)
+    found = simulator.simulate(costs)
     if not found.lacking_bytes:
         budget.plans -= 1
         budget.events -= _events(entry)
-    if price is not None and not found.beats(price):
+    if result is not None and not found.beats(result):
         return False
-    entry.starts, entry.bound, entry.price = starts, bound, found
+    entry.starts, entry.bound, entry.result = starts, bound, found
     return True

@@ -38,7 +38,7 @@ class ChunkShape:
 
 
 def least_stages(schedule: str) -> int:
-    """Return the fewest stages that ``schedule``, under which some worker runs several, is for."""
+    """Return the fewest stages that ``schedule`` can have; some worker runs several of them."""
     chunked = chunked_policy(schedule)
     return chunked[1] if chunked else count_stages(schedule) or 1
 
@@ -77,9 +77,9 @@ def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
 def list_interleaved_shapes(problem: PlanningProblem, chunks: Iterable[int]) -> list[list[ChunkShape]]:
     """Return the shapes of interleaved 1F1B with each number of ``chunks``, stages per device, on at least two workers.
 
-    With one worker there is no bubble, and all that is gained is an AllReduce that starts before the last backward has
-    ended, which is what ``overlap`` is for. Those on all devices, then those on half of them (see ``halve_devices``),
-    and so on, down to two. The number of workers divides the devices, or is the largest.
+    One worker has no bubble; several stages would only let AllReduce start before the last backward has ended, which
+    ``overlap`` does too. The first list has the shapes on all devices, the next those on half of them (see
+    ``halve_devices``), and so on, down to two devices. The number of workers divides the devices, or is the largest.
     """
     blocks, total, found = len(problem.chain.parameter_bytes), problem.cluster.devices, []
     while total > 1:
@@ -100,10 +100,10 @@ def _even_counts(total: int, most: int) -> list[int]:
     return [count for count in range(1, most + 1) if total % count == 0 or count == most]
 
 
-def place_workers(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
+def list_worker_placements(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
     """Return the devices of each worker by each placement policy (DAPPLE, section IV.B), on ``total`` devices.
 
-    Servers are taken in each of ``server_orders``. Of placements on the same servers the first is kept.
+    The policies take servers in each of ``server_orders``.
     """
     homes, found = cluster.homes, dict[Groups, Groups]()
     for order in server_orders(cluster):
@@ -111,7 +111,7 @@ def place_workers(cluster: Cluster, total: int, workers: int, replicas: int) -> 
         for server in order:
             sizes.append(min(cluster.servers[server].devices, left))
             left -= sizes[-1]
-        for policy in (append_first, scatter_first, fresh_first):  # of equally good places those in order are taken
+        for policy in (append_first, scatter_first, fresh_first):  # of placements on the same servers the first is kept
             used, groups = (0,) * len(sizes), []
             for _ in range(workers):
                 after = policy(used, tuple(sizes), replicas)

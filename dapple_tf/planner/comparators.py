@@ -25,7 +25,7 @@ from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from graph_passes.schedules.text import is_text
 
 _MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
-_MOST_PLACES = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
+_SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
 _Planners = tuple[Callable[[PlanningProblem], PlannerResult | None], ...]
 _OF_ANY_DEVICES: _Planners = (partial(plan_even, chunks=(1,)), plan_torchgpipe, plan_hetpipe, plan_bapipe)
 _OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, plan_autopipe)
@@ -42,7 +42,7 @@ def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -
         return []
     found, bounded = list[Candidate](), replace(problem, ceiling=ceiling)
     planners = _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ())
-    if problem.cluster.is_uniform and len(problem.chain.parameter_bytes) * problem.cluster.devices <= _MOST_PLACES:
+    if problem.cluster.is_uniform and len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT:
         planners += (plan_spp,)
     for planner in planners:
         with contextlib.suppress(PlanError):

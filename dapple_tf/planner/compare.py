@@ -1,4 +1,4 @@
-"""``dapple.compare``: the plans of all planners for one profile and cluster, and why each loses."""
+"""``dapple.compare``: the plans of all planners for one profile and cluster, and why each is slower."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def compare(
 ) -> Comparison:
     """Return the plans of all planners, or of ``planners``, for ``profile`` on ``cluster``, the fastest first.
 
-    The other arguments are those of ``dapple.plan``. Each plan is priced by the simulator; where a planner refuses the
+    The other arguments are those of ``dapple.plan``. Each plan is simulated; where a planner refuses the
     input or finds nothing that fits the memory, its row says why. ``progress`` is called with each planner's name
     before it runs. Raises PlanError for invalid arguments, and for a planner that does not exist.
     """

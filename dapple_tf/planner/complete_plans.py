@@ -24,7 +24,8 @@ def make_heap() -> list[CompletePlan]:
 def offer_plan(heap: list[CompletePlan], plan: CompletePlan, results: int, ceiling: float) -> float:
     """Keep a complete plan if it is among the best ``results``, and return the new ceiling.
 
-    Plans and labels whose score or bound reaches the ceiling are of no use any more. It sinks once the heap is full.
+    Plans whose score reaches the ceiling, and labels whose bound does, are dropped. Once the heap is full, the ceiling
+    is the highest score in it, if that is lower.
     """
     heapq.heappush(heap, plan)
     if len(heap) <= results:

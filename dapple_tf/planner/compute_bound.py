@@ -12,8 +12,8 @@ from profiler.profile import Profile
 def least_compute_seconds(profile: Profile, devices: int, global_batch_size: int, sizes: Sequence[int]) -> float:
     """Return the least seconds of a step of any plan on up to ``devices`` devices, of micro-batches of these ``sizes``.
 
-    A stage of r replicas computes x = b / r samples of each micro-batch of b on each, so a layer takes its seconds for
-    x samples / x of device time for each sample. The busiest device computes no less than the mean of all.
+    Each of r replicas computes x = b / r samples of a micro-batch of b. So a layer needs, for each sample, its seconds
+    for x samples divided by x, on some device. The busiest device computes at least as long as the mean of all devices.
     """
     # Seconds are linear in the samples between measured sizes, so seconds / x is least at one of them or at an end.
     least, most = min(sizes) / devices, float(max(sizes))

@@ -70,11 +70,11 @@ def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> Pl
         latency, candidate = limited
     whole = (alone.evaluate(data_parallel(alone), size, "DP") for size in alone.micro_batch_sizes)
     others = (c for c in whole if c is not None and c.stages != candidate.stages)
-    chosen, *runners_up = (_price_again(problem, c) for c in (candidate, *itertools.islice(others, 1)))
+    chosen, *runners_up = (_simulate_again(problem, c) for c in (candidate, *itertools.islice(others, 1)))
     return PlannerResult(chosen, tuple(runners_up), formula_seconds=latency)
 
 
-def _price_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
     """Return a candidate that fits under the fastest policy of this problem."""
     found = problem.evaluate(
         candidate.stages, candidate.micro_batch_size, candidate.origin, recompute=candidate.recompute

@@ -1,4 +1,4 @@
-"""Moves of devices between the stages of a layout: from one to another, in exchange, or dealt anew."""
+"""Change which devices the stages of a layout have: move some, exchange some, or assign all again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapple_tf.simulator.compiled import Integers, compiled_part
 
 @compiled_part
 def count_devices(layout: Layout, stage: int) -> int:
-    """Return how many places belong to a stage, or are idle."""
+    """Return how many devices a stage has, or how many are idle."""
     count = 0
     for s in layout.owner:
         count += s == stage
@@ -20,9 +20,9 @@ def count_devices(layout: Layout, stage: int) -> int:
 
 @compiled_part
 def give_devices(t: MoveTables, layout: Layout, source: int, target: int, wanted: int, random: Integers) -> bool:
-    """Move up to ``wanted`` devices from one stage (or IDLE) to another, from one place on, those of one server first.
+    """Move up to ``wanted`` devices from one stage (or IDLE) to another; the stage keeps at least one.
 
-    A stage keeps at least one.
+    They are a random device of the stage and those that follow it in the device order, first those of its server.
     """
     have = count_devices(layout, source)
     wanted = min(wanted, have if source == IDLE else have - 1)
@@ -47,7 +47,7 @@ def give_devices(t: MoveTables, layout: Layout, source: int, target: int, wanted
 
 @compiled_part
 def spread_devices(layout: Layout, source: int, target: int, wanted: int) -> bool:
-    """Move ``wanted`` devices from one stage to another, evenly among its places; it keeps at least one."""
+    """Move ``wanted`` devices of a stage, spread evenly over its own, to another stage; it keeps at least one."""
     have, seen, moved = count_devices(layout, source), 0, 0
     if not 0 < wanted < have:
         return False
@@ -75,11 +75,11 @@ def take_first_devices(layout: Layout, source: int, target: int, wanted: int, la
 
 
 @compiled_part
-def deal_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
-    """Share the places of the stages ``first`` to ``last`` (inclusive) out among them anew, as many to each as before.
+def assign_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
+    """Assign the devices of the stages ``first`` to ``last`` (inclusive) again, as many to each as before.
 
-    In the order of the places, or with ``scatter`` evenly among them. ``last`` may be S, which stands for idle devices.
-    Returns whether that changed anything.
+    Stages take devices in the device order, or with ``scatter`` each stage's are spread evenly over it. ``last`` may be
+    S, which stands for idle devices. Return whether anything changed.
     """
     stages = layout.shape[0]
     wanted, given = np.zeros(last + 1 - first, np.int64), np.zeros(last + 1 - first, np.int64)
@@ -111,7 +111,7 @@ def deal_devices(layout: Layout, first: int, last: int, scatter: bool) -> bool:
 
 @compiled_part
 def swap_owners(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Exchange a device of one stage for one of another server, of another stage or idle; the places keep theirs."""
+    """Exchange the owners of two devices of different servers; the device order stays. Return whether they differ."""
     i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
     a, b = layout.owner[i], layout.owner[j]
     layout.owner[i], layout.owner[j] = b, a
@@ -120,7 +120,7 @@ def swap_owners(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
 @compiled_part
 def swap_devices(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Exchange the devices at two places, which are on different servers; with it their order within stages."""
+    """Exchange two devices of different servers in the device order, and so their owners and their order in stages."""
     i, j = draw(random, len(layout.owner)), draw(random, len(layout.owner))
     a, b = layout.device_at[i], layout.device_at[j]
     layout.device_at[i], layout.device_at[j] = b, a
@@ -133,17 +133,17 @@ def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
     The surplus devices of the larger server keep their stages.
     """
-    places = len(layout.owner)
-    a = t.homes[layout.device_at[draw(random, places)]]
-    b = t.homes[layout.device_at[draw(random, places)]]
+    devices = len(layout.owner)
+    a = t.homes[layout.device_at[draw(random, devices)]]
+    b = t.homes[layout.device_at[draw(random, devices)]]
     if a == b:
         return False
     j, changed = 0, False
-    for i in range(places):
+    for i in range(devices):
         if t.homes[layout.device_at[i]] == a:
-            while j < places and t.homes[layout.device_at[j]] != b:
+            while j < devices and t.homes[layout.device_at[j]] != b:
                 j += 1
-            if j == places:
+            if j == devices:
                 break
             changed = changed or layout.owner[i] != layout.owner[j]
             layout.owner[i], layout.owner[j] = layout.owner[j], layout.owner[i]
@@ -154,20 +154,20 @@ def swap_servers(t: MoveTables, layout: Layout, random: Integers) -> bool:
 @compiled_part
 def gather_stage(t: MoveTables, layout: Layout, stage: int, random: Integers) -> bool:
     """Gather a stage on one server that it already uses: exchange its other devices for devices of that server."""
-    places, j, changed = len(layout.owner), 0, False
+    devices, j, changed = len(layout.owner), 0, False
     skip = draw(random, count_devices(layout, stage))
     server = 0
-    for i in range(places):
+    for i in range(devices):
         if layout.owner[i] == stage:
             server = t.homes[layout.device_at[i]]
             if skip == 0:
                 break
             skip -= 1
-    for i in range(places):
+    for i in range(devices):
         if layout.owner[i] == stage and t.homes[layout.device_at[i]] != server:
-            while j < places and (t.homes[layout.device_at[j]] != server or layout.owner[j] == stage):
+            while j < devices and (t.homes[layout.device_at[j]] != server or layout.owner[j] == stage):
                 j += 1
-            if j == places:
+            if j == devices:
                 break
             layout.owner[i], layout.owner[j] = layout.owner[j], stage
             changed = True

@@ -76,7 +76,7 @@ def _list_shapes(problem: PlanningProblem, pipeline_size: int | None, chunks: Se
         if v > 1:
             yield ChunkShape(f"interleaved-1f1b:v={v}", WorkerMap.looped(p, v), total // p, total)
         else:
-            yield ChunkShape("dapple-a" if auto else problem.schedule, WorkerMap.straight(p), total // p, total)
+            yield ChunkShape("dapple-a" if auto else problem.schedule, WorkerMap.one_per_stage(p), total // p, total)
 
 
 def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan, ...]:
@@ -93,7 +93,7 @@ def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan
 def _least_seconds(problem: PlanningProblem, shape: ChunkShape, stages: Sequence[StagePlan], size: int) -> float:
     """Return a lower bound of the step: what the busiest device computes, were all of the fastest kind.
 
-    Infinite for less than a sample a replica.
+    Infinite if a replica gets less than one sample.
     """
     if shape.replicas > size:
         return math.inf

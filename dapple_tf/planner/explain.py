@@ -18,14 +18,14 @@ def notation(plan: Plan) -> str:
     """
     if plan.virtual_workers:
         return f"{len(plan.virtual_workers)} virtual workers, {'|'.join(map(notation, plan.virtual_workers))}"
-    chunks = plan.worker_map.chunks
-    replicas = [plan.replicas[stages[0]] for stages in chunks]
+    stages_of = plan.worker_map.stages_of
+    replicas = [plan.replicas[stages[0]] for stages in stages_of]
     text = ":".join(map(str, replicas))
-    if len(chunks) == 1:
+    if len(stages_of) == 1:
         text = "DP" if replicas[0] > 1 else "one device"
     elif set(replicas) == {1}:
         text = "straight"
-    least, most = min(map(len, chunks)), max(map(len, chunks))
+    least, most = min(map(len, stages_of)), max(map(len, stages_of))
     if most > 1:
         text += f", {most if least == most else f'{least} to {most}'} stages per device"
     return text
@@ -59,7 +59,7 @@ def _rows(stage: StagePlan) -> str:
 
 
 def describe_recompute(plan: Plan) -> str:
-    """Return what is re-computed, as an appendix of the schedule: ``, recompute``; empty where nothing is."""
+    """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
     if isinstance(plan.recompute, bool):
         return ", recompute" if plan.recompute else ""
     return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
@@ -131,7 +131,7 @@ def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
     costs = timeline.costs
     compute = [
         plan.micro_batches * sum(costs[s].forward_seconds + costs[s].backward_seconds for s in stages)
-        for stages in timeline.plan.worker_map.chunks  # of the last one of virtual workers
+        for stages in timeline.plan.worker_map.stages_of  # of the last one of virtual workers
     ]
     # Stages of virtual workers count waiting for other workers too: the last one to end its backward waits least.
     exposed = (min if plan.virtual_workers else max)(c.exposed_seconds for c in costs)

@@ -85,7 +85,7 @@ def extend_by_formula(
 ) -> tuple[float, float]:
     """Extend every label of state (planned, p) by every stage that can follow; complete plans use all devices.
 
-    Returns the new ``ceiling``, and the least bound of what was left out for lack of room, ``unexplored``.
+    Returns the new ``ceiling``, and the least bound of the labels dropped because a state was full, ``unexplored``.
     """
     m, blocks = t.micro_batches, len(t.working_bytes)
     scratch = np.empty((3, 2 * blocks + 1))
@@ -150,28 +150,28 @@ def latency_with_rest(
     ``transfer``: into the new stage. ``end``: the first block that is left. ``q``: the new stage's placement.
     ``scratch`` [3, 2N + 1]: room for F, B and AllReduce of stages and networks, written from the last to the first.
     """
-    blocks, place = len(t.working_bytes), scratch.shape[1]
+    blocks, column = len(t.working_bytes), scratch.shape[1]
     if end < blocks:
         transition = t.rest_transition[q]
         last, move = t.next_placement[transition], transfer_seconds(t, transition, end)
         row = t.seconds_row[last]
-        place -= 1
-        scratch[0, place] = t.forward[row, blocks] - t.forward[row, end]
-        scratch[1, place] = t.backward[row, blocks] - t.backward[row, end]
-        scratch[2, place] = exposed_seconds(t, end, blocks, last)
-        place -= 1
-        scratch[0, place], scratch[1, place], scratch[2, place] = move, move, 0.0
-    place -= 1
-    scratch[0, place], scratch[1, place], scratch[2, place] = stage.forward, stage.backward, stage.exposed
+        column -= 1
+        scratch[0, column] = t.forward[row, blocks] - t.forward[row, end]
+        scratch[1, column] = t.backward[row, blocks] - t.backward[row, end]
+        scratch[2, column] = exposed_seconds(t, end, blocks, last)
+        column -= 1
+        scratch[0, column], scratch[1, column], scratch[2, column] = move, move, 0.0
+    column -= 1
+    scratch[0, column], scratch[1, column], scratch[2, column] = stage.forward, stage.backward, stage.exposed
     while label >= 0:
-        place -= 1
-        scratch[0, place], scratch[1, place], scratch[2, place] = transfer, transfer, 0.0
-        place -= 1
-        scratch[0, place], scratch[1, place] = labels.forward[label], labels.backward[label]
-        scratch[2, place] = labels.allreduce[label]
+        column -= 1
+        scratch[0, column], scratch[1, column], scratch[2, column] = transfer, transfer, 0.0
+        column -= 1
+        scratch[0, column], scratch[1, column] = labels.forward[label], labels.backward[label]
+        scratch[2, column] = labels.allreduce[label]
         transfer = labels.transfer[label]
         label = labels.parent[label]
-    return float(pipeline_latency(scratch[0, place:], scratch[1, place:], scratch[2, place:], t.micro_batches))
+    return float(pipeline_latency(scratch[0, column:], scratch[1, column:], scratch[2, column:], t.micro_batches))
 
 
 @compiled_part

@@ -28,6 +28,6 @@ def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> Planne
             f"stages={count}: {problem.profile.model!r} on {problem.cluster.devices} devices can have 1 to {most} "
             f"stages; its {len(problem.profile.layers)} layers form {blocks} blocks that can be a stage"
         )
-    workers = worker_map_of(scheduled.schedule, count) if scheduled.shares_devices else WorkerMap.straight(count)
+    workers = worker_map_of(scheduled.schedule, count) if scheduled.shares_devices else WorkerMap.one_per_stage(count)
     found = scheduled.evaluate_all_sizes(even_stages(scheduled, workers), "straight")
     return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

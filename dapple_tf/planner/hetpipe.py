@@ -127,28 +127,28 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
     """Return the partitioned workers, simulated; ``size``: samples of the micro-batches of all workers together."""
     samples, micro_batches = size // len(workers), problem.global_batch_size // size
     found = dict[object, tuple[Worker, tuple[int, ...]]]()
-    placed: list[tuple[Worker, tuple[int, ...]]] = []  # the devices in the order of the stages, and the cuts
+    pipelines: list[tuple[Worker, tuple[int, ...]]] = []  # the devices in the order of the stages, and the cuts
     for worker in workers:
-        likeness = _likeness(problem.cluster, worker)
-        if likeness not in found:
+        key = _partition_key(problem.cluster, worker)
+        if key not in found:
             best = _partition_worker(problem, worker, samples, micro_batches)
             if best is None:
                 return None
-            found[likeness] = tuple(worker.index(device) for device in best[0]), best[1]
-        order, bounds = found[likeness]
-        placed.append((tuple(worker[place] for place in order), bounds))
+            found[key] = tuple(worker.index(device) for device in best[0]), best[1]
+        order, bounds = found[key]
+        pipelines.append((tuple(worker[index] for index in order), bounds))
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
     positions = problem.chain.positions
-    kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in placed}
+    kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in pipelines}
     if len(kinds) == 1:
         stages = tuple(
-            StagePlan(positions[begin], positions[end] - 1, tuple(sorted(devices[index] for devices, _ in placed)))
-            for index, (begin, end) in enumerate(itertools.pairwise(placed[0][1]))
+            StagePlan(positions[begin], positions[end] - 1, tuple(sorted(devices[index] for devices, _ in pipelines)))
+            for index, (begin, end) in enumerate(itertools.pairwise(pipelines[0][1]))
         )
         return problem.evaluate(stages, size, "hetpipe", schedule)
     stages = tuple(
         StagePlan(positions[begin], positions[end] - 1, (device,), worker=index)
-        for index, (devices, bounds) in enumerate(placed)
+        for index, (devices, bounds) in enumerate(pipelines)
         for device, (begin, end) in zip(devices, itertools.pairwise(bounds), strict=True)
     )
     plan = problem.make_plan(stages, samples, schedule, "hetpipe")
@@ -159,8 +159,8 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
     return Candidate(stages, samples, schedule, seconds, "hetpipe", plan.recompute)
 
 
-def _likeness(cluster: Cluster, worker: Worker) -> object:
-    """Return what two workers have in common if one partition is best for both: kinds, memories, and links."""
+def _partition_key(cluster: Cluster, worker: Worker) -> object:
+    """Return the kinds, memories and links of a worker's devices: two workers with equal ones share a partition."""
     links = tuple(cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.combinations(worker, 2))
     return tuple((cluster.kind_of(d), cluster.memory_of(d)) for d in worker), links
 

@@ -83,10 +83,10 @@ def derive_hierarchy(cluster: Cluster) -> Hierarchy:
 
 def _bandwidths(cluster: Cluster) -> Floats:
     """Return the bandwidth of the link of each pair of servers; infinity of a server with itself."""
-    place = {server.name: index for index, server in enumerate(cluster.servers)}
-    between = np.full((len(place), len(place)), cluster.inter_server.bandwidth, np.float64)
+    index_of = {server.name: index for index, server in enumerate(cluster.servers)}
+    between = np.full((len(index_of), len(index_of)), cluster.inter_server.bandwidth, np.float64)
     for (a, b), link in cluster.links.items():
-        between[place[a], place[b]] = between[place[b], place[a]] = link.bandwidth
+        between[index_of[a], index_of[b]] = between[index_of[b], index_of[a]] = link.bandwidth
     np.fill_diagonal(between, np.inf)
     return between
 

@@ -4,7 +4,7 @@ A *label* is a plan of the first j blocks. Its *state* is (j, p), where p is the
 placement says which devices are in use, and so stands for m and g of T_PL(j, m, g) in DAPPLE, section IV.C. The paper
 keeps one label for each state; here a state has room for ``width`` labels. Label -1 is the empty plan.
 
-Functions that take ``Labels`` (or ``CostTables``) in an inner loop must be straight-line code or one conditional
+Functions that take ``Labels`` (or ``CostTables``) in an inner loop must have no branch but one conditional
 expression. Numba counts references to every array of the tuple, and it removes that counting only from such functions.
 """
 
@@ -20,8 +20,8 @@ from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 class Labels(NamedTuple):
     """Labels as arrays. State (j, p) has number (j - 1) * P + p; its labels are ``width`` consecutive entries.
 
-    The last entry of every array, which index -1 reads, is the empty plan: all 0. Seconds. A search by formula fills in
-    the last six arrays, a search by bound the two before them; the others are of size 0.
+    The last entry of every array, which index -1 reads, is the empty plan: all 0. Times are seconds. A search by
+    formula fills in the last six arrays, a search by bound the two before them; the others are of size 0.
     """
 
     counts: Integers  # [states] labels in use
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 
 @compiled_part
 def make_labels(blocks: int, placements: int, width: int, by_formula: bool) -> Labels:
-    """Return room for the labels of every state with blocks left, and the empty plan."""
+    """Return empty arrays for the labels of every state with blocks left, with the empty plan."""
     states = max(0, blocks - 1) * placements
     size = states * width + 1
     bound_size, formula_size = (0, size) if by_formula else (size, 0)

@@ -1,4 +1,4 @@
-"""A plan as small arrays that a local search can change and price in microseconds: ``Layout`` and ``LayoutTables``.
+"""A plan as small arrays that a local search changes and simulates in microseconds: ``Layout`` and ``LayoutTables``.
 
 Letters: S stages, N blocks of layers, L layers, D devices, Z micro-batch sizes, M micro-batches.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import POLICIES
+from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.early_backward import early_backward_seconds
@@ -40,8 +40,8 @@ class LayoutTables(NamedTuple):
     moves: MoveTables
     micro_batches: Integers  # [Z]
     scale: Floats  # [Z] of the profile's bytes
-    row: Integers  # [Z, D + 1] of seconds, for each replica count
-    factor: Floats  # [Z, D + 1] of the seconds in that row
+    row: Integers  # [Z, D + 1] the row of seconds for each replica count
+    factor: Floats  # [Z, D + 1] by which the seconds in that row are multiplied
     forward: Floats  # [rows, N + 1] seconds, sums over the blocks before
     backward: Floats  # [rows, N + 1]
     layer_backward: Floats  # [rows, L] seconds; of size 0 without overlap
@@ -59,20 +59,20 @@ class LayoutTables(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Stages as arrays. The devices of a stage are those at its places, in the order of the places.
+    """Stages as arrays. The devices are in an order, and those of a stage are the ones that it owns, in this order.
 
     ``shape``: S, and the index of the micro-batch size.
     """
 
     shape: NDArray[np.int64]  # [2]
     starts: NDArray[np.int64]  # [most stages + 1] the first block of each stage; entry S is N
-    owner: NDArray[np.int64]  # [D] the stage of each place, or IDLE
-    device_at: NDArray[np.int64]  # [D] the device at each place
+    owner: NDArray[np.int64]  # [D] the stage of each device, in the device order, or IDLE
+    device_at: NDArray[np.int64]  # [D] the device order: the device at each index
     recompute: NDArray[np.bool_]  # [most stages]
 
 
 class Workspace(NamedTuple):
-    """Room for pricing layouts, so that nothing is allocated for each."""
+    """Arrays for simulating layouts, allocated once for all of them."""
 
     costs: Floats  # [7, most stages] forward, backward, send, exposed seconds; fixed, stash, working bytes
     arrival: Floats  # [most stages, most M]
@@ -80,10 +80,10 @@ class Workspace(NamedTuple):
     offsets: Integers  # [most stages + 1] where each stage's begin
     warm_up: Integers  # [most stages] K_i of the policy that is simulated
     best_warm_up: Integers  # [most stages] K_i of the fastest policy
-    names: Integers  # [D] short names of the servers of one boundary, IDLE outside of ``measure_boundary``
+    names: Integers  # [D] numbers from 0 of the servers of one boundary; all IDLE outside of ``measure_boundary``
 
 
-class LayoutPrice(NamedTuple):
+class LayoutStep(NamedTuple):
     """Seconds of a step (``UNFIT`` and more if it does not fit), simulated events, and the policy's index, or -1."""
 
     seconds: float
@@ -144,7 +144,7 @@ def _sums(rows: Floats) -> Floats:
 
 @compiled
 def make_layout(most_stages: int, devices: int) -> Layout:
-    """Return room for a layout."""
+    """Return an empty layout."""
     return Layout(
         np.zeros(2, np.int64),
         np.zeros(most_stages + 1, np.int64),
@@ -156,7 +156,7 @@ def make_layout(most_stages: int, devices: int) -> Layout:
 
 @compiled
 def copy_layout(source: Layout, target: Layout) -> None:
-    """Write one layout over another of the same room."""
+    """Write one layout over another with equally large arrays."""
     target.shape[:] = source.shape
     target.starts[:] = source.starts
     target.owner[:] = source.owner
@@ -166,7 +166,7 @@ def copy_layout(source: Layout, target: Layout) -> None:
 
 @compiled
 def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> Workspace:
-    """Return room for pricing."""
+    """Return empty arrays for simulating layouts."""
     return Workspace(
         np.zeros((7, most_stages)),
         np.zeros((most_stages, most_micro_batches)),
@@ -180,7 +180,7 @@ def make_workspace(most_stages: int, devices: int, most_micro_batches: int) -> W
 
 @compiled_part
 def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w: Workspace) -> tuple[float, float]:
-    """Return ``measure_transfer`` in time that does not grow with the cluster, where all its servers are alike."""
+    """Return ``measure_transfer``, faster where no pair of servers has its own link: of the boundary's servers only."""
     if t.moves.unequal_links:
         return measure_transfer(senders, receivers, t.links)
     count, both = 0, np.concatenate((senders, receivers))
@@ -202,10 +202,10 @@ def measure_boundary(senders: Integers, receivers: Integers, t: LayoutTables, w:
 
 @compiled_part
 def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
-    """Write the costs of the stages into ``w.costs``; return the bytes that the devices lack, infinite if impossible.
+    """Write the costs of the stages into ``w.costs``; return the bytes that the devices lack.
 
-    It is impossible for a replica to get no sample, for a stage to have no device, and for stages of unequal replica
-    counts to meet where a tensor cannot be split. Bytes are those with one micro-batch in flight.
+    Bytes are those with one micro-batch in flight. Infinite where a replica gets no sample, where a stage has no
+    device, and where stages of unequal replica counts meet at a tensor that cannot be split.
     """
     stages, z = layout.shape[0], layout.shape[1]
     w.offsets[: stages + 1] = 0
@@ -219,11 +219,11 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
         if s and not t.splittable[layout.starts[s]] and r != w.offsets[s] - w.offsets[s - 1]:
             return np.inf
         w.offsets[s + 1] += w.offsets[s]
-    place = w.offsets[:stages].copy()
+    entry = w.offsets[:stages].copy()
     for i, s in enumerate(layout.owner):
         if s >= 0:
-            w.servers[place[s]] = t.moves.homes[layout.device_at[i]]
-            place[s] += 1
+            w.servers[entry[s]] = t.moves.homes[layout.device_at[i]]
+            entry[s] += 1
     lacking, scale = 0.0, t.scale[z]
     for s in range(stages):
         first, end = layout.starts[s], layout.starts[s + 1]
@@ -275,44 +275,45 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
 
 
 @compiled
-def price_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, judge_early: bool) -> LayoutPrice:
-    """Return the price under the fastest policy allowed; infinite where it reaches ``ceiling`` seconds.
+def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, extrapolate: bool) -> LayoutStep:
+    """Return the step under the fastest policy allowed; its seconds are infinite where they reach ``ceiling``.
 
     The K_i of that policy are left in ``w.best_warm_up``. Contention does not count; see ``add_contention``.
 
-    ``judge_early``: see ``early_backward_seconds``. GPipe hardly ever wins; it is then tried only where it is given.
+    ``extrapolate``: see ``early_backward_seconds``. GPipe is hardly ever the fastest policy, so it is then
+    simulated only where the schedule names it.
     """
-    return price_costs(t, layout, w, fill_costs(t, layout, w), ceiling, judge_early)
+    return simulate_costs(t, layout, w, fill_costs(t, layout, w), ceiling, extrapolate)
 
 
 @compiled
-def price_costs(
-    t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return ``price_layout`` of stages whose costs are in ``w.costs`` already; ``lacking``: bytes of memory."""
+def simulate_costs(
+    t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, extrapolate: bool
+) -> LayoutStep:
+    """Return ``simulate_layout`` of stages whose costs are in ``w.costs`` already; ``lacking``: bytes of memory."""
     if lacking > 0:
-        return LayoutPrice(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
+        return LayoutStep(UNFIT * (1 + lacking / t.memory_bytes), 0, -1)
     stages, m = layout.shape[0], t.micro_batches[layout.shape[1]]
     best, events, fastest = np.inf, 0, -1
     bound = least_seconds(w.costs, stages, m)
     if bound >= ceiling:
-        return LayoutPrice(np.inf, 0, -1)
+        return LayoutStep(np.inf, 0, -1)
     c, warm_up = w.costs[:, :stages], w.warm_up[:stages]
     for policy in t.policies[::-1]:
-        if judge_early and policy == _GPIPE and len(t.policies) > 1:
+        if extrapolate and policy == _GPIPE and len(t.policies) > 1:
             continue
         limit = set_warm_up(t, c, policy, m, warm_up)
         if limit < 1 or (limit < m and policy == _GPIPE):
             continue
         reach = min(ceiling, best)
-        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, judge_early)
+        seconds = early_backward_seconds(warm_up, m, c[0], c[1], c[2], c[3], reach, w.arrival, extrapolate)
         events += 2 * stages * m
         if seconds < best:
             best, fastest = seconds, policy
             w.best_warm_up[:stages] = warm_up
             if seconds <= bound * (1 + 1e-9):
                 break
-    return LayoutPrice(best, events, fastest)
+    return LayoutStep(best, events, fastest)
 
 
 @compiled_part

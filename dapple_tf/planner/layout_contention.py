@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.planner.layout import Layout, LayoutPrice, LayoutTables, Workspace
-from dapple_tf.planner.pricing import SHARED_EVENTS
+from dapple_tf.planner.layout import Layout, LayoutStep, LayoutTables, Workspace
+from dapple_tf.planner.step_simulation import SHARED_EVENTS
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.contention import measure_flows
 from dapple_tf.simulator.order import early_backward_order
@@ -16,8 +16,8 @@ from dapple_tf.simulator.transfer import measure_allreduce
 
 @compiled
 def add_contention_of_equals(
-    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutPrice, ceiling: float, judge_early: bool
-) -> LayoutPrice:
+    t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutStep, ceiling: float, extrapolate: bool
+) -> LayoutStep:
     """Return ``add_contention`` of a layout of equal devices, whose replicas have equal shares of the rows."""
     stages = layout.shape[0]
     servers, offsets = w.servers[: w.offsets[stages]], w.offsets[: stages + 1]
@@ -29,7 +29,7 @@ def add_contention_of_equals(
     for s in range(stages) if t.layer_backward.size else range(0):
         r = offsets[s + 1] - offsets[s]
         gradients[s] = t.layer_backward[t.row[layout.shape[1], r]] * t.factor[layout.shape[1], r]
-    return add_contention(t, layout, w, alone, cuts, gradients, ceiling, judge_early)
+    return add_contention(t, layout, w, alone, cuts, gradients, ceiling, extrapolate)
 
 
 @compiled
@@ -37,13 +37,13 @@ def add_contention(
     t: LayoutTables,
     layout: Layout,
     w: Workspace,
-    alone: LayoutPrice,
+    alone: LayoutStep,
     cuts: Integers,
     gradients: Floats,
     ceiling: float,
-    judge_early: bool,
-) -> LayoutPrice:
-    """Return the price with contention of a layout that was priced last, without it: ``alone``.
+    extrapolate: bool,
+) -> LayoutStep:
+    """Return the step with contention of a layout that was simulated last, without it: ``alone``.
 
     At least ``ceiling``, perhaps infinite, where it reaches ``ceiling`` seconds. Contention never makes a step shorter,
     so a layout that reaches ``ceiling`` without it is not simulated again. Only the policy that is the fastest without
@@ -61,9 +61,9 @@ def add_contention(
     forward, backward, send = w.costs[0][:stages], w.costs[1][:stages], w.costs[2][:stages]
     order, rings = early_backward_order(w.best_warm_up[:stages], m), _rings(t, layout, w, offsets, gradients)
     seconds, actions = shared_step_seconds(
-        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, judge_early
+        order, forward, backward, backward[:0], send, send, rings, flows, ceiling, extrapolate
     )
-    return LayoutPrice(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
+    return LayoutStep(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
 
 
 @compiled_part

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dapple_tf.planner.device_moves import (
+    assign_devices,
     count_devices,
-    deal_devices,
     gather_stage,
     give_devices,
     spread_devices,
@@ -217,14 +217,14 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
             a, b = 0, stages - 1
         if draw(random, 4) == 0:
             even_cuts(t, layout, min(a, b), max(a, b))
-        return deal_devices(layout, min(a, b), max(a, b), draw(random, 2) == 0)
+        return assign_devices(layout, min(a, b), max(a, b), draw(random, 2) == 0)
     if kind < 63:
-        return split_stage(t, layout, s, random) and (draw(random, 3) > 0 or _more(t, layout, random))
+        return split_stage(t, layout, s, random) and (draw(random, 3) > 0 or _cut_again(t, layout, random))
     if kind < 72:
         if stages < 2:
             return False
         merge_stages(layout, draw(random, stages - 1), draw(random, 8) == 0)
-        return draw(random, 3) > 0 or _more(t, layout, random)
+        return draw(random, 3) > 0 or _cut_again(t, layout, random)
     if kind < 80:
         if sizes < 2:
             return False
@@ -256,8 +256,8 @@ def move_at_random(t: MoveTables, layout: Layout, random: Integers) -> bool:
 
 
 @compiled_part
-def _more(t: MoveTables, layout: Layout, random: Integers) -> bool:
-    """Cut all stages again, or a random range of them."""
+def _cut_again(t: MoveTables, layout: Layout, random: Integers) -> bool:
+    """Cut all stages again, or a random range of them; return True."""
     stages = layout.shape[0]
     a, b = draw(random, stages), draw(random, stages)
     if draw(random, 2):

@@ -22,7 +22,7 @@ from dapple_tf.planner.layout import (
     make_layout_tables,
     make_workspace,
 )
-from dapple_tf.planner.layout_prices import AnyWorkspace, Tables, price
+from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables, simulate_step
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.threads import map_in_threads
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
@@ -31,9 +31,9 @@ from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from profiler.cores import count_cores
 
 _SEED = 88172645463325252
-_COLD = 0.0005  # the temperature at the end of a run
+_LAST_TEMPERATURE = 0.0005  # the temperature at the end of a run
 _MOST_THREADS = 8
-_MOST_CONTENDING = 128  # devices; one price with contention takes milliseconds on more
+_MOST_CONTENDING = 128  # devices; on more, one simulation with contention takes milliseconds
 _MOST_ARRIVALS = 4_000_000  # numbers of a workspace: micro-batches times stages
 
 
@@ -43,7 +43,7 @@ def counts_contention(problem: PlanningProblem) -> bool:
 
 
 def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -> Layout:
-    """Return the layout of a candidate, with its devices at the places of their numbers; ``sizes``: of the tables."""
+    """Return the layout of a candidate, with the devices in the order of their numbers; ``sizes``: of the tables."""
     blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
     layout = make_layout(min(devices, blocks), devices)
     block_of = {position: block for block, position in enumerate(problem.chain.positions)}
@@ -58,10 +58,10 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
 
 
 class Run(NamedTuple):
-    """A layout to anneal, how devices are dealt to its stages (see ``anneal``), and the seconds of its step."""
+    """A layout to anneal, the rule that assigns devices to its stages (see ``anneal``), and the seconds of its step."""
 
     layout: Layout
-    placing: int = FREE
+    rule: int = FREE
     seconds: float = math.inf
 
 
@@ -69,14 +69,14 @@ class Run(NamedTuple):
 class LayoutSearch:
     """The tables and workspaces of all runs of one local search.
 
-    ``workspaces``: one for each thread. ``room``: the most stages. ``seeds``: draws those of the runs' random numbers.
+    ``workspaces``: one for each thread. ``seeds``: draws the seed of each run.
     """
 
     problem: PlanningProblem
     tables: Tables
     moves: MoveTables
     workspaces: tuple[AnyWorkspace, ...]
-    room: int
+    most_stages: int
     seeds: np.random.Generator
 
     @staticmethod
@@ -89,8 +89,9 @@ class LayoutSearch:
         policies. Runs with another ``seed`` have other random numbers.
         """
         devices, uniform = problem.cluster.devices, problem.cluster.is_uniform
-        room = min(devices, len(problem.chain.parameter_bytes))
-        sizes = [b for b in problem.micro_batch_sizes if room * (problem.global_batch_size // b) <= _MOST_ARRIVALS]
+        most_stages = min(devices, len(problem.chain.parameter_bytes))
+        most_m = _MOST_ARRIVALS // most_stages
+        sizes = [b for b in problem.micro_batch_sizes if problem.global_batch_size // b <= most_m]
         sizes = sizes or list(problem.micro_batch_sizes[-1:])
         if not any(c.micro_batch_size in sizes for c in candidates):
             return None
@@ -101,8 +102,8 @@ class LayoutSearch:
         if not len(common.policies):
             return None
         most, make = int(common.micro_batches.max()), make_workspace if uniform else make_unequal_workspace
-        workspaces = tuple(make(room, devices, most) for _ in range(min(_MOST_THREADS, count_cores())))
-        return LayoutSearch(problem, tables, common.moves, workspaces, room, np.random.default_rng(_SEED + seed))
+        workspaces = tuple(make(most_stages, devices, most) for _ in range(min(_MOST_THREADS, count_cores())))
+        return LayoutSearch(problem, tables, common.moves, workspaces, most_stages, np.random.default_rng(_SEED + seed))
 
     def starts(self, candidates: Iterable[Candidate], most: int) -> list[Layout]:
         """Return layouts of the fastest candidates that differ in origin, then in micro-batch size, fastest first."""
@@ -121,29 +122,32 @@ class LayoutSearch:
 
     def copy(self, layout: Layout) -> Layout:
         """Return a copy of a layout."""
-        same = make_layout(self.room, len(layout.owner))
+        same = make_layout(self.most_stages, len(layout.owner))
         copy_layout(layout, same)
         return same
 
     def reorder(self, layout: Layout, order: Sequence[int]) -> Layout:
-        """Return a copy whose places have devices in this order, each of the same stage as before."""
+        """Return a copy with the devices in this order, each with the same owner as before."""
         copy = self.copy(layout)
         copy.device_at[:] = order
         copy.owner[:] = layout.owner[np.argsort(layout.device_at)][list(order)]
         return copy
 
-    def run_all(self, runs: Sequence[Run], events: int, hot: float, *, contention: bool = False) -> list[Run]:
-        """Improve layouts in place, each with its placing and an equal share of the events; return the best first."""
+    def run_all(
+        self, runs: Sequence[Run], events: int, first_temperature: float, *, contention: bool = False
+    ) -> list[Run]:
+        """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first."""
 
         def improve(seeded: tuple[Run, np.uint64], workspace: AnyWorkspace) -> Run:
-            (layout, placing, _), seed = seeded
+            (layout, rule, _), seed = seeded
             random, share = np.array([seed], np.uint64), events // len(runs)
-            # ``judge_early`` is an argument of ``anneal``, since Numba would compile the pricing again for a constant.
+            # ``extrapolate`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
+            temperatures = first_temperature, _LAST_TEMPERATURE
             anneal(
-                self.tables, self.moves, layout, workspace, placing, share, hot, _COLD, True, contention, random, stop
+                self.tables, self.moves, layout, workspace, rule, share, *temperatures, True, contention, random, stop
             )
             check_stop()
-            return Run(layout, placing, self._price(layout, workspace, contention))
+            return Run(layout, rule, self._simulate(layout, workspace, contention))
 
         stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
         done = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
@@ -151,10 +155,10 @@ class LayoutSearch:
 
     def seconds(self, layout: Layout, *, contention: bool) -> float:
         """Return the seconds of a layout's step."""
-        return self._price(layout, self.workspaces[0], contention)
+        return self._simulate(layout, self.workspaces[0], contention)
 
-    def _price(self, layout: Layout, workspace: AnyWorkspace, contention: bool) -> float:
-        return price(self.tables, layout, workspace, np.inf, False, contention).seconds
+    def _simulate(self, layout: Layout, workspace: AnyWorkspace, contention: bool) -> float:
+        return simulate_step(self.tables, layout, workspace, np.inf, False, contention).seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""

@@ -14,8 +14,8 @@ from dapple_tf.simulator.memory import usable_bytes
 def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) -> tuple[StagePlan, ...] | None:
     """Return stages that need the fewest devices in all to fit with one micro-batch in flight; None if none do.
 
-    By default for the smallest micro-batch size, with which a plan fits if it does with any. The stages may need more
-    devices than the cluster has (``devices_needed``): their devices are numbered from 0.
+    By default for the smallest micro-batch size: a plan that fits with any size fits with that. The stages may need
+    more devices than the cluster has (``devices_needed``): their devices are numbered from 0.
     """
     size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
     chain = problem.chain

@@ -9,7 +9,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
 _MOST_SEARCH_STEPS = 300_000_000  # over all sizes
-_MOST_MICRO_BATCHES = 16384  # more take long to simulate, and hide no bubble that fewer do not
+_MOST_MICRO_BATCHES = 16384  # more take long to simulate, and make the bubble hardly shorter
 
 
 def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:

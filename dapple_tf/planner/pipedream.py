@@ -55,7 +55,7 @@ def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tup
         StagePlan(
             chain.positions[stage.first],
             chain.positions[stage.last + 1] - 1,
-            tuple(sorted(hierarchy.devices[place] for place in stage.places)),
+            tuple(sorted(hierarchy.devices[index] for index in stage.indices)),
         )
         for stage in found
     )

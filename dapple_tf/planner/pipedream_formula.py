@@ -44,8 +44,8 @@ def predict_throughput(
     has a prediction.
     """
     size = profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
-    place = {device: index for index, device in enumerate(hierarchy.devices)}
-    _check_devices(stages, place)
+    index_of = {device: index for index, device in enumerate(hierarchy.devices)}
+    _check_devices(stages, index_of)
     seconds = profile.forward_seconds(size) + profile.backward_seconds(size)
     costs = _Costs(
         hierarchy,
@@ -54,7 +54,7 @@ def predict_throughput(
         [0.0, *(profile.crossing_bytes() * (size / profile.batch_size)).tolist()],
     )
     parts = [
-        _Part(index, stage.first_layer, stage.last_layer, tuple(sorted(place[device] for device in stage.devices)))
+        _Part(index, stage.first_layer, stage.last_layer, tuple(sorted(index_of[device] for device in stage.devices)))
         for index, stage in enumerate(stages)
     ]
     slowest = costs.slowest(len(hierarchy.levels), parts)
@@ -101,12 +101,12 @@ def _check_devices(stages: Sequence[StagePlan], known: Container[int]) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """A stage, or what of it lies in one component; ``places`` count from the first device of the component."""
+    """A stage, or what of it lies in one component; ``indices`` count from the first device of the component."""
 
     index: int
     first_layer: int
     last_layer: int
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Costs:
         found = []
         for group in _divide(level, parts, size):
             first, last = group[0].first_layer, group[-1].last_layer
-            components = sorted({place // size for place in group[0].places})
+            components = sorted({i // size for i in group[0].indices})
             inner = [self.slowest(level - 1, [_within(part, c, size) for part in group]) for c in components]
             parameters = self.parameters[last + 1] - self.parameters[first]
             found.append(replicated_seconds(max(inner), parameters, bandwidth, len(components)))
@@ -141,23 +141,23 @@ def _divide(level: int, parts: Sequence[_Part], size: int) -> list[list[_Part]]:
     groups: list[list[_Part]] = []
     owner: dict[int, int] = {}  # the group of each component
     for part in parts:
-        components = {place // size for place in part.places}
-        alike = bool(groups) and components == {place // size for place in groups[-1][0].places}
+        components = {i // size for i in part.indices}
+        alike = bool(groups) and components == {i // size for i in groups[-1][0].indices}
         if not alike:
             groups.append([])
         groups[-1].append(part)
         for component in components:
             if owner.setdefault(component, len(groups) - 1) != len(groups) - 1:
                 raise _refuse(part, level)
-        if len({len(_within(part, component, size).places) for component in components}) > 1:
+        if len({len(_within(part, component, size).indices) for component in components}) > 1:
             raise _refuse(part, level)
     return groups
 
 
 def _within(part: _Part, component: int, size: int) -> _Part:
     """Return what of a part lies in one component of ``size`` devices."""
-    places = tuple(place % size for place in part.places if place // size == component)
-    return _Part(part.index, part.first_layer, part.last_layer, places)
+    indices = tuple(i % size for i in part.indices if i // size == component)
+    return _Part(part.index, part.first_layer, part.last_layer, indices)
 
 
 def _refuse(part: _Part, level: int) -> PlanError:

@@ -31,11 +31,11 @@ class BlockCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundStage:
-    """A stage: blocks ``first`` to ``last`` (inclusive) on these ``places`` of the hierarchy's device order."""
+    """A stage: blocks ``first`` to ``last`` (inclusive) on these ``indices`` of the hierarchy's device order."""
 
     first: int
     last: int
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 class _Solved(NamedTuple):
@@ -70,8 +70,8 @@ def find_stages(costs: BlockCosts, hierarchy: Hierarchy) -> tuple[float, tuple[F
         arrays = _solve_level(inner, least, parameters, send, rows, level.count, float(level.bandwidth))
         solved.append(_Solved(*arrays))
         inner = solved[-1].seconds[:, :, level.count]
-    places = tuple(range(len(hierarchy.devices)))
-    return float(inner[0, -1]), tuple(_unwind(solved, hierarchy, len(solved), 0, blocks - 1, (places,)))
+    indices = tuple(range(len(hierarchy.devices)))
+    return float(inner[0, -1]), tuple(_unwind(solved, hierarchy, len(solved), 0, blocks - 1, (indices,)))
 
 
 def count_steps(blocks: int, levels: Sequence[Level]) -> int:
@@ -129,7 +129,7 @@ def _unwind(
 ) -> Iterator[FoundStage]:
     """Yield the stages of A^level(first -> last, m_level), which runs in each of these ``components`` of ``level``."""
     if level == 0:
-        yield FoundStage(first, last, tuple(sorted(place for component in components for place in component)))
+        yield FoundStage(first, last, tuple(sorted(index for component in components for index in component)))
         return
     table, size, left = solved[level - 1], hierarchy.sizes[level - 1], hierarchy.levels[level - 1].count
     groups = list[tuple[int, int, int, int]]()  # first and last block, first component and the one after the last

@@ -55,9 +55,9 @@ def find_piper(problem: PlanningProblem, chain: Chain, size: int) -> tuple[Piper
     costs, devices, ceiling = piper_costs(problem, chain, size), problem.cluster.devices, math.inf
     if len(chain.parameter_bytes) >= 2 * _LEAST_BLOCKS:
         merged = coarsen(chain, _LEAST_BLOCKS)
-        place = {position: index for index, position in enumerate(chain.positions)}
+        index_of = {position: index for index, position in enumerate(chain.positions)}
         known = tuple(
-            stage._replace(first=place[merged.positions[stage.first]], end=place[merged.positions[stage.end]])
+            stage._replace(first=index_of[merged.positions[stage.first]], end=index_of[merged.positions[stage.end]])
             for stage in find_configuration(piper_costs(problem, merged, size), devices)
         )
         ceiling = largest_load(costs, known)

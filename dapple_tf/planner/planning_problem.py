@@ -12,10 +12,10 @@ from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.placement import device_indices
-from dapple_tf.planner.pricing import fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
+from dapple_tf.planner.step_simulation import fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.interrupts import check_stop
@@ -152,8 +152,8 @@ class PlanningProblem:
 
         Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
         None if they do not fit the memory, if their step is not below ``ceiling`` and the problem's, if some replica
-        would get no sample, if unequal shares would meet where tensors cannot be split, or if the schedule
-        has stages share devices in another way. ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
+        would get no sample, if unequal shares would meet where tensors cannot be split, or if the
+        schedule runs other stages on one device. ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
         check_stop()
         stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
@@ -182,7 +182,7 @@ class PlanningProblem:
         return Candidate(stages, micro_batch_size, found.schedule, found.seconds, origin, plan.recompute)
 
     def find_flows(self, stages: Sequence[StagePlan]) -> Flows | None:
-        """Return what these stages share on the servers' interfaces; None without any, or without contention."""
+        """Return the flows of these stages; None where they share no interface, or without contention."""
         if not self.contention:
             return None
         key = tuple((stage.devices, stage.row_shares) for stage in stages)
@@ -250,7 +250,7 @@ class PlannerResult:
     """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
 
     ``proven_optimal``: no plan of one stage per device is faster in the simulator, on any devices, with re-computation
-    or without; it is only said where the search had every assignment of devices but those that exchange equal ones.
+    or without; True only where the search had every assignment of devices, up to the exchange of equal devices.
     ``formula_seconds``: of the step by the paper's own costs, if the planner chose by them; ``formula`` says whose.
     ``pipedream``: the prediction of PipeDream's formulas, if the planner chose by them.
     """

@@ -12,8 +12,9 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 
 _STARTS, _KEPT = 3, 8
-_DEALT, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))  # shares of the events
-# The final rounds: how many of the best layouts go on, their share of the events, and the temperature at the beginning.
+# Shares of the events: of the runs by a rule, of those from the starts, and of those without a rule.
+_BY_RULE, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))
+# The final rounds: how many of the best layouts they have, their share of the events, and the first temperature.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.
 _ROUNDS = ((8, 4 / 36, 0.05), (8, 12 / 36, 0.05), (4, 12 / 36, 0.05), (2, 4 / 36, 0.01))
 _MOST_SCATTERED = 256  # devices
@@ -24,34 +25,34 @@ def refine(
 ) -> list[Candidate]:
     """Return the plan that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
-    First the placement follows from the replica counts: stages take devices in order, or all stages or the first half
-    of them are spread over the servers. Then the placement is searched, too, and at last with contention (see
-    ``counts_contention``), in rounds from which fewer and fewer layouts go on (successive halving); they end where all
-    layouts are equally fast. Threads, one on each core, search the layouts of a round. The same problem and number of
-    simulated ``events`` give the same plan, on any number of cores.
-    ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
-    candidates, and for a schedule that is none of the simulated policies.
+    First a rule gives the placement for the replica counts: stages take devices in order, or all stages, or the first
+    half of them, are spread over the servers. Then the placement is searched too, and at last with contention (see
+    ``counts_contention``), in rounds of fewer and fewer layouts, the fastest of the round before (successive halving).
+    They end where all layouts are equally fast. Threads, one on each core, search the layouts of a round. The same
+    problem and number of simulated ``events`` give the same plan, on any number of cores. ``may_recompute``: whether
+    single stages may be re-computed. Empty where only known plans are found, without candidates, and for a schedule
+    that is none of the simulated policies.
     """
     search, cluster = LayoutSearch.of(problem, candidates, may_recompute), problem.cluster
     if search is None:
         return []
     starts = search.starts(candidates, _STARTS)
     several = 1 < len(cluster.servers) < cluster.devices <= _MOST_SCATTERED
-    placings = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
+    rules = (IN_ORDER, SCATTERED, HALF_SCATTERED) if several else (IN_ORDER,)
     orders = dict.fromkeys(list_devices(cluster, o) for o in (*server_orders(cluster), order_servers(cluster)))
-    ways = itertools.product(orders, placings, starts)
-    dealt = [Run(search.reorder(start, order), placing) for order, placing, start in ways]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
+    ways = itertools.product(orders, rules, starts)
+    by_rule = [Run(search.reorder(start, order), rule) for order, rule, start in ways]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.2)[: _KEPT * 2]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.05)
     near = search.run_all([Run(search.copy(start)) for start in starts], int(events * _NEAR), 0.01)
-    free = [Run(run.layout) for run in _fastest([*dealt, *near])]
+    free = [Run(run.layout) for run in _fastest([*by_rule, *near])]
     free = search.run_all(free, int(events * _FREE), 0.03)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
     kept = _fastest([Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
-    for number, (most, share, hot) in enumerate(_ROUNDS):
-        kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
+    for number, (most, share, first_temperature) in enumerate(_ROUNDS):
+        kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
         # Reason: fewer than all are no evidence, since several short runs often end at the start that they share. Where
         # three were enough, a step on six devices was 22% longer; where the first round could be the last, one on 16
         # devices was 50% longer.

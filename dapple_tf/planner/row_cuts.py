@@ -1,6 +1,6 @@
 """Whole rows of a micro-batch for each device of a stage, so that forward and backward of its slowest device end early.
 
-Compiled, for a local search shares rows anew in every plan that it prices.
+Compiled, for a local search shares rows anew in every plan that it simulates.
 """
 
 from __future__ import annotations

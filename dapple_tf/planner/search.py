@@ -2,7 +2,7 @@
 
 Each state keeps the best ``width`` labels (see ``labels``; the paper keeps one), and a label is left out if its bound
 reaches the ceiling. A bound never exceeds the score of a plan that it bounds. So the search is exhaustive below the
-least bound of what it left out for lack of room.
+least bound of the labels that it dropped because a state was full.
 """
 
 from __future__ import annotations
@@ -112,6 +112,6 @@ def _search(
             else:
                 lowered, unexplored = extend_by_bound(t, labels, heap, planned, p, limits, lowered, unexplored)
     if lowered < ceiling:
-        unexplored = min(unexplored, lowered)  # plans above the lowered ceiling were left out for lack of room
+        unexplored = min(unexplored, lowered)  # plans above the lowered ceiling were dropped because the heap was full
     scores, stages, starts, chosen = unwind(heap, labels)
     return scores, stages, starts, chosen, unexplored

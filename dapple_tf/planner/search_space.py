@@ -95,7 +95,7 @@ class SearchSpace:
     @cached_property
     def home_servers(self) -> tuple[Integers, Integers]:
         """Where the servers of each placement begin, and those of every device of every placement."""
-        lists = [sorted(self.order[place] for place in item.servers()) for item in self.placements.items]
+        lists = [sorted(self.order[entry] for entry in item.servers()) for item in self.placements.items]
         offsets = np.concatenate([[0], np.cumsum([len(servers) for servers in lists])]).astype(np.int64)
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
 
@@ -160,7 +160,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
 
 
 def _policy_placements(sizes: list[int]) -> Placements:
-    """Return what all three policies reach with as many of the round replica counts as keep the placements few."""
+    """Return the placements that all three policies reach, with as many round replica counts as keep them few."""
     total = sum(sizes)
     counts = _round_counts(total, 1)
     while True:

@@ -1,4 +1,4 @@
-"""Plans whose schedule is ``zb-auto``: their order is searched for with their costs, and written out."""
+"""Plans whose schedule is ``zb-auto``: search the order of actions with their costs, and write it into the plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dapple_tf.plan import Plan
 from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.pricing import find_stand_ins
 from dapple_tf.planner.ranking import rank_candidates
+from dapple_tf.planner.step_simulation import find_substitutes
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from graph_passes.schedules.policies import worker_map_of
 
-_SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the stand-ins
+_SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the substitutes
 
 
 def plan_searched(
@@ -25,14 +25,15 @@ def plan_searched(
 ) -> PlannerResult | None:
     """Return the fastest of the stages that ``plan`` and planner "gpipe" find, each under its best order found.
 
-    A search for each cut would take too long, so the stages are those of stand-ins (``find_stand_ins``), or without
-    one those of ``zb-auto`` as it is for equal stages. None if nothing fits the memory.
+    Searching the order of each cut would take too long. So the stages are those that are best under other schedules
+    (``find_substitutes``), or where there are none, under ``zb-auto`` with its order for equal stages. None if nothing
+    fits the memory.
     """
     known: list[Candidate] = []
-    for name in find_stand_ins(problem.schedule) or (problem.schedule,):
-        stand_in = dataclasses.replace(problem, schedule=name)
-        searched = plan_chunked(problem) if name == problem.schedule else plan(stand_in)
-        for result in (plan_gpipe(stand_in), searched):
+    for name in find_substitutes(problem.schedule) or (problem.schedule,):
+        substitute = dataclasses.replace(problem, schedule=name)
+        searched = plan_chunked(problem) if name == problem.schedule else plan(substitute)
+        for result in (plan_gpipe(substitute), searched):
             known += [] if result is None else [result.chosen, *result.runners_up]
     fastest: dict[object, Candidate] = {}
     for candidate in sorted(known, key=lambda c: c.seconds):

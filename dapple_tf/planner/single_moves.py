@@ -1,4 +1,4 @@
-"""Moves of one cut or device, for schedules that the local search does not know, or where it left out contention."""
+"""Move single cuts or devices, for schedules that the local search does not simulate, or if it omits contention."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
 
     RDO orders the devices, PRM finds the stages of each number xi, and PE orders their micro-batches, which is the
     plan's schedule unless the problem names another one. All devices are used. M and Z are given in the paper; here
-    each micro-batch size that the problem allows is tried. The paper's costs know neither latency, nor network
-    interfaces that devices share, nor memory: of what it tries, the best that fits is taken. Where layers have cuts at
-    which stages of different replicas cannot meet, none do. More than 400 blocks of layers are merged. Raises
+    each micro-batch size that the problem allows is tried. The paper's costs leave out latency, network interfaces
+    that devices share, and memory: of the plans tried, the best that fits is taken. At cuts where stages with different
+    numbers of replicas cannot meet, both stages have equally many. More than 400 blocks of layers are merged. Raises
     PlanError for more than 64 devices.
     """
     cluster = problem.cluster

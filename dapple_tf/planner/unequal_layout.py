@@ -1,4 +1,4 @@
-"""The price of a layout on devices of different kinds: ``layout`` and ``layout_contention`` with shares by speed.
+"""Simulate a layout on devices of different kinds: ``layout`` and ``layout_contention`` with shares by speed.
 
 Letters as in ``layout``; K kinds.
 """
@@ -11,12 +11,12 @@ import numpy as np
 
 from dapple_tf.planner.layout import (
     Layout,
-    LayoutPrice,
+    LayoutStep,
     LayoutTables,
     Workspace,
     make_layout_tables,
     make_workspace,
-    price_costs,
+    simulate_costs,
 )
 from dapple_tf.planner.layout_contention import add_contention
 from dapple_tf.planner.planning_problem import PlanningProblem
@@ -48,7 +48,7 @@ class UnequalTables(NamedTuple):
 
 
 class UnequalWorkspace(NamedTuple):
-    """Room for pricing layouts. ``common``: see ``Workspace``."""
+    """Arrays for simulating layouts. ``common``: see ``Workspace``."""
 
     common: Workspace
     devices: Integers  # [D] of all stages, one stage after the other
@@ -102,7 +102,7 @@ def make_unequal_tables(problem: PlanningProblem, sizes: Integers, may_recompute
 
 
 def make_unequal_workspace(most_stages: int, devices: int, most_micro_batches: int) -> UnequalWorkspace:
-    """Return room for pricing."""
+    """Return empty arrays for simulating layouts."""
     return UnequalWorkspace(
         make_workspace(most_stages, devices, most_micro_batches),
         np.zeros(devices, np.int64),
@@ -113,24 +113,24 @@ def make_unequal_workspace(most_stages: int, devices: int, most_micro_batches: i
 
 
 @compiled
-def price_unequal(
-    t: UnequalTables, layout: Layout, w: UnequalWorkspace, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return the price of a layout without contention; see ``price_layout``."""
-    return price_costs(t.layout, layout, w.common, _fill_costs(t, layout, w), ceiling, judge_early)
+def simulate_unequal(
+    t: UnequalTables, layout: Layout, w: UnequalWorkspace, ceiling: float, extrapolate: bool
+) -> LayoutStep:
+    """Return the step of a layout without contention; see ``simulate_layout``."""
+    return simulate_costs(t.layout, layout, w.common, _fill_costs(t, layout, w), ceiling, extrapolate)
 
 
 @compiled
 def add_unequal_contention(
-    t: UnequalTables, layout: Layout, w: UnequalWorkspace, alone: LayoutPrice, ceiling: float, judge_early: bool
-) -> LayoutPrice:
-    """Return ``add_contention`` of a layout that ``price_unequal`` has priced last."""
+    t: UnequalTables, layout: Layout, w: UnequalWorkspace, alone: LayoutStep, ceiling: float, extrapolate: bool
+) -> LayoutStep:
+    """Return ``add_contention`` of a layout that ``simulate_unequal`` has simulated last."""
     stages = layout.shape[0]
     gradients = np.empty((stages, t.layer_backward.shape[2]))
     for s in range(stages) if t.layer_backward.size else range(0):
         gradients[s] = t.layer_backward[w.slowest[0, s], w.slowest[1, s]] * w.slowest_factor[s]
     cuts = w.cuts[: w.common.offsets[stages] + stages]
-    return add_contention(t.layout, layout, w.common, alone, cuts, gradients, ceiling, judge_early)
+    return add_contention(t.layout, layout, w.common, alone, cuts, gradients, ceiling, extrapolate)
 
 
 @compiled_part
@@ -145,11 +145,11 @@ def _fill_costs(t: UnequalTables, layout: Layout, w: UnequalWorkspace) -> float:
         if begins[s + 1] == 0 or begins[s + 1] > t.layout.moves.sizes[z]:
             return np.inf
         begins[s + 1] += begins[s]
-    place = begins.copy()
+    entry = begins.copy()
     for i, s in enumerate(layout.owner):
         if s >= 0:
-            w.devices[place[s]] = layout.device_at[i]
-            place[s] += 1
+            w.devices[entry[s]] = layout.device_at[i]
+            entry[s] += 1
     common.offsets[0] = 0
     lacking = 0.0
     for s in range(stages):

@@ -10,7 +10,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.unequal_orders import device_orders
 
 _STARTS, _KEPT, _KEPT_OF_A_SIZE = 8, 8, 2
-_DEALT, _NEAR, _FREE = (weight / 36 for weight in (4, 1, 3))  # shares of the events
+_BY_RULE, _NEAR, _FREE = (weight / 36 for weight in (4, 1, 3))  # shares of the events
 # The final rounds, with contention: how many of the best layouts go on, their share of the events, and the temperature
 # at the beginning (successive halving, as in ``refine``).
 _ROUNDS = ((8, 4 / 36, 0.05), (6, 10 / 36, 0.05), (3, 10 / 36, 0.03), (2, 4 / 36, 0.01))
@@ -36,17 +36,17 @@ def refine_unequal(
     if search is None or not starts:
         return []
     orders = device_orders(problem.profile, problem.cluster)
-    dealt = [Run(search.reorder(start, order), IN_ORDER) for order in orders for start in starts]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.2)[: _KEPT * 2]
-    dealt = search.run_all(dealt, int(events * _DEALT / 2), 0.05)
+    by_rule = [Run(search.reorder(start, order), IN_ORDER) for order in orders for start in starts]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.2)[: _KEPT * 2]
+    by_rule = search.run_all(by_rule, int(events * _BY_RULE / 2), 0.05)
     near = search.run_all([Run(search.copy(start)) for start in starts], int(events * _NEAR), 0.01)
-    free = search.run_all([Run(run.layout) for run in _choose([*dealt, *near])], int(events * _FREE), 0.05)
+    free = search.run_all([Run(run.layout) for run in _choose([*by_rule, *near])], int(events * _FREE), 0.05)
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
     kept = _choose([Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
-    for most, share, hot in _ROUNDS:
-        kept = search.run_all(kept[:most], int(events * share), hot, contention=contention)
+    for most, share, first_temperature in _ROUNDS:
+        kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
     for run in kept:
         search.drop_recompute(run.layout)
     found = [search.candidate(run.layout) for run in kept]

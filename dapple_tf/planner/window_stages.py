@@ -16,7 +16,7 @@ def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
 
     Raises PlanError for stages that share devices and for too few samples, and what ``WindowPlan.versions`` raises.
     """
-    if not plan.worker_map.is_straight:
+    if not plan.worker_map.has_one_stage_per_worker:
         raise PlanError("mode='async' with several stages on one device: give each stage devices of its own")
     found = window.versions(plan.replicas).window
     total, warm_up = found.size, found.warm_up

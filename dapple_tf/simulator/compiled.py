@@ -47,6 +47,6 @@ def inlined(function: _Function) -> _Function:
     """Return the function for use in ``compiled`` functions, which take in its body as if it were written there.
 
     Only for functions of a few arrays: each array's references are counted at every use. A NamedTuple of many arrays
-    takes a ``compiled`` function of straight-line code instead, which LLVM inlines after it has removed the counting.
+    takes a ``compiled`` function without branches instead, which LLVM inlines after it has removed the counting.
     """
     return cast(_Function, numba.njit(inline="always")(function))

@@ -147,15 +147,15 @@ def _keep_shared(demands: Floats, latency: Floats) -> Flows:
             number[d], directions = directions, directions + 1
     first = np.zeros(flows + 1, np.int64)
     direction, demand = np.zeros(flows * directions, np.int64), np.zeros(flows * directions)
-    place = 0
+    entry = 0
     for f in range(flows):
         for d in range(every):
             if number[d] >= 0 and demands[f, d] > 0:
-                direction[place], demand[place] = number[d], demands[f, d]
-                place += 1
-        first[f + 1] = place
+                direction[entry], demand[entry] = number[d], demands[f, d]
+                entry += 1
+        first[f + 1] = entry
     near_first, near = _find_near(first, direction, directions)
-    return Flows(first, direction[:place].copy(), demand[:place].copy(), latency, directions, near_first, near)
+    return Flows(first, direction[:entry].copy(), demand[:entry].copy(), latency, directions, near_first, near)
 
 
 @compiled_part
@@ -169,7 +169,7 @@ def _find_near(first: Integers, direction: Integers, directions: int) -> tuple[I
             users[d, count[d]] = f
             count[d] += 1
     near_first, seen = np.zeros(flows + 1, np.int64), np.full(flows, -1, np.int64)
-    near, place = np.zeros(flows * flows, np.int64), 0
+    near, entry = np.zeros(flows * flows, np.int64), 0
     for f in range(flows):
         seen[f] = f
         for use in range(first[f], first[f + 1]):
@@ -177,7 +177,7 @@ def _find_near(first: Integers, direction: Integers, directions: int) -> tuple[I
             for other in users[d, : count[d]]:
                 if seen[other] != f:
                     seen[other] = f
-                    near[place] = other
-                    place += 1
-        near_first[f + 1] = place
-    return near_first, near[:place].copy()
+                    near[entry] = other
+                    entry += 1
+        near_first[f + 1] = entry
+    return near_first, near[:entry].copy()

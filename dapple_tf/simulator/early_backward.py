@@ -1,8 +1,8 @@
 """Early backward as a recurrence: the end of a step of K_i forwards, then one backward and one forward in turn.
 
-The discrete-event engine executes any order, and keeps a stack of who may run. Here a stage's K_i never exceeds that of
-the stage before, as in all policies of DAPPLE (section V.C). So backward m of every stage can be followed by forward
-m + K_i of every stage, and plain loops meet all actions after what they wait for.
+The discrete-event engine executes any order, and keeps a stack of the workers that may run. Here a stage's K_i never
+exceeds that of the stage before, as in all policies of DAPPLE (section V.C). So backward m of every stage can be
+followed by forward m + K_i of every stage, and plain loops reach every action after those that it waits for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 
-STEADY_MARGIN = 0.98  # of the period of the steady phase: that of the rest of the step may be a little less
+STEADY_MARGIN = 0.98  # of the period of the steady phase; the rest of the step may have a slightly shorter one
 
 
 @compiled
@@ -24,18 +24,18 @@ def early_backward_seconds(
     exposed: Floats,
     ceiling: float,
     arrival: Floats,
-    judge_early: bool,
+    extrapolate: bool,
 ) -> float:
     """Return the end of the step, as ``engine.step_seconds`` does for ``order.early_backward_order``.
 
     ``warm_up``: K_i of each stage, between 1 and M, none above that of the stage before. Seconds are of each stage;
     ``send``: of a transfer to the next stage, or back. ``arrival``: room for [stages, M] numbers. Infinite where the
-    step reaches ``ceiling`` seconds; also, with ``judge_early``, where its steady phase is so slow that it likely will.
+    step reaches ``ceiling`` seconds; also, with ``extrapolate``, where its steady phase is so slow that it likely will.
     """
     stages = len(warm_up)
     now, free_forward, free_backward = np.zeros(stages), np.zeros(stages), np.zeros(stages)
     arrival[0, :micro_batches] = 0.0
-    settled, before = 2 * stages + 2, 0.0  # the steady phase has begun by then; its period shows in as many more
+    settled, before = 2 * stages + 2, 0.0  # the steady phase has begun by then; as many more give its period
     for m in range(micro_batches):
         for s in range(stages):
             for x in range(m + warm_up[s] - 1 if m else 0, min(m + warm_up[s], micro_batches)):
@@ -52,9 +52,9 @@ def early_backward_seconds(
             if s:
                 free_backward[s - 1] = max(now[s], free_backward[s - 1]) + send[s - 1]
                 arrived = free_backward[s - 1]
-        if judge_early and m == settled:
+        if extrapolate and m == settled:
             before = now[0]
-        elif judge_early and m == 2 * settled:
+        elif extrapolate and m == 2 * settled:
             period = (now[0] - before) / settled
             if now[0] + period * (micro_batches - 1 - m) * STEADY_MARGIN >= ceiling:
                 return np.inf

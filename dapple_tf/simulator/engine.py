@@ -1,6 +1,6 @@
 """Compiled discrete-event simulation of a schedule: thousands of runs per second for the planner.
 
-``run`` and ``step_seconds`` are the compiled twins of ``graph_passes.schedules.schedule.run_schedule``; the tests hold
+``run`` and ``step_seconds`` are compiled versions of ``graph_passes.schedules.schedule.run_schedule``; the tests hold
 all three equal. The first keeps the times of all events, the second only the end of the step.
 
 Letters: S stages, M micro-batches. Row s of an array of transfers is the boundary between stages s and s + 1, whose two

@@ -1,8 +1,8 @@
 """The next of several events: a tree of minima in an array, for compiled code.
 
-Each flow that is under way has a place, and at most one event to come. ``events[1]`` is the time of the next event,
-node i has children 2 i and 2 i + 1, and the second half of the array has the leaves, one for each place. Infinity is no
-event.
+Each flow that is under way has a leaf, numbered from 0, and at most one event to come. ``events[1]`` is the time of the
+next event. Node i has children 2 i and 2 i + 1, and the second half of the array holds the leaves. Infinity stands for
+no event.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dapple_tf.simulator.compiled import Floats, compiled, compiled_part
 
 
 @compiled_part
-def make_events(places: int) -> Floats:
-    """Return a tree without events."""
+def make_events(flows: int) -> Floats:
+    """Return a tree without events, for at most this number of flows."""
     leaves = 1
-    while leaves < places:
+    while leaves < flows:
         leaves *= 2
     return np.full(2 * leaves, np.inf)
 
 
 @compiled
-def set_event(events: Floats, place: int, time: float) -> None:
-    """Let the next event of the flow at a place be at ``time``."""
-    node = place + len(events) // 2
+def set_event(events: Floats, leaf: int, time: float) -> None:
+    """Set the time of the next event of the flow at a leaf."""
+    node = leaf + len(events) // 2
     events[node] = time
     while node > 1:
         node //= 2
@@ -35,8 +35,8 @@ def set_event(events: Floats, place: int, time: float) -> None:
 
 
 @compiled_part
-def first_place(events: Floats) -> int:
-    """Return the first place of those whose event is the next one."""
+def earliest_leaf(events: Floats) -> int:
+    """Return the leaf with the next event, the first one of several."""
     node, leaves = 1, len(events) // 2
     while node < leaves:
         node *= 2

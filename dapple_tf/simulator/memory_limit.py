@@ -36,7 +36,7 @@ class MemoryLimit:
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
     """Return the device of each stage that is the first to run out of memory; ``costs``: of each stage."""
     limits: dict[int, MemoryLimit] = {}
-    for stages in plan.worker_map.chunks:
+    for stages in plan.worker_map.stages_of:
         fixed, stage = sum(costs[s].fixed_bytes for s in stages), plan.stages[stages[0]].in_rows(plan.micro_batch_size)
         most = max(stage.fractions)
         found = [
@@ -48,15 +48,15 @@ def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> 
 
 
 def fit_to_one_limit(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[tuple[StageCosts, ...], float]:
-    """Return costs and the bytes of one device so that a stage fits these as it fits its own devices.
+    """Return costs, and the bytes of a device, such that a stage fits this device if and only if it fits its own.
 
-    Where devices or shares are unequal, what a stage's devices have less than the largest is added to its fixed bytes.
+    Where devices or shares are unequal, a stage's fixed bytes grow by what its devices have less than the largest.
     """
     if len(set(cluster.memories)) == 1 and not plan.shares:
         return tuple(costs), cluster.memories[0]
     limits = memory_limits(plan, costs, cluster)
     largest = max(limit.room for limit in limits)
-    first = {stages[0] for stages in plan.worker_map.chunks}  # counted once on each worker
+    first = {stages[0] for stages in plan.worker_map.stages_of}  # counted once on each worker
     missing = [largest - limit.room if stage in first else 0.0 for stage, limit in enumerate(limits)]
     padded = [replace(cost, fixed_bytes=cost.fixed_bytes + more) for cost, more in zip(costs, missing, strict=True)]
     return tuple(padded), largest

@@ -39,7 +39,7 @@ def is_interleaved(name: str) -> bool:
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     """Return the order of a schedule, which must not be written to.
 
-    Raises ScheduleError for an unknown name, and where ``check_priced`` does.
+    Raises ScheduleError for an unknown name, and where ``check_plannable`` does.
     """
     if is_interleaved(name):
         check_schedule(name, stages, micro_batches)
@@ -48,18 +48,18 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
         return Ordered(order, count_in_flight(order))
     warm = warm_up_by_name(name, stages, micro_batches)
     if warm is None:
-        check_priced(name)
+        check_plannable(name)
         schedule = build_schedule(name, stages, micro_batches)
         return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
     in_flight = np.array(warm, np.int64)
     return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
 
 
-def check_priced(name: str) -> None:
-    """Raise ScheduleError where planners cannot price the valid schedule ``name``: results travel together in it."""
+def check_plannable(name: str) -> None:
+    """Raise ScheduleError for a valid schedule that planners do not simulate: some of its results travel together."""
     together = actions_together(name)
     if together:
         raise ScheduleError(
-            f"planners do not price schedules in which results travel together ({min(together)}+): leave out the '+', "
-            "or give dapple.pipeline the stages and the number of micro-batches, so that nothing is planned"
+            f"planners do not simulate schedules in which results travel together ({min(together)}+): leave out "
+            "the '+', or give dapple.pipeline the stages and the number of micro-batches, so that nothing is planned"
         )

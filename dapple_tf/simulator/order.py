@@ -16,7 +16,7 @@ FORWARD, BACKWARD, WEIGHTS, INPUTS = 0, 1, 2, 3
 _KINDS: tuple[Kind, ...] = ("F", "B", "W", "I")
 KIND_SHIFT, STAGE_SHIFT = 32, 34
 MICRO_BATCH_MASK, KIND_MASK = (1 << KIND_SHIFT) - 1, 3
-NONE = -1  # behind the last action of a worker that has fewer than others
+NONE = -1  # after the last action of a worker that has fewer than others
 
 
 class Order(NamedTuple):
@@ -78,13 +78,13 @@ def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
         backward = forward | (BACKWARD << KIND_SHIFT)
         for m in range(k):
             actions[s, m] = forward | m
-        place = k
+        entry = k
         for m in range(micro_batches):
-            actions[s, place] = backward | m
-            place += 1
+            actions[s, entry] = backward | m
+            entry += 1
             if k + m < micro_batches:
-                actions[s, place] = forward | (k + m)
-                place += 1
+                actions[s, entry] = forward | (k + m)
+                entry += 1
     return Order(actions, np.arange(stages), micro_batches)
 
 
@@ -97,27 +97,27 @@ def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
     count = max(1, micro_batches // workers)
     calls = chunks * micro_batches
     forwards, backwards = np.empty(calls, np.int64), np.empty(calls, np.int64)  # of worker 0
-    place, largest = 0, 0
+    entry, largest = 0, 0
     for group in range(count):
         begin, end = micro_batches * group // count, micro_batches * (group + 1) // count
         largest = max(largest, end - begin)
         for chunk in range(chunks):
             for m in range(begin, end):
-                forwards[place] = ((chunk * workers) << STAGE_SHIFT) | m
+                forwards[entry] = ((chunk * workers) << STAGE_SHIFT) | m
                 last = ((chunks - 1 - chunk) * workers) << STAGE_SHIFT
-                backwards[place] = last | (BACKWARD << KIND_SHIFT) | m
-                place += 1
+                backwards[entry] = last | (BACKWARD << KIND_SHIFT) | m
+                entry += 1
     actions = np.empty((workers, 2 * calls), np.int64)
     for w in range(workers):
         ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
         own = w << STAGE_SHIFT
         for i in range(ahead):
             actions[w, i] = forwards[i] + own
-        place = ahead
+        entry = ahead
         for i in range(calls):
-            actions[w, place] = backwards[i] + own
-            place += 1
+            actions[w, entry] = backwards[i] + own
+            entry += 1
             if ahead + i < calls:
-                actions[w, place] = forwards[ahead + i] + own
-                place += 1
+                actions[w, entry] = forwards[ahead + i] + own
+                entry += 1
     return Order(actions, np.arange(workers * chunks) % workers, micro_batches)

@@ -60,8 +60,8 @@ def move_actions(
 @compiled_part
 def _passes_another(row: Integers, source: int, target: int) -> bool:
     """Return whether the entry at ``source`` would pass one of the same stage and kind on its way to ``target``."""
-    for place in range(min(source, target), max(source, target) + 1):
-        if place != source and row[place] >> KIND_SHIFT == row[source] >> KIND_SHIFT:
+    for i in range(min(source, target), max(source, target) + 1):
+        if i != source and row[i] >> KIND_SHIFT == row[source] >> KIND_SHIFT:
             return True
     return False
 
@@ -70,6 +70,6 @@ def _passes_another(row: Integers, source: int, target: int) -> bool:
 def _shift(row: Integers, source: int, target: int) -> None:
     """Move the entry at ``source`` to ``target``."""
     moved, step = row[source], 1 if target > source else -1
-    for place in range(source, target, step):
-        row[place] = row[place + step]
+    for i in range(source, target, step):
+        row[i] = row[i + step]
     row[target] = moved

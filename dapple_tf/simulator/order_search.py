@@ -29,7 +29,7 @@ from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.units import format_seconds
 
-_STRAIGHT = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
+_ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
 _ACTIONS = 3e7  # simulated actions in the moves of one search: about a second
 _MOVES = 100000  # at most
 
@@ -92,10 +92,10 @@ def search_order(
 
 
 def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts]) -> float:
-    """Return seconds that no order of a step on this worker map can be faster than.
+    """Return a lower bound of the step for every order on this worker map.
 
     No worker starts before the first micro-batch arrives at its first stage. It then runs all its actions, and the
-    AllReduce after the last one; or all its forwards and gradients of inputs, behind which the gradients go on to stage
+    AllReduce after the last one; or all its forwards and gradients of inputs, after which the gradients go on to stage
     0, whose weights' gradients come last.
     """
     arrival, way = [0.0], [0.0]  # of the first micro-batch at each stage; of a gradient from each stage to the end
@@ -108,7 +108,7 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
     ending = costs[0].weights_seconds + costs[0].exposed_seconds
     found = [arrival[-1] + costs[-1].forward_seconds + costs[-1].backward_seconds - costs[-1].weights_seconds + way[-1]]
     found[0] += ending
-    for stages in worker_map.chunks:
+    for stages in worker_map.stages_of:
         first = min(stages)
         own = [costs[stage] for stage in stages]
         work = micro_batches * sum(cost.forward_seconds + cost.backward_seconds for cost in own)
@@ -140,7 +140,7 @@ class _Problem:
             usable_bytes(device_memory)
             - sum(costs[stage].fixed_bytes for stage in stages)
             - max(costs[stage].working_bytes for stage in stages)
-            for stages in worker_map.chunks
+            for stages in worker_map.stages_of
         ]
         times = forward, backward, weights, send_forward, send_backward, exposed
         return _Problem(worker_map, times, stash, np.array(most, np.float64))
@@ -176,15 +176,15 @@ def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Proble
 
 
 def _names(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[str]:
-    if worker_map.is_straight:
+    if worker_map.has_one_stage_per_worker:
         holds = (problem.most[problem.stash > 0] / problem.stash[problem.stash > 0]).tolist()
         limit = int(min([micro_batches, *holds]))
         yield "gpipe"
-        for name in _STRAIGHT:
+        for name in _ONE_STAGE_PER_WORKER:
             yield name
             if 1 <= limit < micro_batches:
                 yield f"{name}:D={limit}"
-    per_worker = max(map(len, worker_map.chunks))
+    per_worker = max(map(len, worker_map.stages_of))
     for name, policy in CHUNKED.items():
         yield f"{name}:{policy.option}={per_worker // policy.unit}" if policy.option else name
 
@@ -205,7 +205,7 @@ def _list_schedules(
         for cost in costs
     ]
     workers = worker_map.workers
-    usual = [sum(costs[stage].stash_bytes for stage in stages) for stages in worker_map.chunks]
+    usual = [sum(costs[stage].stash_bytes for stage in stages) for stages in worker_map.stages_of]
     for factor, alternate, wait_share in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
         held = [min(float(room), factor * workers * own) for room, own in zip(most, usual, strict=True)]
         schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, wait_share))

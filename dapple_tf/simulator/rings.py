@@ -49,7 +49,7 @@ def layer_rings(
     ``latency``, ``per_byte``: of each stage's ring (``allreduce_cost``).
     """
     stages = len(exposed)
-    first, place = np.zeros(stages + 1, np.int64), 0
+    first, entry = np.zeros(stages + 1, np.int64), 0
     before, seconds = np.zeros(gradients.shape[1] + stages), np.zeros(gradients.shape[1] + stages)
     for s in range(stages):
         earlier = gradients[s, bounds[s] : bounds[s + 1]].sum()
@@ -57,9 +57,9 @@ def layer_rings(
             earlier -= gradients[s, layer]
             taken = ring_seconds(latency[s], per_byte[s], parameters[layer])
             if taken > 0:
-                before[place], seconds[place] = max(0.0, earlier), taken
-                place += 1
-        if place == first[s]:
-            place += 1  # of no seconds
-        first[s + 1] = place
-    return Rings(first, before[:place].copy(), seconds[:place].copy(), exposed)
+                before[entry], seconds[entry] = max(0.0, earlier), taken
+                entry += 1
+        if entry == first[s]:
+            entry += 1  # of no seconds
+        first[s + 1] = entry
+    return Rings(first, before[:entry].copy(), seconds[:entry].copy(), exposed)

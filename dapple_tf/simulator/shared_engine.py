@@ -17,7 +17,7 @@ from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_pa
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.early_backward import STEADY_MARGIN
 from dapple_tf.simulator.engine import Run, step_seconds
-from dapple_tf.simulator.event_tree import first_place, make_events, set_event
+from dapple_tf.simulator.event_tree import earliest_leaf, make_events, set_event
 from dapple_tf.simulator.order import (
     BACKWARD,
     FORWARD,
@@ -55,9 +55,9 @@ class Seconds(NamedTuple):
 # _LEFT: what the bytes that were left at the time _SINCE take alone. _FACTOR: how many times more slowly than alone
 # they move since then. _DUE: when the phase ends.
 _BEGIN, _SECONDS, _LEFT, _SINCE, _FACTOR, _DUE = range(6)
-# Columns of the state as integers, [3 S, 3]: the phase, whether its end is no more that of a flow alone, and the place
-# among the flows that are under way.
-_PHASE, _SLOWED, _PLACE = range(3)
+# Columns of the state as integers, [3 S, 3]: the phase, whether it ends later than a flow alone, and its leaf in
+# the tree of events.
+_PHASE, _SLOWED, _LEAF = range(3)
 
 
 @compiled
@@ -69,7 +69,7 @@ def _begin(
     g[flow, _PHASE], g[flow, _SLOWED] = _LATENCY, 0
     f[flow, _BEGIN], f[flow, _SECONDS] = begin, seconds
     f[flow, _LEFT], f[flow, _DUE] = seconds - wait, begin + wait
-    set_event(events, g[flow, _PLACE], min(begin + wait, gate[flow]))
+    set_event(events, g[flow, _LEAF], min(begin + wait, gate[flow]))
 
 
 @compiled_part
@@ -100,8 +100,8 @@ def _count(
     """Add a flow to those that move (``change`` 1) or remove it (-1), and recompute how slowly those near it do."""
     for use in range(first[flow], first[flow + 1]):
         counts[direction[use]] += change
-    for place in range(near_first[flow], near_first[flow + 1]):
-        other = near[place]
+    for entry in range(near_first[flow], near_first[flow + 1]):
+        other = near[entry]
         if g[other, _PHASE] == _MOVES:
             factor = _factor(counts, first, direction, demand, other)
             if factor != f[other, _FACTOR]:
@@ -109,7 +109,7 @@ def _count(
                 f[other, _LEFT], f[other, _SINCE], f[other, _FACTOR] = left, now, factor
                 f[other, _DUE] = now + left * factor
                 g[other, _SLOWED] = 1
-                set_event(events, g[other, _PLACE], min(f[other, _DUE], gate[other]))
+                set_event(events, g[other, _LEAF], min(f[other, _DUE], gate[other]))
 
 
 @compiled
@@ -132,7 +132,7 @@ def _move(
     if left <= 0.0:
         g[flow, _PHASE] = _EMPTY
         f[flow, _DUE] = now
-        set_event(events, g[flow, _PLACE], min(now, gate[flow]))
+        set_event(events, g[flow, _LEAF], min(now, gate[flow]))
         return
     g[flow, _PHASE] = _MOVES
     f[flow, _FACTOR] = 1.0
@@ -144,7 +144,7 @@ def _move(
     else:
         f[flow, _DUE] = now + left * factor
         g[flow, _SLOWED] = 1
-    set_event(events, g[flow, _PLACE], min(f[flow, _DUE], gate[flow]))
+    set_event(events, g[flow, _LEAF], min(f[flow, _DUE], gate[flow]))
 
 
 @compiled_part
@@ -157,7 +157,7 @@ def _halt(f: Floats, g: Integers, events: Floats, flow: int, now: float) -> bool
     else:
         g[flow, _PHASE], f[flow, _SINCE] = _HALTED_LATENCY, f[flow, _DUE] - now
     f[flow, _DUE] = np.inf
-    set_event(events, g[flow, _PLACE], np.inf)
+    set_event(events, g[flow, _LEAF], np.inf)
     return bool(moved)
 
 
@@ -166,7 +166,7 @@ def _resume_latency(f: Floats, g: Integers, events: Floats, flow: int, now: floa
     """Let a flow go on that was interrupted during its latency."""
     wait = f[flow, _SINCE]
     g[flow, _PHASE], f[flow, _DUE] = _LATENCY, now + wait
-    set_event(events, g[flow, _PLACE], now + wait)
+    set_event(events, g[flow, _LEAF], now + wait)
     if f[flow, _SECONDS] - f[flow, _LEFT] - wait <= 0.0:  # nothing of the latency had passed
         f[flow, _BEGIN] = now
     else:
@@ -174,11 +174,11 @@ def _resume_latency(f: Floats, g: Integers, events: Floats, flow: int, now: floa
 
 
 @compiled
-def _free_place(busy: Integers, g: Integers, events: Floats, place: int, last: int) -> None:
-    """Remove the flow at a place; the one at the ``last`` place takes it."""
+def _free_leaf(busy: Integers, g: Integers, events: Floats, leaf: int, last: int) -> None:
+    """Remove the flow at a leaf; the one at the ``last`` leaf moves there."""
     moved, time = busy[last], events[len(events) // 2 + last]
-    busy[place], g[moved, _PLACE] = moved, place
-    set_event(events, place, time)
+    busy[leaf], g[moved, _LEAF] = moved, leaf
+    set_event(events, leaf, time)
     set_event(events, last, np.inf)
 
 
@@ -203,14 +203,14 @@ def run_shared(
     splits: bool,
     keep: bool,
     ceiling: float,
-    judge_early: bool,
+    extrapolate: bool,
 ) -> tuple[Run, Floats]:
     """Return what ``engine.run`` returns, and when the AllReduces of each stage end [S] (NaN: never), in seconds.
 
     ``splits``: whether some weight gradients are actions of their own. ``keep``: whether the times of actions and
     transfers are wanted; else their arrays have size 0, or mean nothing. ``ceiling``: the simulation
     stops once the end of a worker's action, plus the seconds of its remaining actions and of the least AllReduce of its
-    stages, reaches these seconds. ``judge_early``: it also stops where the period of the steady phase shows that the
+    stages, reaches these seconds. ``extrapolate``: it also stops where the period of the steady phase shows that the
     step will probably reach them, as in ``early_backward_seconds``, whose orders it is for.
 
     The AllReduces of one worker's stages run one after the other, in the order in which their gradients are complete:
@@ -274,7 +274,7 @@ def run_shared(
     complete = np.zeros(stages)  # end of the last gradients
     waiting, waits = np.arange(workers)[::-1].copy(), np.ones(workers, np.bool_)
     count, done, time = workers, 0, 0.0
-    settled, steady = 2 * stages + 2, 0.0  # the steady phase has begun by then; its period shows in as many more
+    settled, steady = 2 * stages + 2, 0.0  # the steady phase has begun by then; as many more give its period
     while True:
         while count:
             count -= 1
@@ -326,7 +326,7 @@ def run_shared(
                 head[w] += 1
                 done += 1
                 left[w] -= own
-                if judge_early and s == 0 and kind == BACKWARD:
+                if extrapolate and s == 0 and kind == BACKWARD:
                     if m == settled:
                         steady = end
                     elif m == 2 * settled:
@@ -364,13 +364,13 @@ def run_shared(
                             elif g[flow, _PHASE] == _IDLE:
                                 begin = max(end, free[way, boundary])
                                 under_way[way, boundary], under_way_group[way, boundary] = m, unsent[w]
-                                busy[busy_count], g[flow, _PLACE] = flow, busy_count
+                                busy[busy_count], g[flow, _LEAF] = flow, busy_count
                                 busy_count += 1
                                 _begin(f, g, events, gate, flow, begin, latency[flow] * unsent[w], taken)
                             else:
-                                place = queued[way, boundary]
-                                ready[way, boundary, place], length_of[way, boundary, place] = end, taken
-                                batch[way, boundary, place], group[way, boundary, place] = m, unsent[w]
+                                entry = queued[way, boundary]
+                                ready[way, boundary, entry], length_of[way, boundary, entry] = end, taken
+                                batch[way, boundary, entry], group[way, boundary, entry] = m, unsent[w]
                                 queued[way, boundary] += 1
                             unsent[w], unsent_seconds[w] = 0, 0.0
                 if kind != FORWARD:
@@ -388,7 +388,7 @@ def run_shared(
                         else:
                             ring[s] = rings.first[s]
                             begin = max(start, end - rings.before[ring[s]])
-                            busy[busy_count], g[flow, _PLACE] = flow, busy_count
+                            busy[busy_count], g[flow, _LEAF] = flow, busy_count
                             busy_count += 1
                             if before >= 0 and np.isnan(ring_end[before]):
                                 following[before], gate[flow] = s, end
@@ -397,7 +397,7 @@ def run_shared(
         if events[1] == np.inf:
             break
         time = max(time, events[1])
-        chosen = first_place(events)
+        chosen = earliest_leaf(events)
         flow = busy[chosen]
         way, s = flow // stages, flow % stages
         if gate[flow] <= f[flow, _DUE]:
@@ -418,7 +418,7 @@ def run_shared(
                 _begin(f, g, events, gate, flow, begin, latency[flow], rings.seconds[ring[s]])
                 continue
             busy_count -= 1
-            _free_place(busy, g, events, chosen, busy_count)
+            _free_leaf(busy, g, events, chosen, busy_count)
             gate[flow], ring[s] = np.inf, NONE
             if previous[s] >= 0 and np.isnan(ring_end[previous[s]]):
                 continue  # it ends with those of the worker's stages before
@@ -428,7 +428,7 @@ def run_shared(
             if s >= 0:
                 flow = 2 * stages + s
                 gate[flow] = np.inf
-                set_event(events, g[flow, _PLACE], f[flow, _DUE])
+                set_event(events, g[flow, _LEAF], f[flow, _DUE])
                 if g[flow, _PHASE] == _HALTED:
                     _move(f, g, events, gate, counts, first, direction, demand, near_first, near, flow, time)
                 elif g[flow, _PHASE] == _HALTED_LATENCY:
@@ -440,14 +440,14 @@ def run_shared(
             if keep:
                 sent[way, s, m] = f[flow, _BEGIN]
         if begun[way, s] < queued[way, s]:
-            place = begun[way, s]
+            entry = begun[way, s]
             begun[way, s] += 1
-            under_way[way, s], under_way_group[way, s] = batch[way, s, place], group[way, s, place]
-            begin = max(time, ready[way, s, place])
-            _begin(f, g, events, gate, flow, begin, latency[flow] * group[way, s, place], length_of[way, s, place])
+            under_way[way, s], under_way_group[way, s] = batch[way, s, entry], group[way, s, entry]
+            begin = max(time, ready[way, s, entry])
+            _begin(f, g, events, gate, flow, begin, latency[flow] * group[way, s, entry], length_of[way, s, entry])
         else:
             busy_count -= 1
-            _free_place(busy, g, events, chosen, busy_count)
+            _free_leaf(busy, g, events, chosen, busy_count)
         waiting[0], waits[worker_of[s + 1 - way]] = worker_of[s + 1 - way], True
         count = 1
     return (*times, done), ring_end
@@ -486,13 +486,13 @@ def shared_step_seconds(
     rings: Rings,
     flows: Flows,
     ceiling: float,
-    judge_early: bool,
+    extrapolate: bool,
 ) -> tuple[float, int]:
     """Return the end of a step whose flows share interfaces, and the number of actions simulated.
 
     ``forward`` to ``send_backward``: as in ``engine.step_seconds``, which is the same without contention, and never
     more. ``rings``: without overlap ``whole_rings(exposed)``. The end is infinite for an order that deadlocks, and
-    where the simulation ends early, as the step would not end before ``ceiling``; ``judge_early``: or likely would not.
+    where the simulation ends early, as the step would not end before ``ceiling``; ``extrapolate``: or likely would not.
     """
     if flows.directions == 0:
         end = step_seconds(order, forward, backward, weights, send_forward, send_backward, rings.exposed)
@@ -504,5 +504,5 @@ def shared_step_seconds(
         np.ascontiguousarray(send_forward),
         np.ascontiguousarray(send_backward),
     )
-    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, judge_early)
+    found, ends = run_shared(order, seconds, flows, rings, len(weights) > 0, False, ceiling, extrapolate)
     return (np.inf if np.isnan(ends).any() else float(ends.max())), found[-1]

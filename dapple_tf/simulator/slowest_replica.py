@@ -65,8 +65,8 @@ class ReplicaSeconds:
         if self._cluster.is_uniform and not shares:
             return [(stage.devices[0], samples / stage.replicas)]
         largest: dict[str | None, tuple[int, int]] = {}
-        for place, device in enumerate(stage.devices):
-            kind, share = self._cluster.kind_of(device), shares[place] if shares else 1
+        for replica, device in enumerate(stage.devices):
+            kind, share = self._cluster.kind_of(device), shares[replica] if shares else 1
             largest[kind] = max(largest.get(kind, (0, device)), (share, device))
         whole = sum(shares) or stage.replicas
         return [(device, samples * share / whole) for share, device in largest.values()]

@@ -92,10 +92,10 @@ def measure_shares(
 def measure_loads(
     senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
 ) -> tuple[float, float, Floats, Floats]:
-    """Return what a transfer loads: latency, seconds per byte of its slowest link that is no interface, and shares.
+    """Return the latency of a transfer, the seconds per byte of its slowest link that is no interface, and two arrays.
 
-    The shares of its bytes that leave and that enter each server through its interface. Replicas hold the samples
-    between two cut points (``row_bounds``). The other arguments are as in ``transfer_cost``.
+    These are the shares of its bytes that leave, and that enter, each server through its interface. Replicas hold the
+    samples between two cut points (``row_bounds``). The other arguments are as in ``transfer_cost``.
     """
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)

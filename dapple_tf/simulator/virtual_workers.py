@@ -75,7 +75,7 @@ def _reduce(
         StagePlan(first, end - 1, tuple(_holder(part, first) for part in parts))
         for first, end in itertools.pairwise(cuts)
     )
-    # The cost model prices AllReduce by stage: here a stage is what lies on the same devices of all workers.
+    # The cost model has an AllReduce for each stage: here a stage is what lies on the same devices of all workers.
     as_stages = replace(plan, stages=groups, schedule="dapple-a", overlap=False, recompute=False)
     seconds = [cost.allreduce_seconds for cost in stage_costs(as_stages, profile, cluster)]
     rings = [

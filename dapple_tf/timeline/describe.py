@@ -77,7 +77,7 @@ def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
     in_window = ("K", "versions") if timeline.window is not None else ()
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
     lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
-    for stages in simulation.plan.worker_map.chunks:  # the peak of each of them is that of their device
+    for stages in simulation.plan.worker_map.stages_of:  # the peak of each of them is that of their device
         need, memory = simulation.tightest_memory[stages[0]]
         if not simulation.fits[stages[0]]:
             who = f"stage {stages[0]} does not fit: it lacks"

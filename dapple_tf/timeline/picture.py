@@ -135,7 +135,7 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict
 def _memory_curves(timeline: Timeline) -> list[Curve]:
     if timeline.simulation is None:
         return []
-    workers = timeline.simulation.plan.worker_map.chunks
+    workers = timeline.simulation.plan.worker_map.stages_of
     return [Curve(_name_stages(stages), *timeline.simulation.memory(stages[0])) for stages in workers]
 
 

@@ -60,7 +60,7 @@ def order_calls(graph: Graph, schedule: Schedule) -> Graph:
     check_writes(graph, schedule)
     previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge
     accumulated: set[str] = set()
-    for stages, actions in zip(schedule.worker_map.chunks, schedule.workers, strict=True):
+    for stages, actions in zip(schedule.worker_map.stages_of, schedule.workers, strict=True):
         if len({replicas[stage] for stage in stages}) != 1:
             raise ScheduleError(
                 f"stages {list(stages)} share devices, so they need equal replicas, but have "

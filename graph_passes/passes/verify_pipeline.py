@@ -68,7 +68,7 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     replicas = replica_counts(graph)
     if len(schedule.stages) != len(replicas):
         raise GraphError(f"the schedule has {len(schedule.stages)} stages, the graph {len(replicas)}")
-    for stages, actions in zip(schedule.worker_map.chunks, schedule.workers, strict=True):
+    for stages, actions in zip(schedule.worker_map.stages_of, schedule.workers, strict=True):
         for replica in range(replicas[stages[0]]):
             names = [call_name(action, replica) for action in actions]
             scheduled.update(names)

@@ -15,7 +15,7 @@ from graph_passes.schedules.worker_map import WorkerMap
 def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with ``chunks`` stages each; with one chunk it is GPipe's."""
     rows = []
-    for stages in WorkerMap.looped(workers, chunks).chunks:
+    for stages in WorkerMap.looped(workers, chunks).stages_of:
         forwards = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
         backwards = [Action(stage, "B", m) for stage in reversed(stages) for m in range(micro_batches)]
         rows.append((*forwards, *backwards))

@@ -45,7 +45,7 @@ def time_workers(schedule: Schedule, units: Units) -> tuple[WorkerTime, ...]:
             stashes,
         )
         for stages, actions, own, stashes in zip(
-            schedule.worker_map.chunks, schedule.workers, ends, schedule.stashes, strict=True
+            schedule.worker_map.stages_of, schedule.workers, ends, schedule.stashes, strict=True
         )
     )
 
@@ -57,7 +57,7 @@ def format_grid(schedule: Schedule, units: Units) -> str:
     """
     rows = zip(schedule.workers, run_schedule(schedule, units.of), strict=True)
     width = 1 + max(len(schedule.print_action(action)) for actions in schedule.workers for action in actions)
-    names = [_name(stages) for stages in schedule.worker_map.chunks]
+    names = [_name(stages) for stages in schedule.worker_map.stages_of]
     margin = max(map(len, names))
     lines = []
     for name, (actions, ends) in zip(names, rows, strict=True):

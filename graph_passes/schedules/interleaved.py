@@ -24,7 +24,7 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     forwards = order_calls(groups, range(chunks))
     backwards = order_calls(groups, range(chunks - 1, -1, -1))
     rows = []
-    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).chunks):
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
         ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
         rows.append(_alternate(stages, forwards, backwards, min(ahead, len(forwards))))
     schedule = Schedule(tuple(rows))

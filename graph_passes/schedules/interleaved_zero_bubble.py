@@ -22,7 +22,7 @@ def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Sc
     forwards = order_calls(groups, range(chunks))
     backwards = order_calls(groups, range(chunks - 1, -1, -1))
     rows = []
-    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).chunks):
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
         ahead = workers - worker + (chunks - 1) * max(map(len, groups))
         actions = [Action(stages[chunk], "F", m) for chunk, m in forwards[:ahead]]
         weights = [Action(stages[chunk], "W", m) for chunk, m in backwards]

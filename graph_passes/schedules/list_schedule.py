@@ -64,7 +64,7 @@ def list_schedule(
 
     ``times``: of each stage. The forwards and the backwards of a stage run in micro-batch order.
     """
-    workers = [_Worker(stages, micro_batches, times, rule, w) for w, stages in enumerate(worker_map.chunks)]
+    workers = [_Worker(stages, micro_batches, times, rule, w) for w, stages in enumerate(worker_map.stages_of)]
     worker_of, last = worker_map.worker_of, worker_map.stages - 1
     channel_free: dict[tuple[int, int], float] = {}
     events = [(0.0, w) for w in range(worker_map.workers)]

@@ -25,8 +25,8 @@ from graph_passes.schedules.zero_bubble import zero_bubble
 from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO, zero_bubble_auto
 from graph_passes.schedules.zero_bubble_v import zero_bubble_v
 
-STRAIGHT_ZERO_BUBBLE = ("zb-h1", "zb-h2")
-"""Policies of one stage per worker whose schedules have weight gradients as actions of their own."""
+HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
+"""The handcrafted schedules of the Zero Bubble paper: one stage per worker, and weight gradients as own actions."""
 
 _MOST_CHUNKS = 1024  # stages of a worker
 _COUNT = rf"\d{{1,{LONGEST_NUMBER}}}"
@@ -40,13 +40,13 @@ class ChunkedPolicy:
 
     ``option``: the letter of the option that gives the number of stages per worker, in units of ``unit`` stages, and
     its ``default``; without a letter the number is always the same. ``build`` takes the number of workers, the option's
-    value and the number of micro-batches, and returns the schedule. ``place`` takes the numbers of workers and of
+    value and the number of micro-batches, and returns the schedule. ``worker_map`` takes the numbers of workers and of
     stages per worker, and returns the worker map. ``splits``: whether gradients of weights are actions of their own.
     """
 
     option: str | None
     default: int
-    place: Callable[[int, int], WorkerMap]
+    worker_map: Callable[[int, int], WorkerMap]
     build: Callable[[int, int, int], Schedule]
     unit: int = 1
     splits: bool = False
@@ -140,7 +140,7 @@ def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
     all of its stages in turn.
     """
     rows = []
-    for stages in workers.chunks:
+    for stages in workers.stages_of:
         actions = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
         rows.append(tuple(sorted(actions, key=lambda a: (a.micro_batch // workers.workers, a.stage, a.micro_batch))))
     return Schedule(tuple(rows))
@@ -164,7 +164,7 @@ def warm_up_by_name(name: str, stages: int, micro_batches: int) -> tuple[int, ..
         return None
     policy, limit = read_policy(name)
     warm = warm_up(policy, stages, micro_batches, limit)
-    return None if policy in STRAIGHT_ZERO_BUBBLE else warm
+    return None if policy in HANDCRAFTED_ZERO_BUBBLE else warm
 
 
 def build_schedule(name: str, stages: int, micro_batches: int) -> Schedule:
@@ -232,8 +232,8 @@ def worker_map_of(name: str, stages: int) -> WorkerMap:
         return schedule.worker_map
     if chunked := chunked_policy(name):
         policy, chunks = chunked
-        return policy.place(_count_workers(name, stages, chunks), chunks)
-    return WorkerMap.straight(stages)
+        return policy.worker_map(_count_workers(name, stages, chunks), chunks)
+    return WorkerMap.one_per_stage(stages)
 
 
 def chunked_policy(name: str) -> tuple[ChunkedPolicy, int] | None:
@@ -328,7 +328,7 @@ def splits_backward(name: str) -> bool:
     if is_text(name):
         return "W" in name
     policy = name.partition(":")[0]
-    return policy in STRAIGHT_ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
+    return policy in HANDCRAFTED_ZERO_BUBBLE or (policy in CHUNKED and CHUNKED[policy].splits)
 
 
 def actions_together(name: str) -> frozenset[Action]:

@@ -259,10 +259,10 @@ def check(schedule: Schedule) -> None:
     """
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")
-    chunks = schedule.worker_map.chunks  # raises where a stage is on two workers, or on none
+    stages_of = schedule.worker_map.stages_of  # raises where a stage is on two workers, or on none
     micro_batches = len({action.micro_batch for action in schedule.stages[0] if action.kind == "F"})
     halves = any(action.kind in "IW" for actions in schedule.workers for action in actions)
-    for worker, (stages, actions) in enumerate(zip(chunks, schedule.workers, strict=True)):
+    for worker, (stages, actions) in enumerate(zip(stages_of, schedule.workers, strict=True)):
         who = f"stage {stages[0]}" if len(stages) == 1 else f"worker {worker} (stages {list(stages)})"
         present = set(actions)
         expected = {Action(stage, "F", m) for stage in stages for m in range(micro_batches)}
@@ -319,7 +319,7 @@ def _check_together(action: Action, following: Action | None, who: str, worker_m
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
     """Return a row for each worker, with its blocked action marked; of a long row only the actions around that."""
-    rows, what = [], "stage" if schedule.worker_map.is_straight else "worker"
+    rows, what = [], "stage" if schedule.worker_map.has_one_stage_per_worker else "worker"
     for worker, actions in enumerate(schedule.workers):
         cells = [f"{schedule.print_action(a)}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]
         if len(cells) > _GRID_ACTIONS:

@@ -18,8 +18,8 @@ def v_shaped(workers: int, micro_batches: int, least: int, row: RowOfWorker) -> 
     cannot run.
     """
     planned = max(micro_batches, least)
-    chunks = WorkerMap.waves(workers, 2).chunks
-    rows = tuple(row(workers, worker, stages, planned) for worker, stages in enumerate(chunks))
+    stages_of = WorkerMap.waves(workers, 2).stages_of
+    rows = tuple(row(workers, worker, stages, planned) for worker, stages in enumerate(stages_of))
     schedule = Schedule(rows).first_micro_batches(micro_batches)
     check(schedule)
     return schedule

@@ -11,16 +11,16 @@ from graph_passes.errors import ScheduleError
 
 @dataclass(frozen=True)
 class WorkerMap:
-    """The stages of each worker: ``((0, 2), (1, 3))`` is looped, ``((0, 3), (1, 2))`` V-shaped.
+    """The stages of each worker, ``stages_of``: ``((0, 2), (1, 3))`` is looped, ``((0, 3), (1, 2))`` V-shaped.
 
     Raises ScheduleError unless each of the stages from 0 on is on one worker, and each worker has a stage.
     """
 
-    chunks: tuple[tuple[int, ...], ...]
+    stages_of: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
         worker_of: dict[int, int] = {}
-        for worker, stages in enumerate(self.chunks):
+        for worker, stages in enumerate(self.stages_of):
             if not stages:
                 raise ScheduleError(f"worker {worker} has no stage: give it one, or leave it out")
             for stage in stages:
@@ -37,8 +37,8 @@ class WorkerMap:
             raise ScheduleError(f"stage {missing} is on no worker, but stage {last} is on worker {worker_of[last]}")
 
     @staticmethod
-    def straight(stages: int) -> WorkerMap:
-        """Return the map of one stage per worker."""
+    def one_per_stage(stages: int) -> WorkerMap:
+        """Return the map of one worker per stage."""
         return WorkerMap(tuple((stage,) for stage in range(stages)))
 
     @staticmethod
@@ -55,25 +55,25 @@ class WorkerMap:
     @staticmethod
     def of(worker_of: Sequence[int]) -> WorkerMap:
         """Return the map in which ``worker_of[s]`` is the worker of stage s."""
-        chunks: list[list[int]] = [[] for _ in range(max(worker_of, default=-1) + 1)]
+        stages_of: list[list[int]] = [[] for _ in range(max(worker_of, default=-1) + 1)]
         for stage, worker in enumerate(worker_of):
-            chunks[worker].append(stage)
-        return WorkerMap(tuple(map(tuple, chunks)))
+            stages_of[worker].append(stage)
+        return WorkerMap(tuple(map(tuple, stages_of)))
 
     @property
     def stages(self) -> int:
         """S, the number of stages."""
-        return sum(map(len, self.chunks))
+        return sum(map(len, self.stages_of))
 
     @property
     def workers(self) -> int:
         """The number of workers."""
-        return len(self.chunks)
+        return len(self.stages_of)
 
     @cached_property
     def worker_of(self) -> tuple[int, ...]:
         """The worker of each stage."""
-        found = {stage: worker for worker, stages in enumerate(self.chunks) for stage in stages}
+        found = {stage: worker for worker, stages in enumerate(self.stages_of) for stage in stages}
         return tuple(found[stage] for stage in range(self.stages))
 
     @property
@@ -82,6 +82,6 @@ class WorkerMap:
         return self.workers < self.stages
 
     @property
-    def is_straight(self) -> bool:
+    def has_one_stage_per_worker(self) -> bool:
         """Whether stage s is alone on worker s."""
-        return self.chunks == tuple((stage,) for stage in range(self.stages))
+        return self.stages_of == tuple((stage,) for stage in range(self.stages))

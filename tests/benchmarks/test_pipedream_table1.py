@@ -22,7 +22,7 @@ def make_level(*layers: tuple[float, float, float], devices: int, bandwidth: flo
     return OneLevel(linearise(profile), 4, devices, bandwidth)
 
 
-def test_prices_of_a_stage_by_hand() -> None:
+def test_seconds_of_a_stage_by_hand() -> None:
     compute, parameters = np.array([6.0, 60.0]), np.array([12.0, 12.0])
     # Three replicas at 2 bytes a second: 2 x 2 x 12 / 2 = 24 s as printed, a third of that by the text.
     assert printed(compute, parameters, 2.0, 3).tolist() == [8, 20]

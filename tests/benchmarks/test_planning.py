@@ -102,12 +102,12 @@ def test_planners_give_replicas_whole_slices(planner: str) -> None:
 @pytest.mark.parametrize("memory", [1e9, 300.0])
 def test_the_fastest_split_is_that_of_all_splits(overlap: bool, memory: float) -> None:
     problem = replace(make_tight_problem(overlap=overlap), cluster=make_cluster(memory))
-    prices = []
+    candidates = []
     for cut, replicas in itertools.product(range(1, 5), range(1, 4)):
-        prices += problem.evaluate_all_sizes(stages_of(problem, [cut], [replicas, 4 - replicas]), "test")
+        candidates += problem.evaluate_all_sizes(stages_of(problem, [cut], [replicas, 4 - replicas]), "test")
     found = fastest_split(problem)
     assert found is not None
-    assert found.seconds == min(price.seconds for price in prices)
+    assert found.seconds == min(candidate.seconds for candidate in candidates)
 
 
 def test_there_is_no_split_where_none_fits() -> None:

@@ -72,7 +72,7 @@ def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int
     comparison.check(1e-12)
     plan = comparison.step.plan
     assert plan.worker_map == worker_map_of(schedule, stages)
-    assert [plan.stages[chunks[0]].replicas for chunks in plan.worker_map.chunks] == list(replicas)
+    assert [plan.stages[chunks[0]].replicas for chunks in plan.worker_map.stages_of] == list(replicas)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_forward_before_the_first_step_shares_devices_as_training_will(stages: A
     )
     np.testing.assert_allclose(float(step.forward(*data(7))), float(loss_fn(*data(7))), rtol=1e-12)
     step(*data(7))
-    assert step.plan.worker_map.chunks == ((0, 2), (1, 3))
+    assert step.plan.worker_map.stages_of == ((0, 2), (1, 3))
 
 
 def test_a_plan_of_one_stage_per_worker_cannot_share_devices() -> None:
@@ -164,7 +164,7 @@ def test_stages_and_micro_batches_may_be_chosen(options: dict[str, Any], workers
     plan = comparison.step.plan
     assert plan.schedule == options["schedule"]
     assert len(plan.stages) > plan.worker_map.workers
-    assert plan.worker_map.chunks == (workers or worker_map_of(plan.schedule, len(plan.stages)).chunks)
+    assert plan.worker_map.stages_of == (workers or worker_map_of(plan.schedule, len(plan.stages)).stages_of)
 
 
 def test_an_automatic_schedule_may_run_several_stages_a_device() -> None:
@@ -174,7 +174,7 @@ def test_an_automatic_schedule_may_run_several_stages_a_device() -> None:
     step = comparison.step
     assert step.choice.schedule == step.plan.schedule
     assert step.choice.seconds[step.plan.schedule] == pytest.approx(step.plan.predicted["step_seconds"], rel=1e-9)
-    assert step.plan.worker_map.chunks == worker_map_of(step.plan.schedule, len(step.plan.stages)).chunks
+    assert step.plan.worker_map.stages_of == worker_map_of(step.plan.schedule, len(step.plan.stages)).stages_of
 
 
 def test_samples_of_models_that_draw_numbers_stay_on_one_device_a_stage() -> None:
@@ -249,7 +249,7 @@ def test_a_saved_plan_trains_again(tmp_path: Path) -> None:
     step = built("interleaved-1f1b")
     step.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.worker_map.chunks == ((0, 2), (1, 3))
+    assert plan.worker_map.stages_of == ((0, 2), (1, 3))
     compare(problem(4), [data(6)], plan=plan).check(1e-12)
 
 

@@ -64,7 +64,7 @@ class Kind:
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Stage by stage, the ranks: worker by worker they are in order, and the stages of a worker have the same."""
         workers = worker_map_of(self.schedule, len(self.replicas))
-        counts = [self.replicas[stages[0]] for stages in workers.chunks]
+        counts = [self.replicas[stages[0]] for stages in workers.stages_of]
         ends = itertools.accumulate(counts)
         own = [tuple(range(end - r, end)) for end, r in zip(ends, counts, strict=True)]
         return tuple(own[worker] for worker in workers.worker_of)
@@ -90,7 +90,7 @@ def orders(draw: st.DrawFn, workers: WorkerMap, micro_batches: int) -> str:
     stages = range(workers.stages)
     waiting = {(stage, kind): iter(range(micro_batches)) for stage in stages for kind in ("F", "B")}
     heads = {place: Action(*place, next(left)) for place, left in waiting.items()}
-    rows: list[list[Action]] = [[] for _ in workers.chunks]
+    rows: list[list[Action]] = [[] for _ in workers.stages_of]
     ran: set[Action] = set()
     while heads:
         ready = [place for place, action in heads.items() if ran.issuperset(_needed(action, workers.stages))]

@@ -126,7 +126,9 @@ TOGETHER = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
 
 @pytest.mark.parametrize("options", [{"stages": 2, "micro_batches": "auto"}, {"micro_batches": 2}])
 def test_results_that_travel_together_are_refused_where_something_is_planned(options: dict[str, Any]) -> None:
-    message = r"planners do not price schedules in which results travel together \(0F0\+\): leave out the '\+', or give"
+    message = (
+        r"planners do not simulate schedules in which results travel together \(0F0\+\): leave out the '\+', or give"
+    )
     with pytest.raises(ScheduleError, match=message):
         Request(schedule=TOGETHER, **options)
 

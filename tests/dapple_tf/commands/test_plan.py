@@ -123,7 +123,7 @@ def test_a_plan_whose_results_travel_together_is_refused_but_one_made_by_hand_is
     schedule = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
     run = run_here(*PLAN, "--schedule", schedule, "--micro-batch-size", 4)
     assert (run.code, run.stdout) == (1, "")
-    assert "planners do not price schedules in which results travel together (0F0+): leave out the '+'" in run.stderr
+    assert "planners do not simulate schedules in which results travel together (0F0+): leave out the '+'" in run.stderr
     run_here(*PLAN, "--schedule", schedule.replace("+", ""), "--micro-batch-size", 4, "-o", "plan.json")
     plan = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**plan, "schedule": schedule}))

@@ -78,9 +78,9 @@ def master_stage(pipeline: Pipeline) -> int:
 
     def befores(op: Operation) -> Iterator[Operation]:
         x, kind, k = op
-        place = orders[x].index(op)
-        if place:
-            yield orders[x][place - 1]
+        index = orders[x].index(op)
+        if index:
+            yield orders[x][index - 1]
         other = x - 1 if kind == "FP" else x + 1
         if 0 <= other < n:
             yield (other, kind, k)

@@ -133,7 +133,7 @@ def ring_seconds(cluster: Cluster, devices: Devices, size: float) -> float:
     return 2 * (r - 1) * (max(link.latency for link in links) + size / r / min(link.bandwidth for link in links))
 
 
-class Pricer:
+class StageCostModel:
     """Costs of stages for micro-batches of ``size`` samples; each distinct stage and boundary is computed once."""
 
     def __init__(
@@ -329,13 +329,13 @@ def find_optimum(
     best = warm = Optimum(math.inf)
     plans = list(list_plans(profile, cluster))
     for size in divisors(batch):
-        pricer = Pricer(profile, cluster, size, recompute, overlap, slots)
+        model = StageCostModel(profile, cluster, size, recompute, overlap, slots)
         for stages in plans:
             if max(len(devices) for _, _, devices in stages) > size:
                 continue
             if by_formula and sum(len(devices) for _, _, devices in stages) < cluster.devices:
                 continue
-            costs = pricer.costs(stages)
+            costs = model.costs(stages)
             if not fits(costs, cluster.device_memory, [1] * len(stages)):
                 continue
             if by_formula:

@@ -130,11 +130,11 @@ def divide(items: Sequence[int]) -> Iterator[list[Sequence[int]]]:
 
 def all_orders(micro_batches: int) -> Iterator[list[tuple[str, int]]]:
     """Yield the orders of a stage's forwards and backwards that have each in turn of the micro-batches."""
-    for places in itertools.combinations(range(2 * micro_batches), micro_batches):
+    for positions in itertools.combinations(range(2 * micro_batches), micro_batches):
         counts = {"F": 0, "B": 0}
         order = []
-        for place in range(2 * micro_batches):
-            kind = "F" if place in places else "B"
+        for index in range(2 * micro_batches):
+            kind = "F" if index in positions else "B"
             order.append((kind, counts[kind]))
             counts[kind] += 1
             if counts["B"] > counts["F"]:

@@ -21,9 +21,9 @@ from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
-from dapple_tf.planner.chunk_pricing import CutPricer
 from dapple_tf.planner.chunk_search import interleaved_candidates
-from dapple_tf.planner.chunk_shapes import place_workers
+from dapple_tf.planner.chunk_shapes import list_worker_placements
+from dapple_tf.planner.chunk_simulation import CutSimulator
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
@@ -35,7 +35,7 @@ from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, clusters, make_cluster, make_profile, profiles
-from tests.dapple_tf.planner.exhaustive import Pricer, divisors
+from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors
 
 NAMES = ["interleaved-1f1b:v=2", "interleaved-1f1b:v=3", "looped-bfs:v=2", "looped-bfs:v=3"]
 V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
@@ -57,15 +57,15 @@ def most_bytes(schedule: Schedule, worker: int, stash: list[float]) -> float:
     stages = len(schedule.stages)
     actions = schedule.workers[worker]
     users: dict[tuple[int, int], int] = {}  # the last action of each stage and micro-batch
-    for place, action in enumerate(actions):
-        users[action.stage, action.micro_batch] = place
+    for index, action in enumerate(actions):
+        users[action.stage, action.micro_batch] = index
     held, most = set[tuple[int, int]](), 0.0
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         key = action.stage, action.micro_batch
         if not any(needed.stage == action.stage for needed in dependencies(action, stages)):
             held.add(key)
             most = max(most, sum(stash[stage] for stage, _ in held))
-        if users[key] == place:
+        if users[key] == index:
             held.remove(key)
     return most
 
@@ -76,7 +76,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
     chain = make(case).chain
     memory, best = cluster.device_memory * (1 + 1e-12), math.inf
     for size in divisors(case.batch):
-        pricer = Pricer(profile, cluster, size, case.options["recompute"], case.options["overlap"], 2)
+        model = StageCostModel(profile, cluster, size, case.options["recompute"], case.options["overlap"], 2)
         for workers, r in itertools.product(range(1, cluster.devices + 1), range(1, size + 1)):
             stages = workers * chunks
             if workers * r > cluster.devices or stages > len(chain.positions) - 1:
@@ -85,7 +85,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
             for starts in itertools.combinations(chain.positions[1:-1], stages - 1):
                 bounds = (0, *starts, len(profile.layers))
                 worker_of = order.worker_map.worker_of
-                costs = pricer.costs(
+                costs = model.costs(
                     tuple(
                         (first, end, tuple(range(w * r, w * r + r)))
                         for (first, end), w in zip(itertools.pairwise(bounds), worker_of, strict=True)
@@ -101,7 +101,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
                     + max(working[s] for s in own)
                     + most_bytes(order, worker, costs.stash)
                     <= memory
-                    for worker, own in enumerate(order.worker_map.chunks)
+                    for worker, own in enumerate(order.worker_map.stages_of)
                 ):
                     forward, backward, exposed = (
                         np.array(row) for row in (costs.forward, costs.backward, costs.exposed)
@@ -119,7 +119,7 @@ def profile_bytes(profile: Profile, first: int, end: int) -> float:
 
 @st.composite
 def small_cases(draw: st.DrawFn) -> Case:
-    """Draw problems of at most three devices, all of one server or one a server, so that policies place them alike."""
+    """Draw problems of at most three devices, on one server or one each, where all policies give the same placement."""
     cluster = draw(clusters(True, topologies=((1,), (2,), (3,), (1, 1), (1, 1, 1))))
     options = {name: draw(st.booleans()) for name in ("recompute", "overlap")}
     return Case(draw(profiles(5, free=False)), cluster, draw(st.sampled_from([1, 2, 3, 4])), options)
@@ -145,7 +145,7 @@ def check(problem: PlanningProblem, plan: Plan, seconds: float) -> None:
     assert timeline.simulation is not None
     assert all(timeline.simulation.fits)
     wanted = worker_map_of(plan.schedule, len(plan.stages))
-    assert set(plan.worker_map.chunks) == set(wanted.chunks)
+    assert set(plan.worker_map.stages_of) == set(wanted.stages_of)
     assert max(plan.replicas) <= plan.micro_batch_size
 
 
@@ -212,14 +212,14 @@ def test_a_searched_plan_fits_and_is_no_slower_where_a_named_schedule_just_fits(
 @given(cases(8))
 def test_best_is_never_slower_for_considering_several_stages_per_device(case: Case) -> None:
     problem = make(case)
-    straight, found = plan_best(problem, chunks=()), plan_best(problem)
+    unchunked, found = plan_best(problem, chunks=()), plan_best(problem)
     if found is None:
-        assert straight is None
+        assert unchunked is None
         return
-    assert straight is None or found.chosen.seconds <= straight.chosen.seconds
+    assert unchunked is None or found.chosen.seconds <= unchunked.chosen.seconds
     check(problem, predict_plan(problem, found.chosen, "best")[0], found.chosen.seconds)
-    if straight is not None and len(found.chosen.stages) > found.chosen.device_count:
-        assert found.chosen.seconds < straight.chosen.seconds
+    if unchunked is not None and len(found.chosen.stages) > found.chosen.device_count:
+        assert found.chosen.seconds < unchunked.chosen.seconds
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,9 @@ def test_best_interleaves_stages_where_micro_batches_are_few(layers: int, schedu
     plan = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1)
     assert plan.predicted is not None
     assert (plan.schedule, plan.predicted["step_seconds"]) == (schedule, seconds)
-    straight = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1, chunks=())
-    assert straight.predicted is not None
-    assert straight.predicted["step_seconds"] > seconds or layers == 4
+    unchunked = dapple.plan(profile, make_cluster(4), global_batch_size=4, micro_batch_size=1, chunks=())
+    assert unchunked.predicted is not None
+    assert unchunked.predicted["step_seconds"] > seconds or layers == 4
 
 
 def test_best_interleaves_no_stages_whose_stashes_do_not_fit() -> None:
@@ -324,15 +324,15 @@ def test_a_schedule_given_by_its_actions_is_planned_on_its_workers(
     assert found is not None
     plan = predict_plan(problem, found.chosen, "best")[0]
     check(problem, plan, found.chosen.seconds)
-    assert (plan.micro_batches, plan.worker_map.chunks, set(plan.replicas)) == (micro_batches, chunks, {1})
+    assert (plan.micro_batches, plan.worker_map.stages_of, set(plan.replicas)) == (micro_batches, chunks, {1})
 
 
 def test_workers_are_placed_by_each_policy_where_they_differ() -> None:
-    assert place_workers(make_cluster(2, 2), 4, 2, 2) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    assert place_workers(make_cluster(4), 4, 2, 2) == (((0, 1), (2, 3)),)
+    assert list_worker_placements(make_cluster(2, 2), 4, 2, 2) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert list_worker_placements(make_cluster(4), 4, 2, 2) == (((0, 1), (2, 3)),)
     # On the first three of six devices, and the larger server first.
-    assert ((2,), (3,), (4,)) in place_workers(make_cluster(2, 4), 3, 3, 1)
-    assert place_workers(make_cluster(2, 4), 3, 3, 1)[0] == ((0,), (1,), (2,))
+    assert ((2,), (3,), (4,)) in list_worker_placements(make_cluster(2, 4), 3, 3, 1)
+    assert list_worker_placements(make_cluster(2, 4), 3, 3, 1)[0] == ((0,), (1,), (2,))
 
 
 def test_cuts_one_move_away_keep_every_stage() -> None:
@@ -355,13 +355,13 @@ def test_large_clusters_are_planned() -> None:
 
 
 def test_where_no_cuts_fit_the_memory_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, price = itertools.count(), CutPricer.price
+    looked, simulate = itertools.count(), CutSimulator.simulate
 
-    def count(pricer: CutPricer, costs: Any) -> Any:
+    def count(simulator: CutSimulator, costs: Any) -> Any:
         next(looked)
-        return price(pricer, costs)
+        return simulate(simulator, costs)
 
-    monkeypatch.setattr(CutPricer, "price", count)
+    monkeypatch.setattr(CutSimulator, "simulate", count)
     profile = make_profile(*[(1, 2, 1, 1, 10 + i % 7) for i in range(120)])
     problem = make_problem(profile, make_cluster(8, 8, memory=100), global_batch_size=64)
     assert not interleaved_candidates(problem, (2, 4), math.inf)

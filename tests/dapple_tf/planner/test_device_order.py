@@ -29,9 +29,9 @@ def test_neighbours_on_a_ring_are_neighbours_in_the_order() -> None:
     ring = [0, 3, 1, 4, 2]
     links = {(f"s{a}", f"s{b}"): FAST for a, b in zip(ring, ring[1:] + ring[:1], strict=True)}
     order = order_servers(make_cluster(*[1] * 5, links=links))
-    places = [ring.index(server) for server in order]
+    positions = [ring.index(server) for server in order]
     assert sorted(order) == [0, 1, 2, 3, 4]
-    assert all((a - b) % 5 in (1, 4) for a, b in itertools.pairwise(places))
+    assert all((a - b) % 5 in (1, 4) for a, b in itertools.pairwise(positions))
 
 
 def test_devices_follow_their_servers() -> None:

@@ -45,7 +45,7 @@ def to_profile(instance: Instance) -> Profile:
 
 
 def to_plan(found: tuple[FoundStage, ...]) -> list[StagePlan]:
-    return [StagePlan(stage.first, stage.last, stage.places) for stage in found]
+    return [StagePlan(stage.first, stage.last, stage.indices) for stage in found]
 
 
 def plan(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> Plan:
@@ -77,7 +77,7 @@ def test_the_optimum_is_that_of_all_pipelines_and_the_stages_reach_it(instance: 
     assert [stage.first for stage in found] == [0, *(stage.last + 1 for stage in found[:-1])]
     assert found[-1].last == len(instance.compute) - 1
     hierarchy = make_hierarchy(*instance.levels)
-    assert sorted(itertools.chain.from_iterable(stage.places for stage in found)) == list(hierarchy.devices)
+    assert sorted(itertools.chain.from_iterable(stage.indices for stage in found)) == list(hierarchy.devices)
     # The formula for given stages sees the same seconds in them.
     predicted = predict_throughput(to_plan(found), to_profile(instance), hierarchy)
     assert predicted.minibatch_seconds == pytest.approx(wanted, rel=1e-9, abs=1e-9)

@@ -1,4 +1,4 @@
-"""The local search: its prices, its plans against all assignments of devices, and cases that planners missed."""
+"""The local search: its steps, its plans against all assignments of devices, and cases that planners missed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace
-from dapple_tf.planner.layout_prices import price
 from dapple_tf.planner.layout_search import layout_of
+from dapple_tf.planner.layout_simulation import simulate_step
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refine import refine
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 from tests.dapple_tf.planner.builders import Case, cases
-from tests.dapple_tf.planner.exhaustive import Pricer, divisors, step_of
+from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, step_of
 
 MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
 
@@ -34,11 +34,11 @@ MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
 def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=False, **case.options)
     tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
-    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
-    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    most_stages = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = price(tables, layout, workspace, np.inf, False, False)
+        found = simulate_step(tables, layout, workspace, np.inf, False, False)
         assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
         assert found.seconds < UNFIT
 
@@ -48,11 +48,11 @@ def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> N
     options = {**case.options, "schedule": "dapple-a"}
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, contention=True, **options)
     tables = make_layout_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
-    room = min(case.cluster.devices, len(problem.chain.parameter_bytes))
-    workspace = make_workspace(room, case.cluster.devices, case.batch)
+    most_stages = min(case.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = price(tables, layout, workspace, np.inf, False, True)
+        found = simulate_step(tables, layout, workspace, np.inf, False, True)
         assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
@@ -61,8 +61,9 @@ def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
     profile, cluster = problem.profile, problem.cluster
     layers, devices = len(profile.layers), range(cluster.devices)
     for size in divisors(problem.global_batch_size):
-        pricers = {
-            again: Pricer(profile, cluster, size, again, False, problem.optimizer_slots) for again in (False, True)
+        models = {
+            again: StageCostModel(profile, cluster, size, again, False, problem.optimizer_slots)
+            for again in (False, True)
         }
         for count in range(1, min(most_stages, layers) + 1):
             for cuts in itertools.combinations(range(1, layers), count - 1):
@@ -73,10 +74,10 @@ def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:
                         continue
                     stages = [(bounds[s], bounds[s + 1], sets[s]) for s in range(count)]
                     for flags in itertools.product((False, True), repeat=count):
-                        costs = pricers[False].costs(tuple(stages))
+                        costs = models[False].costs(tuple(stages))
                         for s, again in enumerate(flags):
                             if again:
-                                row = pricers[True].stage(stages[s])
+                                row = models[True].stage(stages[s])
                                 costs.forward[s], costs.backward[s], costs.exposed[s] = row[:3]
                                 costs.fixed[s], costs.stash[s] = row[3:]
                         yield from step_of(costs, problem.global_batch_size // size, cluster.device_memory).values()
@@ -100,7 +101,7 @@ def test_no_assignment_of_devices_is_faster_on_small_clusters(seed: int) -> None
         Link(draw.choice(speeds), 0.1),
         links,
     )
-    # The local search prices without contention.
+    # The local search simulates without contention.
     problem = make_problem(Profile("net", 1, "test", tuple(layers)), cluster, global_batch_size=6, contention=False)
     least = min(all_plans(problem, 3), default=np.inf)
     decision = plan_best(problem, chunks=())

@@ -170,8 +170,8 @@ def every_plan(problem: PlanningProblem) -> float:
     for stages in range(1, min(layers, devices) + 1):
         for cut in itertools.combinations(range(1, layers), stages - 1):
             bounds = (0, *cut, layers)
-            for place in itertools.product(range(stages + 1), repeat=devices):  # `stages`: not used
-                groups = [tuple(d for d in range(devices) if place[d] == s) for s in range(stages)]
+            for owner in itertools.product(range(stages + 1), repeat=devices):  # `stages`: not used
+                groups = [tuple(d for d in range(devices) if owner[d] == s) for s in range(stages)]
                 if all(groups):
                     plans = [StagePlan(bounds[s], bounds[s + 1] - 1, groups[s]) for s in range(stages)]
                     for found in problem.evaluate_all_sizes(plans, "hand"):

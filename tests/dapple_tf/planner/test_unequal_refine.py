@@ -1,4 +1,4 @@
-"""The local search on devices of different kinds: its prices, and that it is deterministic."""
+"""The local search on devices of different kinds: its steps, and that it is deterministic."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.layout import UNFIT
-from dapple_tf.planner.layout_prices import price
 from dapple_tf.planner.layout_search import layout_of
+from dapple_tf.planner.layout_simulation import simulate_step
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
 from dapple_tf.planner.unequal_refine import refine_unequal
@@ -82,8 +82,8 @@ def draw_stages(problem: PlanningProblem, random: np.random.Generator) -> list[S
 def test_a_layout_costs_what_the_simulator_says(problem: PlanningProblem, seed: int) -> None:
     random = np.random.default_rng(seed)
     tables = make_unequal_tables(problem, np.array(problem.micro_batch_sizes), may_recompute=False)
-    room = min(problem.cluster.devices, len(problem.chain.parameter_bytes))
-    workspace = make_unequal_workspace(room, problem.cluster.devices, 12)
+    most_stages = min(problem.cluster.devices, len(problem.chain.parameter_bytes))
+    workspace = make_unequal_workspace(most_stages, problem.cluster.devices, 12)
     for _ in range(8):
         stages, size = draw_stages(problem, random), int(random.choice(problem.micro_batch_sizes))
         if max(stage.replicas for stage in stages) > size:
@@ -92,11 +92,11 @@ def test_a_layout_costs_what_the_simulator_says(problem: PlanningProblem, seed: 
         layout = layout_of(
             problem, tables.layout.moves.sizes, Candidate(tuple(stages), size, "", 0.0, "", problem.recompute)
         )
-        priced = price(tables, layout, workspace, np.inf, False, problem.contention)
+        simulated = simulate_step(tables, layout, workspace, np.inf, False, problem.contention)
         if found is None:
-            assert priced.seconds >= UNFIT
+            assert simulated.seconds >= UNFIT
         else:
-            assert priced.seconds == pytest.approx(found.seconds, rel=1e-9, abs=0)
+            assert simulated.seconds == pytest.approx(found.seconds, rel=1e-9, abs=0)
 
 
 def test_the_same_problem_has_the_same_plan_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

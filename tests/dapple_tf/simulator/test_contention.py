@@ -28,7 +28,7 @@ from graph_passes.schedules.schedule import Action, Kind, Schedule, of_kind
 from graph_passes.schedules.text import parse_schedule
 from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.simulator.builders import arrays, cost, make_plan, make_profile, path_of, schedules
-from tests.dapple_tf.simulator.contention_twin import Event, Setting, run_twin
+from tests.dapple_tf.simulator.contention_reference import Event, Setting, run_reference
 from tests.graph_passes.builders import refused
 
 
@@ -160,13 +160,13 @@ def cases(draw: st.DrawFn, *, overlap: bool = False, sized: bool = False) -> Cas
     schedule, cluster = draw(schedules()), draw(clusters())
     worker_of = schedule.worker_map.worker_of
     stages, workers = len(worker_of), len(schedule.workers)
-    places = draw(st.permutations(range(cluster.devices)))
+    device_order = draw(st.permutations(range(cluster.devices)))
     counts, used = draw(st.lists(st.integers(1, 3), min_size=workers, max_size=workers)), 0
     devices = []
     for count in counts:
         left = cluster.devices - used - (workers - len(devices) - 1)
         count = min(count, left)
-        devices.append(tuple(sorted(places[used : used + count])))
+        devices.append(tuple(sorted(device_order[used : used + count])))
         used += count
     per_stage = st.lists(small, min_size=stages, max_size=stages).map(tuple)
     layers = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=3).map(tuple)
@@ -185,33 +185,33 @@ def cases(draw: st.DrawFn, *, overlap: bool = False, sized: bool = False) -> Cas
     )
 
 
-def check_against_twin(case: Case) -> None:
-    twin, done = run_twin(case.setting()), case.run()
+def check_against_reference(case: Case) -> None:
+    reference, done = run_reference(case.setting()), case.run()
     found = times_of(done)
-    assert found.keys() == twin.times.keys()
-    for event, times in twin.times.items():
+    assert found.keys() == reference.times.keys()
+    for event, times in reference.times.items():
         assert found[event] == pytest.approx([float(time) for time in times], rel=1e-9, abs=1e-9), event
-    for stages in case.schedule.worker_map.chunks:
-        rows, ends = list(stages), [float(twin.rings[stage]) for stage in stages]
+    for stages in case.schedule.worker_map.stages_of:
+        rows, ends = list(stages), [float(reference.rings[stage]) for stage in stages]
         if len(set(done.last_gradients[rows])) == len(rows):  # else the order of their rings is not said
             assert done.allreduce_end[rows].tolist() == pytest.approx(ends, rel=1e-9, abs=1e-9)
         assert max(done.allreduce_end[rows]) == pytest.approx(max(ends), rel=1e-9)
-    assert done.step_seconds == pytest.approx(float(max(twin.rings.values())), rel=1e-9)
+    assert done.step_seconds == pytest.approx(float(max(reference.rings.values())), rel=1e-9)
 
 
 @given(cases())
-def test_every_event_is_when_the_twin_says(case: Case) -> None:
-    check_against_twin(case)
+def test_every_event_is_when_the_reference_says(case: Case) -> None:
+    check_against_reference(case)
 
 
 @given(cases(sized=True))
 def test_so_it_is_for_micro_batches_of_given_sizes(case: Case) -> None:
-    check_against_twin(case)
+    check_against_reference(case)
 
 
 @given(cases(overlap=True))
 def test_so_it_is_for_rings_that_overlap_backward(case: Case) -> None:
-    check_against_twin(case)
+    check_against_reference(case)
 
 
 TOGETHER = (
@@ -226,7 +226,7 @@ def test_so_it_is_for_results_that_travel_together(text: str, n: list[int], equa
     sizes = (1, 1, 1) if equal else (1, 2, 3)
     devices = ((0, 4), (1,), (2, 5))
     seconds = tuple(n[3:6]), tuple(n[6:9])
-    check_against_twin(
+    check_against_reference(
         Case(parse_schedule(text), cluster, devices, *seconds, tuple(n[9:12]), layers, overlap=False, sizes=sizes)
     )
 
@@ -241,7 +241,7 @@ def test_no_event_is_sooner_than_without_contention(case: Case) -> None:
 
 
 @given(cases())
-def test_the_compiled_price_of_a_step_is_its_execution(case: Case) -> None:
+def test_the_compiled_seconds_of_a_step_are_those_of_its_execution(case: Case) -> None:
     costs, order = case.costs(), encode(case.schedule)
     *seconds, _ = arrays(costs, bool(case.schedule.split))
     assert (

@@ -15,7 +15,7 @@ from dapple_tf.timeline.stage_costs import StageCosts
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile, Timing
 from tests.dapple_tf.planner.builders import Case, cases
-from tests.dapple_tf.planner.exhaustive import Pricer, divisors, list_plans
+from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, list_plans
 from tests.dapple_tf.simulator.builders import make_plan
 
 # Seconds of forward and backward, bytes sent, kept and trained, for 4 samples.
@@ -170,7 +170,7 @@ def test_costs_agree_with_the_reference(case: Case, data: st.DataObject) -> None
         micro_batches=batch // size,
         **options,
     )
-    expected = Pricer(profile, cluster, size, slots=1, **options).costs(stages)
+    expected = StageCostModel(profile, cluster, size, slots=1, **options).costs(stages)
     found = stage_costs(plan, profile, cluster, optimizer_slots=1)
     close = {"rel": 1e-12, "abs": 1e-12}
     assert [c.forward_seconds for c in found] == pytest.approx(expected.forward, **close)

@@ -91,7 +91,7 @@ def test_the_peaks_of_workers_are_those_of_memory_over_time(
     sized = [replace(c, **dict(zip(names, size, strict=True))) for c, size in zip(costs, sizes, strict=False)]
     peaks = worker_peaks(encode(schedule), *(np.array([getattr(c, name) for c in sized]) for name in names))
     wanted = peak_bytes(execute(encode(schedule), sized))
-    for worker, stages in enumerate(schedule.worker_map.chunks):
+    for worker, stages in enumerate(schedule.worker_map.stages_of):
         assert [wanted[stage] for stage in stages] == pytest.approx([peaks[worker]] * len(stages), rel=1e-12)
 
 
@@ -119,7 +119,7 @@ def test_every_event_ends_at_its_longest_path(drawn: tuple[Schedule, tuple[Stage
 def end_of_allreduces(last: dict[int, float], schedule: Schedule, costs: Sequence[StageCosts]) -> float:
     """The end of the last AllReduce; those of a worker start as gradients are complete, one at a time."""
     ends = []
-    for stages in schedule.worker_map.chunks:
+    for stages in schedule.worker_map.stages_of:
         now = 0.0
         for stage in sorted(stages, key=lambda stage: last[stage]):
             now = max(now, last[stage]) + costs[stage].exposed_seconds
@@ -318,7 +318,7 @@ def test_a_step_is_no_shorter_than_one_stages_work_or_one_micro_batchs_path(
     way = max(ways) + sum(
         c.send_forward_seconds + c.send_backward_seconds for c, moved in zip(costs, moves, strict=False) if moved
     )
-    own = [[costs[stage] for stage in stages] for stages in schedule.worker_map.chunks]
+    own = [[costs[stage] for stage in stages] for stages in schedule.worker_map.stages_of]
     work = max(m * sum(c.forward_seconds + c.backward_seconds for c in costs) for costs in own)
     assert max(way, work) <= found * (1 + 1e-12)  # sums in another order round otherwise
 

@@ -95,8 +95,8 @@ def test_equal_sizes_may_travel_together() -> None:
     assert (starts["0F1"], starts["1F0"]) == (0.5, 1 + 2 * 1.5)
 
 
-def test_planners_do_not_price_what_travels_together() -> None:
-    with pytest.raises(ScheduleError, match=r"planners do not price .* travel together \(0F0\+\): leave out the '\+'"):
+def test_planners_do_not_simulate_what_travels_together() -> None:
+    with pytest.raises(ScheduleError, match=r"planners do not simulate .* travel together \(0F0\+\): leave out"):
         named_order("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", 2, 2)
 
 
@@ -143,16 +143,16 @@ def test_a_worker_runs_one_action_at_a_time_for_its_own_seconds(
     for actions in done.actions:
         free = 0.0
         for action in actions:
-            place, own = (action.stage, action.micro_batch), scaled[action.micro_batch][action.stage]
+            key, own = (action.stage, action.micro_batch), scaled[action.micro_batch][action.stage]
             start, end, seconds = {
                 "F": (done.start_forward, done.end_forward, own.forward_seconds),
                 "B": (done.start_backward, done.end_backward, own.backward_seconds),
                 "I": (done.start_backward, done.end_backward, own.backward_seconds - own.weights_seconds),
                 "W": (done.start_weights, done.end_weights, own.weights_seconds),
             }[action.kind]
-            assert start[place] >= free
-            assert end[place] == start[place] + seconds
-            free = end[place]
+            assert start[key] >= free
+            assert end[key] == start[key] + seconds
+            free = end[key]
     assert done.step_seconds <= execute_sizes(schedule, costs, [scaled[np.argmax(scales)]] * len(scales)).step_seconds
 
 

@@ -79,7 +79,7 @@ def test_the_peak_counts_micro_batches_between_forward_start_and_backward_end(
     costs = [cost(1, 2, 1, weights_seconds=1, **BYTES)] * len(schedule.stages)
     times = longest_paths(schedule, costs)
     peaks = {}
-    for stages, stashes in zip(schedule.worker_map.chunks, schedule.stashes, strict=True):
+    for stages, stashes in zip(schedule.worker_map.stages_of, schedule.stashes, strict=True):
         calls = [(stage, m) for stage in stages for m in range(schedule.micro_batches)]
         frees = {call: "W" if call in schedule.split else "B" for call in calls}
         lives = [(times["F", stage, m][0], times[frees[stage, m], stage, m][1]) for stage, m in calls]

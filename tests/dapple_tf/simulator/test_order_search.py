@@ -48,14 +48,14 @@ def step(schedule: Schedule, costs: list[StageCosts]) -> float:
 @st.composite
 def cost_vectors(draw: st.DrawFn) -> tuple[WorkerMap, int, list[StageCosts], float]:
     workers, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    place = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
+    make_map = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
     seconds = st.floats(0.25, 4)
     costs = [
         cost(draw(seconds), draw(seconds), draw(seconds), draw(st.sampled_from([0.0, 0.3])))
         for _ in range(workers * chunks)
     ]
     memory = draw(st.sampled_from([chunks, 1.5 * chunks, workers * chunks, 2 * workers * chunks, 1000]))
-    return place(workers, chunks), draw(st.integers(1, 8)), costs, float(memory)
+    return make_map(workers, chunks), draw(st.integers(1, 8)), costs, float(memory)
 
 
 @settings(max_examples=30)
@@ -105,18 +105,18 @@ def test_no_order_of_two_stages_beats_the_bound_and_the_search_finds_the_best(
         except ScheduleError:
             continue
         best = min(best, step(schedule, costs))
-    found = search_order(WorkerMap.straight(2), 2, costs)
-    assert lower_bound(WorkerMap.straight(2), 2, costs) <= best * (1 + 1e-12)
+    found = search_order(WorkerMap.one_per_stage(2), 2, costs)
+    assert lower_bound(WorkerMap.one_per_stage(2), 2, costs) <= best * (1 + 1e-12)
     assert found.seconds == pytest.approx(best, rel=1e-12)
 
 
 def _before(row: tuple[Action, ...], m: int) -> bool:
-    places = [next(i for i, a in enumerate(row) if (a.kind, a.micro_batch) == (kind, m)) for kind in "FIW"]
-    return places == sorted(places)
+    positions = [next(i for i, a in enumerate(row) if (a.kind, a.micro_batch) == (kind, m)) for kind in "FIW"]
+    return positions == sorted(positions)
 
 
 def test_equal_stages_reach_the_bound_with_enough_memory() -> None:
-    found = search_order(WorkerMap.straight(4), 12, [cost()] * 4)
+    found = search_order(WorkerMap.one_per_stage(4), 12, [cost()] * 4)
     assert found.seconds == found.bound == 3 + 12 * 3
     assert found.distance == 0
     assert found.named == ("zb-h1", 39.0)  # whose last stage, the busiest, does not wait either
@@ -124,7 +124,7 @@ def test_equal_stages_reach_the_bound_with_enough_memory() -> None:
 
 def test_all_reduce_and_fixed_bytes_count() -> None:
     costs = [cost(exposed=2.0, fixed=5.0, working=1.0)] * 2
-    found = search_order(WorkerMap.straight(2), 4, costs, device_memory=8.0)
+    found = search_order(WorkerMap.one_per_stage(2), 4, costs, device_memory=8.0)
     assert max(found.schedule.stashes) <= 2
     assert found.bound == 1 + 12 + 2
     assert found.seconds >= found.bound
@@ -132,12 +132,12 @@ def test_all_reduce_and_fixed_bytes_count() -> None:
 
 def test_the_same_costs_give_the_same_order() -> None:
     costs = [cost(1.1, 0.9, 1.3), cost(0.8, 1.2, 0.7), cost(1.4, 1.0, 0.6)]
-    runs = [search_order(WorkerMap.straight(3), 6, costs, 4.0) for _ in range(2)]
+    runs = [search_order(WorkerMap.one_per_stage(3), 6, costs, 4.0) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 def test_memory_for_no_micro_batch_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"no order fits: a device has 5.5 bytes, and the weights, gradients"):
-        search_order(WorkerMap.straight(2), 4, [cost(fixed=5.0)] * 2, device_memory=5.5)
+        search_order(WorkerMap.one_per_stage(2), 4, [cost(fixed=5.0)] * 2, device_memory=5.5)
     with pytest.raises(ScheduleError, match="the worker map has 2 stages, but there are costs of 3"):
-        search_order(WorkerMap.straight(2), 4, [cost()] * 3)
+        search_order(WorkerMap.one_per_stage(2), 4, [cost()] * 3)

@@ -23,18 +23,21 @@ def lines(worker_map: WorkerMap, micro_batches: int, rule: ListRule, *times: Sta
 
 
 def test_weight_gradients_fill_idle_time() -> None:
-    assert lines(WorkerMap.straight(2), 2, ListRule(True, UNLIMITED)) == [
+    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(True, UNLIMITED)) == [
         "0F0 0F1 0I0 0W0 0I1 0W1",
         "1F0 1I0 1F1 1I1 1W0 1W1",
     ]
 
 
 def test_backwards_stay_whole_without_split() -> None:
-    assert lines(WorkerMap.straight(2), 2, ListRule(False, UNLIMITED)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(False, UNLIMITED)) == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1B0 1F1 1B1",
+    ]
 
 
 def test_memory_makes_forwards_wait_for_weight_gradients() -> None:
-    assert lines(WorkerMap.straight(2), 2, ListRule(True, (1.0, 1.0))) == [
+    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(True, (1.0, 1.0))) == [
         "0F0 0I0 0W0 0F1 0I1 0W1",
         "1F0 1I0 1W0 1F1 1I1 1W1",
     ]
@@ -42,8 +45,8 @@ def test_memory_makes_forwards_wait_for_weight_gradients() -> None:
 
 def test_alternating_runs_a_forward_after_each_backward() -> None:
     times = StageTimes(forward=2, backward=2), StageTimes(forward=0.5, backward=1, weights=0.5)
-    usual = lines(WorkerMap.straight(2), 4, ListRule(False, UNLIMITED), *times)
-    alternating = lines(WorkerMap.straight(2), 4, ListRule(False, UNLIMITED, alternate=True), *times)
+    usual = lines(WorkerMap.one_per_stage(2), 4, ListRule(False, UNLIMITED), *times)
+    alternating = lines(WorkerMap.one_per_stage(2), 4, ListRule(False, UNLIMITED, alternate=True), *times)
     assert (usual[0], alternating[0]) == ("0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3", "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3")
     limited = ListRule(False, (3.0,)), ListRule(False, (3.0,), alternate=True)
     found = [lines(WorkerMap.waves(1, 2), 3, rule)[0] for rule in limited]
@@ -57,12 +60,12 @@ def test_alternating_runs_a_forward_after_each_backward() -> None:
 def test_a_patient_worker_waits_for_what_is_on_its_way(wait_share: float, order: str) -> None:
     """The gradients of micro-batch 1 arrive half a second after 0I0 has ended, and a W takes ten."""
     times = StageTimes(forward=1, backward=11, weights=10), StageTimes(0.5, 2, 1)
-    found = lines(WorkerMap.straight(2), 2, ListRule(True, UNLIMITED, wait_share=wait_share), *times)
+    found = lines(WorkerMap.one_per_stage(2), 2, ListRule(True, UNLIMITED, wait_share=wait_share), *times)
     assert found[0] == order
 
 
 def test_limits_that_hold_no_micro_batch_leave_no_order() -> None:
-    assert list_schedule(WorkerMap.straight(2), 1, [StageTimes()] * 2, ListRule(True, (1.0, 0.5))) is None
+    assert list_schedule(WorkerMap.one_per_stage(2), 1, [StageTimes()] * 2, ListRule(True, (1.0, 0.5))) is None
     both = list_schedule(WorkerMap.waves(1, 2), 3, [StageTimes()] * 2, ListRule(True, (2.0,)))
     assert both is not None
     assert list_schedule(WorkerMap.waves(1, 2), 3, [StageTimes()] * 2, ListRule(True, (1.9,))) is None
@@ -71,15 +74,15 @@ def test_limits_that_hold_no_micro_batch_leave_no_order() -> None:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[WorkerMap, int, list[StageTimes], ListRule]:
     workers, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    place = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
-    worker_map = place(workers, chunks)
+    make_map = draw(st.sampled_from([WorkerMap.looped, WorkerMap.waves]))
+    worker_map = make_map(workers, chunks)
     seconds = st.floats(0.125, 4, allow_subnormal=False)
     times = []
     for _ in range(worker_map.stages):
         weights = draw(seconds)
         sends = draw(st.sampled_from([0.0, 0.5])), draw(st.sampled_from([0.0, 0.25]))
         times.append(StageTimes(draw(seconds), draw(seconds) + weights, weights, *sends, draw(st.integers(1, 3))))
-    need = [sum(times[stage].stash for stage in stages) for stages in worker_map.chunks]
+    need = [sum(times[stage].stash for stage in stages) for stages in worker_map.stages_of]
     most = tuple(own * draw(st.sampled_from([1.0, 1.5, 2.0, math.inf])) for own in need)
     rule = ListRule(draw(st.booleans()), most, draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0])))
     return worker_map, draw(st.integers(1, 6)), times, rule

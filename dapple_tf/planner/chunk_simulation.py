@@ -1,4 +1,4 @@
-"""The price of cuts of a plan with several stages per device: its simulated step, and the memory that it lacks."""
+"""Simulate cuts of a plan with several stages per device: the seconds of its step, and the memory that it lacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_sums
-from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, place_workers
+from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.pricing import StageCostArrays, order_seconds
+from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks
@@ -26,13 +26,14 @@ from graph_passes.schedules.policies import splits_backward
 from graph_passes.schedules.worker_map import WorkerMap
 
 _ROUNDS = 4  # of even_sums
-_NOTHING = 1e-300  # in place of a sum of 0, to divide by
+_NOTHING = 1e-300  # replaces a sum of 0 as a divisor
 
 
 class BlockCosts(NamedTuple):
     """Costs of N blocks of L layers for one micro-batch, on a number of replicas.
 
-    Seconds, and bytes of one device, but ``boundary_bytes`` of all replicas. "Sums" are of the first 0, 1 ... blocks.
+    Seconds, and bytes of one device; ``boundary_bytes``: of all replicas together. "Sums" are of the first 0, 1 ...
+    blocks.
     """
 
     forward: Floats  # [N + 1] sums
@@ -62,34 +63,34 @@ class WorkerLinks(NamedTuple):
     allreduce_per_byte: Floats
 
 
-class Price(NamedTuple):
-    """The price of cuts: bytes that the device with the least room lacks, which decide, then seconds of a step.
+class CutResult(NamedTuple):
+    """The bytes that the fullest device lacks (0: all devices fit), and the seconds of a step (infinite if some lack).
 
-    The seconds are infinite where memory is lacking.
+    Of two results the one that lacks fewer bytes is better; of two that fit, the one with fewer seconds.
     """
 
     lacking_bytes: float
     seconds: float
 
-    def beats(self, other: Price) -> bool:
-        """Return whether this is less than ``other`` by more than rounding."""
+    def beats(self, other: CutResult) -> bool:
+        """Return whether this is better than ``other`` by more than rounding."""
         if self.lacking_bytes or other.lacking_bytes:
             return self.lacking_bytes < other.lacking_bytes * (1 - 1e-9)
         return self.seconds < other.seconds * (1 - 1e-9)
 
 
 class CostSource:
-    """The costs of a problem's blocks and links, and the places of its workers, each computed once."""
+    """The costs of a problem's blocks and links, and the placements of its workers, each computed once."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
         self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
-        self._places: dict[tuple[int, int, int], Sequence[Groups]] = {}
+        self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
-        """Return seconds that no cuts for micro-batches of ``size`` samples go below: all work, spread evenly."""
+        """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
         samples = size / shape.replicas
         if samples not in self._work:
             forward, backward = (sum(seconds) for seconds in self.problem.chain.block_seconds(samples))
@@ -112,12 +113,12 @@ class CostSource:
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
         return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
 
-    def places(self, shape: ChunkShape) -> Sequence[Groups]:
-        """Return the devices of each worker, in each way that differs."""
+    def placements(self, shape: ChunkShape) -> Sequence[Groups]:
+        """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
         key = shape.total, shape.workers.workers, shape.replicas
-        if key not in self._places:
-            self._places[key] = place_workers(self.problem.cluster, *key)
-        return self._places[key]
+        if key not in self._placements:
+            self._placements[key] = list_worker_placements(self.problem.cluster, *key)
+        return self._placements[key]
 
     def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""
@@ -131,8 +132,8 @@ class CostSource:
         return WorkerLinks(np.array(worker_of, np.int64), *np.array(moved).T.copy(), *np.array(rings).T.copy())
 
 
-class CutPricer:
-    """Prices cuts of one shape on some ``devices`` of each worker, for micro-batches of ``size`` samples.
+class CutSimulator:
+    """Simulates cuts of one shape on some ``devices`` of each worker, for micro-batches of ``size`` samples.
 
     ``starts``, of its methods: the first block of each stage.
     """
@@ -163,15 +164,17 @@ class CutPricer:
         """Return a lower bound of the seconds of a step."""
         return float(_bound(costs, self._links.worker_of, self.micro_batches))
 
-    def price(self, costs: StageCostArrays) -> Price:
-        """Return the price of stages with these costs. Raises ScheduleError where the schedule is not for M."""
+    def simulate(self, costs: StageCostArrays) -> CutResult:
+        """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
         ordered = self._ordered
         bytes_of = costs.fixed_bytes + costs.working_bytes + ordered.in_flight * costs.stash_bytes
-        if np.bincount(self._links.worker_of, bytes_of).max() > self._memory:  # as if all stages held most at one time
+        if (
+            np.bincount(self._links.worker_of, bytes_of).max() > self._memory
+        ):  # an upper bound: as if all stages had their peaks at once
             peak = float(self.peaks(costs).max())
             if peak > self._memory:
-                return Price(peak - self._memory, np.inf)
-        return Price(0.0, order_seconds(ordered.order, costs))
+                return CutResult(peak - self._memory, np.inf)
+        return CutResult(0.0, order_seconds(ordered.order, costs))
 
     def peaks(self, costs: StageCostArrays) -> Floats:
         """Return the most bytes that a device of each worker holds."""
@@ -187,7 +190,7 @@ class CutPricer:
     def even_starts(self, share: float) -> Integers:
         """Return cuts that make a mix of seconds and bytes nearly even over stages and workers.
 
-        ``share``, from 0 to 1: that of the bytes. Each stage holds the most micro-batches that it ever does.
+        ``share``: the weight of the bytes, from 0 to 1. Bytes are those with the most micro-batches in flight.
         """
         b, in_flight = self._blocks, self._ordered.in_flight.astype(np.float64)
         seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
@@ -237,8 +240,8 @@ def _sums(costs: Floats) -> Floats:
 def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
     """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
 
-    But with ``overlap`` every stage of a schedule that splits backwards is taken to end with W, which under
-    ``dualpipe-v`` not all do.
+    There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end with W.
+    Under ``dualpipe-v`` some do not.
     """
     stages, blocks = len(starts), len(b.working_bytes)
     rows = np.zeros((8, stages))
@@ -271,8 +274,8 @@ def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCo
 def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
     """Return a lower bound of a step: of each worker the time before its first action, its work, and what must follow.
 
-    Before a stage's first forward micro-batch 0 goes through all stages before. After a stage's last gradients comes
-    its AllReduce; where backwards are not split, these are the gradients that the stages before still need.
+    Before a stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
+    AllReduce. Where backwards are not split, the stages before it then still run a backward each.
     """
     stages, workers = len(worker_of), worker_of.max() + 1
     splits = c.weights_seconds.any()

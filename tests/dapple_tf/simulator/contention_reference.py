@@ -104,7 +104,7 @@ def has_own_link(cluster: Cluster, a: int, b: int) -> bool:
     return any(set(pair) == names for pair in cluster.links)
 
 
-class _Twin:
+class _Simulation:
     def __init__(self, setting: Setting) -> None:
         self.s = setting
         schedule = setting.schedule
@@ -263,6 +263,6 @@ class _Twin:
             self.here.add(("x", boundary + 1, m) if what == "SF" else ("g", boundary, m))
 
 
-def run_twin(setting: Setting) -> Found:
+def run_reference(setting: Setting) -> Found:
     """Run the setting to its end."""
-    return _Twin(setting).run()
+    return _Simulation(setting).run()

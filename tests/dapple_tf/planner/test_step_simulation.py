@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.pricing import POLICIES, StageCostArrays, fastest_schedule, policy_seconds, policy_warm_ups
+from dapple_tf.planner.step_simulation import (
+    POLICIES,
+    StageCostArrays,
+    fastest_schedule,
+    policy_seconds,
+    policy_warm_ups,
+)
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
 from graph_passes.errors import ScheduleError

@@ -23,11 +23,11 @@ from dapple_tf.simulator.rings import Rings, layer_rings, make_rings, whole_ring
 from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import STRAIGHT_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
+from graph_passes.schedules.policies import HANDCRAFTED_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
-# Schedules that split backwards and have a name, by stages per device: one alone, or two in the shape of a V.
-_STAND_INS = {1: STRAIGHT_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
+# Named schedules that split backwards, by stages per device: one, or two of which the second ones go back (V-shaped).
+_SUBSTITUTES = {1: HANDCRAFTED_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _GPIPE = POLICIES.index("gpipe")
 SHARED_EVENTS = 25  # how many times longer a simulation with contention takes, about
 
@@ -88,7 +88,7 @@ class Network(NamedTuple):
 
 
 def make_network(flows: Flows | None, costs: Sequence[StageCosts]) -> Network | None:
-    """Return what stages with these costs share; None without ``flows``."""
+    """Return the flows, and the rings of stages with these costs; None without ``flows``."""
     return None if flows is None else Network(flows, make_rings(costs))
 
 
@@ -100,7 +100,7 @@ def fastest_schedule(
     network: Network | None = None,
     ceiling: float = np.inf,
 ) -> ScheduleSeconds:
-    """Return the fastest policy for these stages, or the seconds of ``schedule``; D is added if memory needs it.
+    """Return the fastest policy for these stages, or ``schedule``, with its seconds and, where memory limits it, D.
 
     ``network``: for the seconds with contention; None for those without. ``ceiling``: seconds; what is not below them
     is infinite. A step is simulated without contention first, which takes less time and is never slower.
@@ -110,7 +110,7 @@ def fastest_schedule(
     """
     if is_searched(schedule):
         # Reason: the search takes far longer. It starts from all of these, so what it finds for the plan is no slower.
-        names = (schedule, *find_stand_ins(schedule))
+        names = (schedule, *find_substitutes(schedule))
         found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network, ceiling) for name in names]
         return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
     if schedule not in (*POLICIES, "auto"):
@@ -155,7 +155,7 @@ def _named_schedule_seconds(
     short = in_flight * costs.stash_bytes > room
     if short.any():
         limit = int((room[short] / costs.stash_bytes[short]).min()) if (room > 0).all() else 0
-        if schedule not in STRAIGHT_ZERO_BUBBLE or limit < 1:
+        if schedule not in HANDCRAFTED_ZERO_BUBBLE or limit < 1:
             return nothing
         return _named_schedule_seconds(costs, micro_batches, memory_bytes, f"{schedule}:D={limit}", network, ceiling)
     return ScheduleSeconds(_seconds_below(order, costs, network, ceiling), schedule)
@@ -169,10 +169,10 @@ def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None
     return seconds if seconds < ceiling else np.inf
 
 
-def find_stand_ins(schedule: str) -> tuple[str, ...]:
-    """Return the schedules for which planners cut stages in place of ``zb-auto``: those that place them alike."""
+def find_substitutes(schedule: str) -> tuple[str, ...]:
+    """Return the schedules for which planners cut stages instead of ``zb-auto``: those with the same worker map."""
     chunked = chunked_policy(schedule)
-    return _STAND_INS.get(chunked[1], ()) if chunked else ()
+    return _SUBSTITUTES.get(chunked[1], ()) if chunked else ()
 
 
 def order_seconds(
@@ -283,7 +283,7 @@ def stage_costs_from_tables(t: CostTables, starts: Integers, placements: Integer
 
 @compiled
 def network_from_tables(t: CostTables, starts: Integers, placements: Integers, costs: StageCostArrays) -> Network:
-    """Return what the stages of a plan that the search found share; ``costs``: of these stages."""
+    """Return the flows and rings of a plan that the search found; ``costs``: of its stages."""
     stages = len(costs.forward_seconds)
     offsets = np.zeros(stages + 1, np.int64)
     for s in range(stages):
