@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import dapple_tf as dapple
 from benchmarks import (
+    all_reduce,
     asynchronous,
     challenger,
     compare,
@@ -96,6 +97,7 @@ BENCHMARKS = {
     "fuzz": fuzz,
     "kills": kills,
     "exchange": exchange,
+    "all_reduce": all_reduce,
     "fit": fit,
     "first_step": first_step,
 }

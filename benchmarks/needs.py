@@ -37,6 +37,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kills": find_missing_for_ranks,
     "ranks": find_missing_for_ranks,
     "exchange": find_missing_for_native_exchanges,
+    "all_reduce": find_missing_for_native_exchanges,
     "startup": find_missing_for_ranks,
     "first_step": find_missing_for_first_step,
     "hosts": find_missing_for_hosts,

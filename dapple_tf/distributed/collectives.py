@@ -1,4 +1,4 @@
-"""Exchanges, barriers and sums between ranks, as ops of a step's graph; sums are always Horovod's.
+"""Exchanges, barriers and sums between ranks, as ops of a step's graph: native ones, and Horovod's.
 
 Horovod's ops are not registered as stateful, so TensorFlow folds those of constant inputs, merges those of equal
 inputs and removes those whose results nothing uses. To prevent that, every op here depends on a read of a variable
@@ -17,15 +17,16 @@ from dapple_tf import internals
 from dapple_tf.distributed.alltoall_exchange import AlltoallExchange
 from dapple_tf.distributed.native_exchange import NativeExchange
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.wire_types import from_summable, to_summable
+from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
+from dapple_tf.distributed.wire_types import from_summable, group_by_dtype, to_summable
 from graph_passes.ir.graph import Node
 
 
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: Horovod process sets by their ranks.
 
-    ``native``: builds exchanges and barriers; None: Horovod does both. Token: an int64 that is computed once an op has
-    completed; the step returns the sum of all tokens.
+    ``native`` builds exchanges and barriers, ``ring`` sums of known shapes; None: Horovod does these. Token: an int64
+    that is computed once an op has completed; the step returns the sum of all tokens.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Collectives:
         sets: Mapping[tuple[int, ...], Any],
         progress: Progress,
         native: NativeExchange | None = None,
+        ring: RingAllReduce | None = None,
     ) -> None:
         self._rank = rank
         self._sets = sets
@@ -41,6 +43,7 @@ class Collectives:
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
         self._native = native
+        self._ring = ring
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -50,12 +53,15 @@ class Collectives:
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
+        if self._ring is not None and has_known_shapes(node):
+            sums, token = self._ring.build(node, inputs)
+            return [*sums, self._note_completion(node, token)]
         from horovod.tensorflow import mpi_ops
 
         tensors = [to_summable(value) for value in inputs]
         results: list[Any] = [None] * len(inputs)
         tokens = []
-        for dtype, members in _group_by_dtype(tensors).items():
+        for dtype, members in group_by_dtype(tensors).items():  # Horovod reduces a group of one dtype
             # If backward is inlined a gradient may be a constant; TensorFlow would fold a group of constants only.
             nothing = tf.cast(self._read_zero(), dtype)
             *summed, _ = mpi_ops._grouped_allreduce(
@@ -122,11 +128,3 @@ class Collectives:
 
     def _read_zero(self) -> Any:
         return tf.raw_ops.ReadVariableOp(resource=self.zero.handle, dtype=tf.int32)
-
-
-def _group_by_dtype(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the positions of the values by dtype: Horovod reduces a group of one dtype."""
-    groups: dict[str, list[int]] = {}
-    for i, value in enumerate(values):
-        groups.setdefault(value.dtype.name, []).append(i)
-    return groups

@@ -1,4 +1,4 @@
-"""The connections over which ranks send each other tensors and barrier messages natively; others have none."""
+"""The connections over which ranks send each other tensors, sums and barrier messages natively; others have none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native.library import ExchangeLibrary
 from dapple_tf.distributed.places import listen_on_host, place_of, prepare_for_tensors
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
+from dapple_tf.distributed.ring_all_reduce import has_known_shapes
+from dapple_tf.distributed.ring_chunks import ring_neighbours
 from dapple_tf.distributed.stall_report import report_stalls
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.ops import OpName
@@ -92,12 +94,15 @@ class ExchangeNetwork:
 
 
 def exchanging_pairs(graphs: Iterable[Graph]) -> set[Pair]:
-    """Return the pairs of ranks that send each other tensors or barrier messages; ``graphs``: of ranks 0, 1, ..."""
+    """Return the pairs of ranks that send each other messages; ``graphs``: of ranks 0, 1, ..."""
     found = set()
     for rank, graph in enumerate(graphs):
         for node in graph.nodes:
             if node.op == OpName.EXCHANGE:
                 found |= {(min(rank, to), max(rank, to)) for to in node.integers("to")}
+            elif node.op == OpName.ALLREDUCE and node.has("ranks") and has_known_shapes(node):
+                after, _ = ring_neighbours(node.integers("ranks"), rank)
+                found.add((min(rank, after), max(rank, after)))
             elif node.op == OpName.BARRIER and node.has("ranks"):
                 rounds = barrier_rounds(node.integers("ranks"), rank)
                 found |= {(min(rank, after), max(rank, after)) for after, _ in rounds}

@@ -20,13 +20,14 @@ from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native_exchange import NativeExchange
+from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import find_inputs
-from graph_passes.ir.graph import Graph
+from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import BATCH_SIZE_NAME
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import run_passes
@@ -36,7 +37,6 @@ from profiler.units import format_samples
 
 T = TypeVar("T")
 
-_NATIVE_OPS = frozenset({OpName.EXCHANGE, OpName.BARRIER})  # they need no process set of Horovod's, if done natively
 _LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
 
 
@@ -186,14 +186,21 @@ class RankTarget:
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
         """Return what builds this rank's communication, once the ranks are connected as the ``graphs`` of all need."""
         progress, network = self._job.progress, self._job.exchange_network
-        native = None
+        native, ring = None, None
         if network is not None:
             network.connect(exchanging_pairs(graphs))
             native = NativeExchange(network.library, progress.programs + 1)
+            ring = RingAllReduce(network.library, progress.programs + 1, self._job.rank)
         nodes = [node for graph in graphs for node in collectives_of(graph)]
-        by_horovod = [node for node in nodes if native is None or node.op not in _NATIVE_OPS]
+        by_horovod = [node for node in nodes if network is None or not _is_native(node)]
         sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
-        return Collectives(self._job.rank, sets, progress, native)
+        return Collectives(self._job.rank, sets, progress, native, ring)
+
+
+def _is_native(node: Node) -> bool:
+    """Return whether the native ops do what ``node`` says, where there are any; else it needs a process set."""
+    is_ring = node.op == OpName.ALLREDUCE and has_known_shapes(node)
+    return is_ring or node.op in (OpName.EXCHANGE, OpName.BARRIER)
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:

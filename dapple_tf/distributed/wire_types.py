@@ -79,6 +79,14 @@ def to_summable(value: Any) -> Any:
     return value if value.dtype.is_floating else tf.cast(value, tf.int64)
 
 
+def group_by_dtype(values: Sequence[Any]) -> dict[str, list[int]]:
+    """Return the positions of the values by dtype."""
+    groups: dict[str, list[int]] = {}
+    for i, value in enumerate(values):
+        groups.setdefault(value.dtype.name, []).append(i)
+    return groups
+
+
 def from_summable(total: Any, like: Any) -> Any:
     """Return a sum of results of ``to_summable`` in the dtype and shape of ``like``."""
     result = tf.bitcast(total, like.dtype) if like.dtype.is_complex else tf.cast(total, like.dtype)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import MPIRUN, Launcher, Rank, RanksError, run_ranks
 
-EXCHANGE = r"(exchange/\S+|update/barrier|none of step \d+)"
+EXCHANGE = r"(exchange/\S+|stage\d+/allreduce|update/barrier|none of step \d+)"
 ADVICE = r"\. All processes end; restart from the last checkpoint\.\n"
 
 
@@ -40,14 +40,15 @@ def assert_ended(error: RanksError) -> None:
     assert not error.left
 
 
-def assert_stopped(rank: Rank, number: int, other: int, what: str) -> None:
+def assert_stopped(rank: Rank, number: int, other: int, what: str, *, replicas: bool = False) -> None:
     """Assert that a rank has printed, in one line and without a traceback, that it stops because ``other`` failed.
 
-    Each rank is a stage of its own.
+    Each rank is a stage of its own, or all are ``replicas`` of one.
     """
+    me, failed = (f"rank {i} (stage {0 if replicas else i})" for i in (number, other))
     assert re.search(
-        rf"^dapple: rank {number} \(stage {number}\) stops: rank {other} \(stage {other}\), (in|after) step \d+, "
-        rf"{what}; the last exchange it completed, by its last report: {EXCHANGE}\. rank {number} \(stage {number}\) "
+        rf"^dapple: {re.escape(me)} stops: {re.escape(failed)}, (in|after) step \d+, "
+        rf"{what}; the last exchange it completed, by its last report: {EXCHANGE}\. {re.escape(me)} "
         rf"was (in|after) step \d+; the last exchange it completed: {EXCHANGE}{ADVICE}",
         rank.stderr,
         re.MULTILINE,

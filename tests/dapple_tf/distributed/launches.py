@@ -35,9 +35,12 @@ class JobLaunch:
 QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "embedding, zb-h1", "sums written by replicas"),
-        *("batch norm, sync, DP", "loss scaling", "interleaved", "given sizes"),
+        *("batch norm, sync, DP", "loss scaling", "interleaved", "given sizes", "weights of odd sizes, DP 2"),
     ),
-    3: (*("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1", "sliced"),),
+    3: (
+        *("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1", "sliced"),
+        "weights of odd sizes, DP 3",
+    ),
 }
 # Those that exchange by Horovod's alltoall too: lengths known and unknown, and dtypes that it does not send itself.
 HOROVOD_CASES = {2: ("two unknown axes", "embedding, zb-h1", "interleaved"), 3: QUICK_CASES[3]}
@@ -75,13 +78,13 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         2,
         [
             ("memory_report", []),
-            ("overlapped_allreduce", ["{folder}/horovod.json"]),
+            ("overlapped_allreduce", []),
+            ("ring_sums", []),
             ("automatic_plan", [0]),
             ("mismatched_ranks", []),
             ("shared_devices", []),
             ("training_cases", QUICK_CASES[2]),
         ],
-        environment={"HOROVOD_TIMELINE": "DYNAMIC"},  # overlapped_allreduce chooses when to record
     ),
     "two ranks that save a scaled loss": JobLaunch(2, [("scaled_checkpoint", ["{folder}/saved"])]),
     "two ranks that release": JobLaunch(2, [("released", [])]),
@@ -106,13 +109,20 @@ LAUNCHES: Mapping[str, JobLaunch] = {
         [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"]), ("exposed_gradients", [])],
         launcher=HOROVODRUN,
     ),
-    "three ranks by mpirun": JobLaunch(3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]),
+    "three ranks by mpirun": JobLaunch(
+        3, [("ring_sums", []), ("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]
+    ),
     **{
         f"{ranks} ranks by Horovod": JobLaunch(
             ranks, [("training_cases", names)], environment={"DAPPLE_EXCHANGE": "horovod"}
         )
         for ranks, names in HOROVOD_CASES.items()
     },
+    "two ranks that overlap by Horovod": JobLaunch(
+        2,
+        [("overlapped_allreduce", ["{folder}/horovod.json"])],
+        environment={"DAPPLE_EXCHANGE": "horovod", "HOROVOD_TIMELINE": "DYNAMIC"},  # the program says when to record
+    ),
     "two ranks in windows": JobLaunch(
         2,
         [

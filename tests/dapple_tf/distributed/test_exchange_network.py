@@ -11,7 +11,7 @@ import pytest
 
 from dapple_tf.distributed.exchange_network import ExchangeNetwork, barrier_rounds, exchanging_pairs
 from dapple_tf.errors import JobError
-from graph_passes.ir.graph import Graph, Node, attributes
+from graph_passes.ir.graph import OTHER, Graph, Node, attributes, tensor
 from tests.dapple_tf.distributed.test_membership import ThreadJob, on_three_ranks
 
 
@@ -112,6 +112,19 @@ def test_pairs_include_those_of_barrier_messages() -> None:
     every = exchanging_pairs([Graph("rank", (meet,))] * 5)
     assert every == {(0, 1), (1, 2), (2, 3), (3, 4), (0, 4), (0, 2), (1, 3), (2, 4), (0, 3), (1, 4)}
     assert exchanging_pairs([Graph("whole", (Node("update/barrier", "barrier"),))]) == set()
+
+
+def test_pairs_include_the_neighbours_of_a_ring() -> None:
+    def reduces(*ranks: int, dims: tuple[int | None, ...] = (3,)) -> Graph:
+        kinds = (tensor("float32", *dims), tensor("int64"))
+        return Graph("rank", (Node("stage0/allreduce", "allreduce", (), kinds, attributes({"ranks": ranks})),))
+
+    other = Graph("rank", ())
+    assert exchanging_pairs([reduces(0, 2), other, reduces(0, 2)]) == {(0, 2)}
+    ring = reduces(0, 1, 3, 4)
+    assert exchanging_pairs([ring, ring, other, ring, ring]) == {(0, 1), (1, 3), (3, 4), (0, 4)}
+    for dims in ((3, None), (OTHER,)):  # a ring is cut by the shapes: Horovod sums these
+        assert exchanging_pairs([reduces(0, 1, dims=dims)] * 2) == set()
 
 
 @pytest.mark.parametrize("count", range(2, 18))

@@ -46,6 +46,15 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
     assert seconds < 10
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_in_a_sum_is_named_by_all_others(ranks: int) -> None:
+    error, seconds = run_until_failure("in a sum", 1, ranks=ranks, environment={"DAPPLE_EXCHANGE": "native"})
+    for number in {0, ranks - 1} - {1}:
+        assert_stopped(error.ranks[number], number, 1, KILLED, replicas=True)
+    assert error.exit_code == 128 + 9
+    assert seconds < 15  # two of which rank 0 waits before it comes to the sum
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_where_tensors_travel_by_horovod() -> None:
     error, seconds = run_until_failure("SIGKILL", 1, environment={"DAPPLE_EXCHANGE": "horovod"})

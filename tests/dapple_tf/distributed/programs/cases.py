@@ -214,6 +214,22 @@ def gradient_that_is_a_constant() -> Problem:
     return Problem(loss_fn, {"w": w, "idle": idle}, momentum)
 
 
+def weights_of_odd_sizes() -> Problem:
+    """Weights with a prime number of elements, one element, and none, of two dtypes; gradients are sums of products."""
+    random = np.random.default_rng(0)
+    shapes = {"w": (WIDTH, 257), "v": (257, WIDTH), "bias": (257,), "scale": (), "shift": (1,), "nothing": (0, 3)}
+    weights = {name: tf.Variable(random.normal(size=shape) * 0.3, name=name) for name, shape in shapes.items()}
+    single = {"gain": tf.Variable(random.normal(size=[3]), dtype=tf.float32, name="gain")}
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        h = tf.tanh(x @ weights["w"] + weights["bias"]) @ weights["v"]
+        h = h * weights["scale"] + weights["shift"] + tf.reduce_sum(weights["nothing"])
+        h += tf.cast(tf.reduce_sum(tf.square(single["gain"])), h.dtype) * x
+        return tf.reduce_mean(tf.reduce_sum(tf.square(h - y), 1))
+
+    return Problem(loss_fn, {**weights, **single}, lambda: keras.optimizers.SGD(0.01, momentum=0.9))
+
+
 def integers_and_booleans() -> Problem:
     """Indices and a mask cross: computed in the first layer, they select values in the last."""
     random = np.random.default_rng(0)
@@ -462,6 +478,7 @@ CASES: dict[str, Case] = {
     "a gradient that is a constant, overlap": Case(
         gradient_that_is_a_constant, batches(), overlapped(2, micro_batches=1, ends=[5])
     ),
+    **{f"weights of odd sizes, DP {r}": Case(weights_of_odd_sizes, batches(), layout(r), FLOAT32) for r in (2, 3)},
     "2:1, overlap": Case(Chain(width=WIDE), batches(width=WIDE), overlapped(2, 1, micro_batches=3, ends=[3, 11])),
     "tied, overlap": Case(
         Chain(width=WIDE, tied={3: 0}), batches(width=WIDE), overlapped(1, 2, micro_batches=3, ends=[3, 11])

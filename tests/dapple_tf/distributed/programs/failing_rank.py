@@ -1,4 +1,7 @@
-"""Train until one rank fails: ``python -m tests.dapple_tf.distributed.programs.failing_rank FAILURE RANK STAGES``."""
+"""Train until one rank fails: ``python -m tests.dapple_tf.distributed.programs.failing_rank FAILURE RANK STAGES``.
+
+With the failure "in a sum" the ranks are replicas of one stage, and STAGES is their number.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.distributed.membership import current
+from dapple_tf.distributed.membership import Job, current
 from tests.equality.small_models import chain, data, sgd, weights
 
 
@@ -29,6 +33,10 @@ def main(failure: str, failing_rank: int, stages: int) -> None:
     in_windows = failure == "bad minibatch"
     how = {"mode": "async", "minibatches": 8} if in_windows else {"micro_batches": 4}
     loss = checked if in_windows or failure == "bad data" else loss_fn
+    if failure == "in a sum":
+        loss = slow_on_rank_0(loss_fn, job)
+        how |= {"replicas": [stages], "inexact": "allow"}  # that Python code treats samples one by one is not known
+        stages = 1
     step = dapple.pipeline(loss, optimizer=sgd(), stages=stages, **how)
     step.check_numerics = failure == "not finite"
     x, y = data(16)
@@ -46,10 +54,35 @@ def main(failure: str, failing_rank: int, stages: int) -> None:
     print("done")
 
 
+def slow_on_rank_0(loss_fn: Any, job: Job) -> Any:
+    """Return the loss function; on rank 0 each step after the fifth takes two seconds longer than on other ranks."""
+
+    def wait(value: Any) -> Any:
+        if job.rank == 0 and job.progress.step > 5:
+            time.sleep(0.5)  # in each micro-batch
+        return value
+
+    def slow(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        waited = tf.numpy_function(wait, [x], x.dtype, stateful=False)
+        return loss_fn(tf.ensure_shape(waited, x.shape), y)
+
+    return slow
+
+
+def die_in_a_sum() -> None:
+    """Kill this process when it waits for another rank in a ring: the others are in it, or will be."""
+    network = current().exchange_network
+    while not any("allreduce, round" in name for names in network.library.find_waits(0.1).values() for name in names):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail(failure: str) -> None:
     """Print the time, and fail: by a signal in half a second, when a step runs, or now."""
     print(time.time(), flush=True)
-    if failure.startswith("SIG"):
+    if failure == "in a sum":
+        threading.Thread(target=die_in_a_sum, daemon=True).start()
+    elif failure.startswith("SIG"):
         threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, failure))).start()
     elif failure == "Ctrl-C":  # at the terminal: mpirun gets it
         threading.Timer(0.5, os.kill, (os.getppid(), signal.SIGINT)).start()
