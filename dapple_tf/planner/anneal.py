@@ -59,7 +59,7 @@ def anneal(
     copy_layout(start, now)
     alone = simulate_alone(t, now, w, np.inf, extrapolate)
     step = simulate_shared(t, now, w, alone, np.inf, extrapolate) if contention else alone
-    seconds, factor, estimates = step.seconds, step.seconds / alone.seconds, 0
+    seconds, factor, estimates = step.seconds, _factor(step.seconds, alone.seconds), 0
     least, left = seconds, events
     while left > 0 and not stop[0]:
         copy_layout(now, trial)
@@ -84,13 +84,19 @@ def anneal(
             left -= step.events - alone.events
             if step.seconds >= ceiling:
                 continue
-            factor, estimates = step.seconds / alone.seconds, 0
+            factor, estimates = _factor(step.seconds, alone.seconds), 0
         seconds = step.seconds
         copy_layout(trial, now)
         if seconds < least * (1 - 1e-12):
             least = seconds
             copy_layout(now, start)
     return least
+
+
+@compiled_part
+def _factor(shared: float, alone: float) -> float:
+    """Return how many times longer a step takes with contention; 1 for a step of no seconds."""
+    return shared / alone if alone > 0 else 1.0
 
 
 @compiled_part

@@ -59,6 +59,7 @@ _UNEQUAL_SEARCHES = 2
 _LOCAL_SEARCHES = 2  # a second one starts from what the first has found, if that is faster
 _SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
+_MOST_LEFT_OUT = 16  # servers of a cluster that is also planned without the worst connected one
 _EQUAL_REPLICA_SIZES = 2
 _FEW_SIZES = 4
 _AMPLE = 1e30  # bytes of a device that any plan fits
@@ -289,8 +290,12 @@ def _half_cluster_candidate(problem: PlanningProblem, ceiling: float) -> list[Ca
 
 
 def _well_connected_candidate(problem: PlanningProblem, ceiling: float) -> list[Candidate]:
-    """Return the best plan without one end of the slowest link, if it is slow, and if that may be below ``ceiling``."""
-    server = worst_connected_server(problem.cluster)
+    """Return the best plan without one end of the slowest link, if it is slow, and if that may be below ``ceiling``.
+
+    Planning the rest leaves out the next server in turn. So on many servers, where this would take longer than all
+    other steps together, there is no such plan.
+    """
+    server = worst_connected_server(problem.cluster) if len(problem.cluster.servers) <= _MOST_LEFT_OUT else None
     return [] if server is None else _part_candidate(problem, *problem.cluster.without_server(server), ceiling)
 
 

@@ -9,16 +9,17 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 
 _MOST_SEARCH_STEPS = 300_000_000  # over all sizes
+_LARGEST_BATCH = 10**12  # samples; the divisors of more take seconds to find
 _MOST_MICRO_BATCHES = 16384  # more take long to simulate, and make the bubble hardly shorter
 
 
 def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[int, ...]:
     """Return the sizes (samples) that divide the global batch into at most 16384 micro-batches, or the ``wanted`` one.
 
-    Raises PlanError if the global batch is empty, or if ``wanted`` does not divide it.
+    Raises PlanError if the global batch is empty or above 10^12, or if ``wanted`` does not divide it.
     """
-    if global_batch_size < 1:
-        raise PlanError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+    if not 1 <= global_batch_size <= _LARGEST_BATCH:
+        raise PlanError(f"global_batch_size is {global_batch_size}; it must be from 1 to {_LARGEST_BATCH}")
     small = [size for size in range(1, math.isqrt(global_batch_size) + 1) if global_batch_size % size == 0]
     divisors = tuple(sorted({*small, *(global_batch_size // size for size in small)}))
     if wanted is None:

@@ -17,6 +17,8 @@ INTERRUPT = """
 import os, signal, sys, threading, time
 from dapple_tf.planner import best
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with SIGINT ignored
+
 def interrupt(seconds):
     sender = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
     sender.daemon = True

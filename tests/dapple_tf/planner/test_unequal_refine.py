@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dapple_tf as dapple
 from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.layout import UNFIT
@@ -112,3 +113,14 @@ def test_the_same_problem_has_the_same_plan_on_any_number_of_cores(monkeypatch: 
         found.append(refine_unequal(replace(problem), candidates, 300_000))
     assert found[0] == found[1]
     assert min(c.seconds for c in found[0]) <= min(c.seconds for c in candidates) * (1 + 1e-12)
+
+
+def test_a_step_of_no_seconds_is_planned() -> None:
+    kinds = {"V": DeviceKind(1e12, 1.0), "P": DeviceKind(1e12, 0.5)}
+    servers = tuple(Server.of_kinds(f"s{i}", [("V", 1), ("P", 1)]) for i in range(4))
+    link = Link(1e9, 1e-5)
+    cluster = Cluster(servers, None, link, link, {("s1", "s3"): Link(1e4, 0.0)}, kinds)
+    profile = Profile("net", 8, "test", tuple(LayerCost(f"layer{i}", 0.0, 0.0, 1e6, 1e6, 1e6) for i in range(8)))
+    plan = dapple.plan(profile, cluster, global_batch_size=16)
+    assert plan.predicted is not None
+    assert plan.predicted["step_seconds"] == 0.0

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numba, numpy as np
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with SIGINT ignored
+
 class Found(NamedTuple):
     values: np.ndarray
     count: int
@@ -105,14 +107,15 @@ except TimeoutError as error:
 
 def test_a_compilation_ends_between_two_passes_and_can_be_begun_again() -> None:
     printed = run("""
-functions = [numba.njit(lambda x: x)]
-for _ in range(150):
-    exec("def made(x, inner=None): return len(str(x)) + called(x)", {"called": functions[-1]}, found := {})
+functions = []
+for number in range(150):
+    exec(f"def made(x): return len(str(x)) + {number}", {}, found := {})
     functions.append(numba.njit(found["made"]))
 
 @interruptible
 def compile_all():
-    return functions[-1](7)
+    for function in functions:
+        function(7)
 
 ended = 0
 for _ in range(4):
