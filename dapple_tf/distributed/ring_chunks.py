@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-_ALIGNED = 64
-"""A tensor is cut at multiples of so many elements: TensorFlow copies a slice whose memory is not aligned."""
+_ALIGNED = 64  # elements, at multiples of which a tensor is cut: TensorFlow copies a slice whose memory is not aligned
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,26 @@ def cut_chunks(sizes: Sequence[int], count: int) -> list[list[Piece]]:
 
 
 def _align(bound: int, sizes: Sequence[int], ends: Sequence[int]) -> int:
-    """Return the last place up to ``bound`` at which the tensor that it lies in may be cut."""
+    """Return the last position up to ``bound`` at which the tensor that it lies in may be cut."""
     tensor = bisect.bisect_right(ends, bound)
     if tensor == len(ends):
         return bound
     return bound - (bound - (ends[tensor] - sizes[tensor])) % _ALIGNED
 
 
-def ring_rounds(place: int, count: int) -> list[Round]:
-    """Return the 2 (count - 1) rounds of the rank at ``place`` of a ring of ``count`` ranks.
+def ring_rounds(index: int, count: int) -> list[Round]:
+    """Return the 2 (count - 1) rounds of the rank at ``index`` of a ring of ``count`` ranks.
 
     In each round every rank sends one of ``count`` chunks to the rank after it. First the chunks are summed, each along
     the ring from the rank of its number; then the sums travel round the ring (Patarasuk and Yuan, 2009). So one rank
     computes the sum of each element, and all ranks end with equal bits.
     """
-    reduce = [Round((place - k) % count, (place - k - 1) % count, adds=True) for k in range(count - 1)]
-    gather = [Round((place - k + 1) % count, (place - k) % count, adds=False) for k in range(count - 1)]
+    reduce = [Round((index - k) % count, (index - k - 1) % count, adds=True) for k in range(count - 1)]
+    gather = [Round((index - k + 1) % count, (index - k) % count, adds=False) for k in range(count - 1)]
     return [*reduce, *gather]
 
 
 def ring_neighbours(ranks: Sequence[int], rank: int) -> tuple[int, int]:
     """Return the ranks after and before ``rank`` in the ring of these ``ranks``."""
-    place = ranks.index(rank)
-    return ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    index = ranks.index(rank)
+    return ranks[(index + 1) % len(ranks)], ranks[index - 1]
