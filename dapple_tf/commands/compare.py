@@ -10,9 +10,10 @@ import click
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
-from dapple_tf.commands.output import print_progress, print_result
+from dapple_tf.commands.output import check_chart, print_progress, print_result
+from dapple_tf.commands.planner_option import check_planner_names
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
-from dapple_tf.errors import PlanError, UsageError
+from dapple_tf.errors import PlanError
 from profiler.importers import read_profile
 
 
@@ -51,21 +52,13 @@ def compare(
 
     A planner that has no plan is listed with the reason. Fails where none has one.
     """
-    from dapple_tf.drawing.save import check_path
-    from dapple_tf.planner.api import PLANNERS
     from dapple_tf.planner.compare import compare as run
 
-    if output:
-        try:
-            check_path(output, "a comparison")
-        except UsageError as error:
-            raise click.UsageError(f"--output {error}") from error
+    check_chart(output, "a comparison")
     if not cluster.startswith("config-") and not Path(cluster).exists():
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
     names = None if planners is None else [name.strip() for name in planners.split(",")]
-    for name in names or ():
-        if name not in PLANNERS:
-            raise click.UsageError(f"--planners: no planner is called {name!r}; there are {', '.join(PLANNERS)}")
+    check_planner_names("--planners", names or [])
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(
         costs,

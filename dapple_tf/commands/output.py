@@ -27,9 +27,20 @@ def print_progress(text: str) -> None:
 
 
 def check_output(path: str | None) -> None:
-    """Raise UsageError where ``path`` cannot be written; called before any work is done."""
+    """Raise click.UsageError if ``--output PATH`` cannot be written; called before any work is done."""
     if path is not None and (problem := find_write_problem(Path(path))):
-        raise UsageError(problem)
+        raise click.UsageError(f"--output {problem}")
+
+
+def check_chart(path: str | None, content: str = "a timeline") -> None:
+    """Raise click.UsageError if ``--output PATH`` cannot hold the picture or trace ``content``; called before any work."""
+    from dapple_tf.drawing.save import check_path
+
+    try:
+        if path:
+            check_path(path, content)
+    except UsageError as error:
+        raise click.UsageError(f"--output {error}") from error
 
 
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dapple_tf.commands.output import print_result
+from dapple_tf.commands.output import check_chart, print_result
 from dapple_tf.commands.schedule_option import read_schedule
 
 if TYPE_CHECKING:
@@ -43,14 +43,12 @@ def schedules(
 
     Without SCHEDULE, list the names.
     """
-    from dapple_tf.drawing.save import check_path
     from graph_passes.errors import ScheduleError
     from graph_passes.schedules.grid import Units, format_grid, time_workers
     from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
     from graph_passes.schedules.text import is_text, parse_schedule
 
-    if output:
-        check_path(output)
+    check_chart(output)
     if schedule is None:
         for name, meaning in NAMES.items():
             print_result(f"{name:20}  {meaning}")

@@ -8,7 +8,7 @@ import click
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
-from dapple_tf.commands.output import print_result
+from dapple_tf.commands.output import check_chart, print_result
 from profiler.importers import read_profile
 
 
@@ -38,13 +38,11 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Simulate a step of PLAN (dapple-plan JSON) action by action."""
-    from dapple_tf.drawing.save import check_path
     from dapple_tf.plan import Plan
     from dapple_tf.planner.explain import describe_plan
     from dapple_tf.simulator.simulate import simulate as run
 
-    if output:
-        check_path(output)
+    check_chart(output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots, contention=contention)
     print_result(describe_plan(planned, costs, timeline))

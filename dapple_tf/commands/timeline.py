@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dapple_tf.commands.output import print_result
+from dapple_tf.commands.output import check_chart, print_result
 
 
 @click.command()
@@ -15,13 +15,11 @@ from dapple_tf.commands.output import print_result
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def timeline(trace: str, output: str | None, as_json: bool) -> None:
     """Describe a TRACE (.json) saved by dapple: bubble, utilisation, critical path, and error of the prediction."""
-    from dapple_tf.drawing.save import check_path
     from dapple_tf.timeline.describe import find_slowest
     from dapple_tf.timeline.picture import save_recording
     from dapple_tf.timeline.trace_file import read_recording
 
-    if output:
-        check_path(output)
+    check_chart(output)
     recording = read_recording(trace)
     print_result(recording.headline)
     print_result(str(recording))
