@@ -253,7 +253,7 @@ def fill_costs(t: LayoutTables, layout: Layout, w: Workspace) -> float:
     return lacking
 
 
-@compiled
+@compiled_part
 def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
     """Return a lower bound of the step under every policy.
 
@@ -274,7 +274,7 @@ def least_seconds(costs: Floats, stages: int, micro_batches: int) -> float:
     return bound
 
 
-@compiled
+@compiled_part
 def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: float, extrapolate: bool) -> LayoutStep:
     """Return the step under the fastest policy allowed; its seconds are infinite where they reach ``ceiling``.
 
@@ -286,7 +286,7 @@ def simulate_layout(t: LayoutTables, layout: Layout, w: Workspace, ceiling: floa
     return simulate_costs(t, layout, w, fill_costs(t, layout, w), ceiling, extrapolate)
 
 
-@compiled
+@compiled_part
 def simulate_costs(
     t: LayoutTables, layout: Layout, w: Workspace, lacking: float, ceiling: float, extrapolate: bool
 ) -> LayoutStep:

@@ -6,7 +6,7 @@ import numpy as np
 
 from dapple_tf.planner.layout import Layout, LayoutStep, LayoutTables, Workspace
 from dapple_tf.planner.step_simulation import SHARED_EVENTS
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 from dapple_tf.simulator.contention import measure_flows
 from dapple_tf.simulator.order import early_backward_order
 from dapple_tf.simulator.rings import Rings, layer_rings, whole_rings
@@ -14,7 +14,7 @@ from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.transfer import measure_allreduce
 
 
-@compiled
+@compiled_part
 def add_contention_of_equals(
     t: LayoutTables, layout: Layout, w: Workspace, alone: LayoutStep, ceiling: float, extrapolate: bool
 ) -> LayoutStep:
@@ -32,7 +32,7 @@ def add_contention_of_equals(
     return add_contention(t, layout, w, alone, cuts, gradients, ceiling, extrapolate)
 
 
-@compiled
+@compiled_part
 def add_contention(
     t: LayoutTables,
     layout: Layout,

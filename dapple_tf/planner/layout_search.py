@@ -22,7 +22,7 @@ from dapple_tf.planner.layout import (
     make_layout_tables,
     make_workspace,
 )
-from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables, simulate_step
+from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.threads import map_in_threads
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
@@ -136,29 +136,42 @@ class LayoutSearch:
     def run_all(
         self, runs: Sequence[Run], events: int, first_temperature: float, *, contention: bool = False
     ) -> list[Run]:
-        """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first."""
+        """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first.
+
+        Without events, layouts stay as they are, and their seconds are simulated.
+        """
 
         def improve(seeded: tuple[Run, np.uint64], workspace: AnyWorkspace) -> Run:
             (layout, rule, _), seed = seeded
-            random, share = np.array([seed], np.uint64), events // len(runs)
-            # ``extrapolate`` is an argument of ``anneal``: for a constant, Numba would compile the simulation again.
-            temperatures = first_temperature, _LAST_TEMPERATURE
-            anneal(
-                self.tables, self.moves, layout, workspace, rule, share, *temperatures, True, contention, random, stop
-            )
-            check_stop()
-            return Run(layout, rule, self._simulate(layout, workspace, contention))
+            share = events // len(runs)
+            seconds = self._anneal(layout, workspace, rule, share, first_temperature, contention, True, seed)
+            return Run(layout, rule, seconds)
 
-        stop, seeds = stop_flag(), self.seeds.integers(1, 2**63, len(runs), np.uint64)
+        seeds = self.seeds.integers(1, 2**63, len(runs), np.uint64)
         done = map_in_threads(improve, list(zip(runs, seeds, strict=True)), self.workspaces)
         return sorted(done, key=lambda run: run.seconds)
 
     def seconds(self, layout: Layout, *, contention: bool) -> float:
         """Return the seconds of a layout's step."""
-        return self._simulate(layout, self.workspaces[0], contention)
+        return self._anneal(layout, self.workspaces[0], FREE, 0, 1.0, contention, False, np.uint64(1))
 
-    def _simulate(self, layout: Layout, workspace: AnyWorkspace, contention: bool) -> float:
-        return simulate_step(self.tables, layout, workspace, np.inf, False, contention).seconds
+    def _anneal(
+        self,
+        layout: Layout,
+        workspace: AnyWorkspace,
+        rule: int,
+        events: int,
+        first_temperature: float,
+        contention: bool,
+        extrapolate: bool,
+        seed: np.uint64,
+    ) -> float:
+        """Improve a layout, and return its seconds. All go this way: Numba compiles the simulation for each caller."""
+        random, temperatures = np.array([seed], np.uint64), (first_temperature, _LAST_TEMPERATURE)
+        common = self.tables, self.moves, layout, workspace
+        seconds = anneal(*common, rule, events, *temperatures, extrapolate, contention, random, stop_flag())
+        check_stop()
+        return seconds
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""

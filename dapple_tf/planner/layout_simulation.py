@@ -14,7 +14,6 @@ from dapple_tf.planner.unequal_layout import (
     add_unequal_contention,
     simulate_unequal,
 )
-from dapple_tf.simulator.compiled import compiled
 
 Tables = LayoutTables | UnequalTables
 AnyWorkspace = Workspace | UnequalWorkspace
@@ -42,14 +41,3 @@ def _choose_alone(t: Any, layout: Any, w: Any, ceiling: Any, extrapolate: Any) -
 def _choose_shared(t: Any, layout: Any, w: Any, alone: Any, ceiling: Any, extrapolate: Any) -> Any:
     chosen = add_unequal_contention if t.instance_class is UnequalTables else add_contention_of_equals
     return lambda t, layout, w, alone, ceiling, extrapolate: chosen(t, layout, w, alone, ceiling, extrapolate)
-
-
-@compiled
-def simulate_step(
-    t: Tables, layout: Layout, w: AnyWorkspace, ceiling: float, extrapolate: bool, contention: bool
-) -> LayoutStep:
-    """Return the step of a layout; see ``simulate_layout`` and, with ``contention``, ``add_contention``."""
-    alone = simulate_alone(t, layout, w, ceiling, extrapolate)
-    if not contention:
-        return alone
-    return simulate_shared(t, layout, w, alone, ceiling, extrapolate)

@@ -50,7 +50,7 @@ def refine(
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
-    kept = _fastest([Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
+    kept = search.run_all([Run(layout) for layout in layouts], 0, 1.0, contention=contention)
     for number, (most, share, first_temperature) in enumerate(_ROUNDS):
         kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
         # Reason: fewer than all are no evidence, since several short runs often end at the start that they share. Where

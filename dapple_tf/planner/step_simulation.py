@@ -122,7 +122,7 @@ def fastest_schedule(
             arguments = costs, warm_ups[policy], micro_batches, memory_bytes, policy != _GPIPE
             seconds, limit = policy_seconds(*arguments)
             if network is not None and seconds < best.seconds * (1 - 1e-9):
-                seconds, limit, _ = shared_policy_seconds(*arguments, network, best.seconds)
+                seconds, limit, _ = shared_policy_seconds(*arguments, network, best.seconds, False)
             if seconds < best.seconds * (1 - 1e-9):
                 best = ScheduleSeconds(seconds, _limited(name, limit))
     return best if best.schedule else ScheduleSeconds(np.inf, "")
@@ -222,10 +222,12 @@ def shared_policy_seconds(
     limitable: bool,
     network: Network,
     ceiling: float,
+    extrapolate: bool,
 ) -> tuple[float, int, int]:
     """Return what ``policy_seconds`` returns, with contention, and the number of actions simulated.
 
-    The seconds may be infinite where they are not below ``ceiling``.
+    The seconds may be infinite where they are not below ``ceiling``. ``extrapolate``: see ``shared_step_seconds``; for
+    a constant, Numba would compile the simulation again.
     """
     limit = _memory_limit(costs, warm_up, micro_batches, memory_bytes)
     if limit < 1 or (limit < micro_batches and not limitable):
@@ -243,7 +245,7 @@ def shared_policy_seconds(
         network.rings,
         network.flows,
         ceiling,
-        False,
+        extrapolate,
     )
     return float(seconds), limited, actions
 
@@ -340,6 +342,7 @@ def simulate_found_plans(
             ceiling,
             max_events,
             contention,
+            False,
             stop_flag(),
         )
         check_stop()
@@ -370,12 +373,14 @@ def _simulate_policies(
     ceiling: float,
     max_events: int,
     contention: bool,
+    extrapolate: bool,
     stop: NDArray[np.bool_],
 ) -> tuple[int, float, int, int, int]:
     """Return the fastest plan's index (-1: none), seconds, policy and D (0: none), and how many plans were simulated.
 
     ``counts``: stages of each plan. ``warm_ups`` [stages, policies, stage]: K_i. ``policies``: those allowed.
-    ``stop``: see ``stop_flag``; it ends the search after the present plan.
+    ``extrapolate``: see ``shared_policy_seconds``. ``stop``: see ``stop_flag``; it ends the search after the present
+    plan.
     """
     best, index, fastest, limit = ceiling, -1, 0, 0
     for i in range(len(bounds)):
@@ -392,7 +397,7 @@ def _simulate_policies(
                 network, known = network_from_tables(t, starts[i], placements[i], costs), True
             if network.flows.directions > 0 and seconds < best * (1 - 1e-9):
                 seconds, new_limit, actions = shared_policy_seconds(
-                    costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network, best
+                    costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network, best, extrapolate
                 )
                 max_events -= SHARED_EVENTS * 2 * actions
             if seconds < best * (1 - 1e-9):

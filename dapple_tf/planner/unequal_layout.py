@@ -21,7 +21,7 @@ from dapple_tf.planner.layout import (
 from dapple_tf.planner.layout_contention import add_contention
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.row_cuts import share_by_kind
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import measure_allreduce, measure_shares, ring_seconds
@@ -112,7 +112,7 @@ def make_unequal_workspace(most_stages: int, devices: int, most_micro_batches: i
     )
 
 
-@compiled
+@compiled_part
 def simulate_unequal(
     t: UnequalTables, layout: Layout, w: UnequalWorkspace, ceiling: float, extrapolate: bool
 ) -> LayoutStep:
@@ -120,7 +120,7 @@ def simulate_unequal(
     return simulate_costs(t.layout, layout, w.common, _fill_costs(t, layout, w), ceiling, extrapolate)
 
 
-@compiled
+@compiled_part
 def add_unequal_contention(
     t: UnequalTables, layout: Layout, w: UnequalWorkspace, alone: LayoutStep, ceiling: float, extrapolate: bool
 ) -> LayoutStep:

@@ -44,7 +44,7 @@ def refine_unequal(
     # Reason: contention makes other layouts the fastest. It counts from here on only, since it takes long to simulate.
     contention = counts_contention(problem)
     layouts = [*(run.layout for run in free), *starts]
-    kept = _choose([Run(layout, seconds=search.seconds(layout, contention=contention)) for layout in layouts])
+    kept = _choose(search.run_all([Run(layout) for layout in layouts], 0, 1.0, contention=contention))
     for most, share, first_temperature in _ROUNDS:
         kept = search.run_all(kept[:most], int(events * share), first_temperature, contention=contention)
     for run in kept:

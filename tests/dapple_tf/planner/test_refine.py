@@ -19,13 +19,13 @@ from dapple_tf.planner.baselines import baseline_candidates
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.layout import UNFIT, make_layout_tables, make_workspace
 from dapple_tf.planner.layout_search import layout_of
-from dapple_tf.planner.layout_simulation import simulate_step
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refine import refine
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 from tests.dapple_tf.planner.builders import Case, cases
 from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, step_of
+from tests.dapple_tf.planner.layouts import seconds_of
 
 MISSED = Path(__file__).parents[4] / "shared" / "planner-cases"
 
@@ -38,9 +38,9 @@ def test_a_layout_costs_what_the_simulator_says(case: Case) -> None:
     workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = simulate_step(tables, layout, workspace, np.inf, False, False)
-        assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
-        assert found.seconds < UNFIT
+        found = seconds_of(tables, layout, workspace, contention=False)
+        assert found == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        assert found < UNFIT
 
 
 @given(cases())
@@ -52,8 +52,8 @@ def test_a_layout_costs_what_the_simulator_says_with_contention(case: Case) -> N
     workspace = make_workspace(most_stages, case.cluster.devices, case.batch)
     for candidate in baseline_candidates(problem):
         layout = layout_of(problem, tables.moves.sizes, candidate)
-        found = simulate_step(tables, layout, workspace, np.inf, False, True)
-        assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
+        found = seconds_of(tables, layout, workspace, contention=True)
+        assert found == pytest.approx(candidate.seconds, rel=1e-9, abs=0)
 
 
 def all_plans(problem: PlanningProblem, most_stages: int) -> Iterator[float]:

@@ -14,13 +14,13 @@ from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.layout import UNFIT
 from dapple_tf.planner.layout_search import layout_of
-from dapple_tf.planner.layout_simulation import simulate_step
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
 from dapple_tf.planner.unequal_refine import refine_unequal
 from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.profile import KindSeconds, LayerCost, Profile, Timing
+from tests.dapple_tf.planner.layouts import seconds_of
 
 NAMES = ("fast", "slow", "slower")
 
@@ -93,11 +93,11 @@ def test_a_layout_costs_what_the_simulator_says(problem: PlanningProblem, seed: 
         layout = layout_of(
             problem, tables.layout.moves.sizes, Candidate(tuple(stages), size, "", 0.0, "", problem.recompute)
         )
-        simulated = simulate_step(tables, layout, workspace, np.inf, False, problem.contention)
+        simulated = seconds_of(tables, layout, workspace, contention=problem.contention)
         if found is None:
-            assert simulated.seconds >= UNFIT
+            assert simulated >= UNFIT
         else:
-            assert simulated.seconds == pytest.approx(found.seconds, rel=1e-9, abs=0)
+            assert simulated == pytest.approx(found.seconds, rel=1e-9, abs=0)
 
 
 def test_the_same_problem_has_the_same_plan_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
