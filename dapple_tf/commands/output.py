@@ -33,7 +33,7 @@ def check_output(path: str | None) -> None:
 
 
 def check_chart(path: str | None, content: str = "a timeline") -> None:
-    """Raise click.UsageError if ``--output PATH`` cannot hold the picture or trace ``content``; called before any work."""
+    """Raise click.UsageError if ``--output PATH`` cannot hold ``content``; called before any work is done."""
     from dapple_tf.drawing.save import check_path
 
     try:
