@@ -175,12 +175,18 @@ class LayoutSearch:
 
     def drop_recompute(self, layout: Layout) -> None:
         """Stop re-computing every stage, one after the other, where that does not make the step longer."""
+        recomputed = np.flatnonzero(layout.recompute[: layout.shape[0]])
+        if not self.moves.may_recompute or not len(recomputed):
+            return
         contention = counts_contention(self.problem)
-        for stage in np.flatnonzero(layout.recompute[: layout.shape[0]]) if self.moves.may_recompute else ():
-            before = self.seconds(layout, contention=contention)
+        seconds = self.seconds(layout, contention=contention)
+        for stage in recomputed:
             layout.recompute[stage] = False
-            if self.seconds(layout, contention=contention) > before * (1 + 1e-12):
+            without = self.seconds(layout, contention=contention)
+            if without > seconds * (1 + 1e-12):
                 layout.recompute[stage] = True
+            else:
+                seconds = without
 
     def candidate(self, layout: Layout) -> Candidate | None:
         """Return the layout as a candidate; equal devices of a server are taken in rising order."""
