@@ -21,9 +21,9 @@ _NETWORK = "10.77.0"
 # Every kernel has Reno, and it fits the short queues of the shaped links. BBR, the default of some systems, fills them
 # until they drop packets: MPI's sums of 8 MB at 100 Mbps sent 11% of their packets twice, with Reno 0.2%.
 _CONGESTION_CONTROL = "reno"
-# The longest queue of a link. Reason: the end of a message waits for the packets of others in it, which the simulator's
-# latency does not know. Links for which transfers of 100 ms are short would queue for less than a millisecond; here a
-# few packets more are needed, since so short a queue drops them. Of 10 ms, steps of four hosts took up to 5% longer.
+# The longest queue of a link. Reason: the last packets of a message wait for those of other flows in it, and the cost
+# model has no queueing delay. Real links queue for less than a millisecond; ``tbf`` would then drop packets at these
+# rates. With 10 ms, steps of four hosts took up to 5% longer.
 _LONGEST_QUEUE = "4ms"
 
 
@@ -147,8 +147,8 @@ def _set_tcp(host: int, setting: str, value: str) -> None:
 def _burst(rate: str, seconds: float) -> str:
     """Return the bytes that ``rate`` passes in ``seconds``.
 
-    With queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps; with queues of 10 ms and bursts of 5 ms,
-    190.
+    Short queues need short bursts: with queues of 100 ms, MPI's sums of large tensors reached 127 of 200 Mbps; with
+    queues of 10 ms, as they were before, and bursts of 5 ms, 190.
     """
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     number, unit = rate[:-4], rate[-4:]

@@ -26,7 +26,7 @@ from profiler.importers import read_profile
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: each planner's best)."
 )
-@click.option("--planners", help="Names of the planners to compare, such as best,dapple,piper (default: all).")
+@click.option("--planners", help="Planners to compare, such as best,dapple,piper (default: all).")
 @SCHEDULE_OPTION
 @click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
 @click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")

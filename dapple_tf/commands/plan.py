@@ -10,7 +10,7 @@ import click
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_output, print_result
-from dapple_tf.commands.planner_option import check_planner_names
+from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.commands.slow_notice import COMPILES, tell_if_slow
 from profiler.importers import read_profile
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: the best divisor)."
 )
-@click.option("--planner", default="best", show_default=True, help="A name that `dapple compare` lists.")
+@click.option("--planner", default="best", show_default=True, help=f"One of {', '.join(PLANNER_NAMES)}.")
 @SCHEDULE_OPTION
 @click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
 @click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")

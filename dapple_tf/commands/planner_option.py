@@ -6,6 +6,23 @@ import click
 
 from dapple_tf.errors import PlanError
 
+# A copy of the names in ``planner.api.PLANNERS``, which takes long to import, for the help.
+PLANNER_NAMES = (
+    "best",
+    "dapple",
+    "dp",
+    "gpipe",
+    "pipedream",
+    "spp",
+    "autopipe",
+    "bapipe",
+    "even",
+    "torchgpipe",
+    "alpa-inter",
+    "piper",
+    "hetpipe",
+)
+
 
 def check_planner_names(option: str, names: list[str]) -> None:
     """Raise click.UsageError for the first of ``names`` that no planner has; ``option``: where they were given."""

@@ -21,7 +21,7 @@ from graph_passes.ir.graph import Node, TensorType
 class RingAllReduce:
     """Builds sums for ``rank`` in the ``program`` of this number, which all ranks of a job give the same number.
 
-    All tensors of a node travel together, one message a round: r ranks send each other 2 (r - 1) messages, with
+    All tensors of a node travel together, one message a round: each of r ranks sends 2 (r - 1) messages, together
     2 (r - 1) / r of the tensors' bytes. The ops run on the host (see ``NativeExchange``).
     """
 

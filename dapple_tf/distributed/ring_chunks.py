@@ -61,8 +61,8 @@ def ring_rounds(index: int, count: int) -> list[Round]:
     """Return the 2 (count - 1) rounds of the rank at ``index`` of a ring of ``count`` ranks.
 
     In each round every rank sends one of ``count`` chunks to the rank after it. First the chunks are summed, each along
-    the ring from the rank of its number; then the sums travel round the ring (Patarasuk and Yuan, 2009). So one rank
-    computes the sum of each element, and all ranks end with equal bits.
+    the ring from the rank of its number; then the sums travel round the ring (Patarasuk and Yuan, 2009). So each
+    element is added up in one order, and its sum is complete on one rank first: all ranks end with equal bits.
     """
     reduce = [Round((index - k) % count, (index - k - 1) % count, adds=True) for k in range(count - 1)]
     gather = [Round((index - k + 1) % count, (index - k) % count, adds=False) for k in range(count - 1)]

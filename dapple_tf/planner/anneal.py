@@ -44,7 +44,8 @@ def anneal(
     A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
     temperature falls from ``first_temperature`` to ``last_temperature`` as ``events`` are used up. ``rule``: assigns
     devices to stages after each move, so that the placement is not searched; FREE: the moves do. ``moves``: of the
-    tables ``t``. ``extrapolate``: see ``simulate_layout``. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it
+    tables ``t``. ``extrapolate``: a simulation also stops where its
+    steady phase shows that the step will likely be too long. ``random``: see ``draw``. ``stop``: see ``stop_flag``; it
     ends the search after the present move.
 
     ``contention``: whether it is simulated. That takes about 25 times as long as the step without it, and hardly ever

@@ -1,4 +1,4 @@
-"""Planner "best": the plan with the least simulated step among the candidates of several sources."""
+"""Planner "best": the plan with the least simulated step among candidates of several origins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RESULTS = 2048
 _EVENTS = 4_000_000
 # The work of the steps after it: plans refined, moves tried on each, and micro-batch sizes.
 _REFINED = 3
-_LOCAL_EVENTS = 1_000_000  # of the local search for each device: the first 16 always count, the 17th to 128th twice
+_LOCAL_EVENTS = 1_000_000  # of the local search: times 16, and twice more for each of the 17th to 128th device
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _UNEQUAL_EVENTS = 3_000_000  # of each local search on devices of different kinds, for each device
 # Reason: which plan a search ends at depends on chance. Two searches, the second also from what the first has found,
@@ -99,7 +99,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
 
 
 def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list[Candidate]:
-    """Return plans on devices of different kinds, of every step below."""
+    """Return plans on devices of different kinds, of every phase below."""
     candidates = leading_baselines(problem)
     stages = find_unequal_stages(problem)
     candidates += unequal_candidates(problem, stages)
@@ -124,10 +124,10 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
 
 
 def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], float]:
-    """Return plans of one stage per device, of every step below, and the least bound (seconds) of those left out.
+    """Return plans of one stage per device, of every phase below, and the least bound (seconds) of those left out.
 
     The fastest is proven optimal if no plan of a complete search space can be faster, and if that space has every
-    assignment of devices (``reaches_all_assignments``). The effects beside the steps are what removing that one step
+    assignment of devices (``reaches_all_assignments``). The effects beside the phases are what removing that one phase
     changed on the published profiles (../shared/profiles, configs A, B and C, with and without overlap), before steps
     were simulated with contention: 144 cases of 2 to 16 devices, all with a complete search space, and 20 *partial*
     cases of 32 and 64 devices, whose search spaces are not complete (VGG-19, GNMT-16, BERT-48 and XLNet-36).
@@ -167,7 +167,7 @@ def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], fl
     if binds or not reaches_all_assignments(problem.cluster):
         unsearched = 0.0
     if not complete:
-        # Reason: a partial search may have merged blocks and left out replica counts. Both steps cut between all
+        # Reason: a partial search may have merged blocks and left out replica counts. Both phases cut between all
         # blocks, and the second takes every equal replica count. Without one of them: no step of the 20 partial cases
         # is longer.
         candidates += [c for candidate in _fastest_few(candidates) for c in refit_cuts(problem, candidate)]
@@ -184,7 +184,7 @@ def _one_stage_candidates(problem: PlanningProblem) -> tuple[list[Candidate], fl
         # Reason: a search stops simulating at a bound, and a good plan may be better at another size. Without: 3 of 144
         # steps are longer, by up to 0.3%, and none of the partial ones.
         candidates += _other_sizes(problem, candidates)
-        # Reason: the policies reach few placements, and a partial search leaves out more.
+        # Reason: the placement policies reach few placements, and a partial search leaves out more.
         for _ in range(_LOCAL_SEARCHES):
             found = _refined_candidates(problem, candidates, binds)
             if _least_seconds(found) >= _least_seconds(candidates):

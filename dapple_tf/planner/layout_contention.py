@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dapple_tf.planner.layout import Layout, LayoutStep, LayoutTables, Workspace
-from dapple_tf.planner.step_simulation import SHARED_EVENTS
+from dapple_tf.planner.step_simulation import CONTENTION_FACTOR
 from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
 from dapple_tf.simulator.contention import measure_flows
 from dapple_tf.simulator.order import early_backward_order
@@ -63,7 +63,7 @@ def add_contention(
     seconds, actions = shared_step_seconds(
         order, forward, backward, backward[:0], send, send, rings, flows, ceiling, extrapolate
     )
-    return LayoutStep(seconds, alone.events + SHARED_EVENTS * actions, alone.policy)
+    return LayoutStep(seconds, alone.events + CONTENTION_FACTOR * actions, alone.policy)
 
 
 @compiled_part

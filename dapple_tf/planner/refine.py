@@ -27,11 +27,11 @@ def refine(
 
     First a rule gives the placement for the replica counts: stages take devices in order, or all stages, or the first
     half of them, are spread over the servers. Then the placement is searched too, and at last with contention (see
-    ``counts_contention``), in rounds of fewer and fewer layouts, the fastest of the round before (successive halving).
-    They end where all layouts are equally fast. Threads, one on each core, search the layouts of a round. The same
-    problem and number of simulated ``events`` give the same plan, on any number of cores. ``may_recompute``: whether
-    single stages may be re-computed. Empty where only known plans are found, without candidates, and for a schedule
-    that is none of the simulated policies.
+    ``counts_contention``), in rounds of 8, 8, 4 and 2 layouts, the fastest of the round before (successive halving).
+    The search ends after the second round where all its layouts are equally fast. Threads, one on each core, search the
+    layouts of a round. The same problem and number of simulated ``events`` give the same plan, on any number of cores.
+    ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
+    candidates, and for a schedule that is none of the simulated policies.
     """
     search, cluster = LayoutSearch.of(problem, candidates, may_recompute), problem.cluster
     if search is None:

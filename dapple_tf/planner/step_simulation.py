@@ -26,10 +26,10 @@ from graph_passes.errors import ScheduleError
 from graph_passes.schedules.policies import HANDCRAFTED_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
-# Named schedules that split backwards, by stages per device: one, or two of which the second ones go back (V-shaped).
+# Schedules that are simulated in place of ``zb-auto`` while planning, by the stages of a device: one, or two in a V.
 _SUBSTITUTES = {1: HANDCRAFTED_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
 _GPIPE = POLICIES.index("gpipe")
-SHARED_EVENTS = 25  # how many times longer a simulation with contention takes, about
+CONTENTION_FACTOR = 25  # how many times longer a simulation with contention takes, about
 
 
 class StageCostArrays(NamedTuple):
@@ -170,7 +170,7 @@ def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None
 
 
 def find_substitutes(schedule: str) -> tuple[str, ...]:
-    """Return the schedules for which planners cut stages instead of ``zb-auto``: those with the same worker map."""
+    """Return the schedules for which planners cut stages instead of ``zb-auto``: of as many stages per device."""
     chunked = chunked_policy(schedule)
     return _SUBSTITUTES.get(chunked[1], ()) if chunked else ()
 
@@ -399,7 +399,7 @@ def _simulate_policies(
                 seconds, new_limit, actions = shared_policy_seconds(
                     costs, warm_up, t.micro_batches, t.memory_bytes, policy != _GPIPE, network, best, extrapolate
                 )
-                max_events -= SHARED_EVENTS * 2 * actions
+                max_events -= CONTENTION_FACTOR * 2 * actions
             if seconds < best * (1 - 1e-9):
                 best, index, fastest, limit = seconds, i, policy, new_limit
             if seconds <= bounds[i] * (1 + 1e-9):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dapple_tf.commands.planner_option import PLANNER_NAMES
 from dapple_tf.planner.api import PLANNERS
 from tests.dapple_tf.commands.command_line import Run
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
@@ -23,6 +24,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 COMPARE = ("compare", "profile.json", "--cluster", "cluster.yaml", "--global-batch-size", 8)
+
+
+def test_the_help_names_all_planners(run_here: Run) -> None:
+    assert tuple(PLANNERS) == PLANNER_NAMES
+    assert set(PLANNERS) <= set(run_here("plan", "--help").stdout.replace(",", " ").replace(".", " ").split())
 
 
 def test_all_planners_are_compared_and_progress_goes_to_stderr(run_here: Run) -> None:
