@@ -21,7 +21,12 @@ _MOST_SCATTERED = 256  # devices
 
 
 def refine(
-    problem: PlanningProblem, candidates: Sequence[Candidate], events: int, *, may_recompute: bool = False
+    problem: PlanningProblem,
+    candidates: Sequence[Candidate],
+    events: int,
+    seed: int = 0,
+    *,
+    may_recompute: bool = False,
 ) -> list[Candidate]:
     """Return the plan that a local search finds from the fastest ``candidates``: of each origin, and of each size.
 
@@ -29,11 +34,11 @@ def refine(
     half of them, are spread over the servers. Then the placement is searched too, and at last with contention (see
     ``counts_contention``), in rounds of 8, 8, 4 and 2 layouts, the fastest of the round before (successive halving).
     The search ends after the second round where all its layouts are equally fast. Threads, one on each core, search the
-    layouts of a round. The same problem and number of simulated ``events`` give the same plan, on any number of cores.
-    ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found, without
-    candidates, and for a schedule that is none of the simulated policies.
+    layouts of a round. The same problem, number of simulated ``events`` and ``seed`` give the same plan, on any number
+    of cores. ``may_recompute``: whether single stages may be re-computed. Empty where only known plans are found,
+    without candidates, and for a schedule that is none of the simulated policies.
     """
-    search, cluster = LayoutSearch.of(problem, candidates, may_recompute), problem.cluster
+    search, cluster = LayoutSearch.of(problem, candidates, may_recompute, seed), problem.cluster
     if search is None:
         return []
     starts = search.starts(candidates, _STARTS)
