@@ -53,13 +53,11 @@ _REFINED = 3
 _LOCAL_EVENTS = 1_000_000  # of the local search: times 16, and twice more for each of the 17th to 128th device
 _LEAST_DEVICES, _MOST_DEVICES = 16, 128
 _UNEQUAL_EVENTS = 6_000_000  # of each local search on devices of different kinds, for each device
-# Reason: which plan a search ends at depends on chance. Two searches, the second also from what the first has found,
-# are better than one that is twice as long.
-_UNEQUAL_SEARCHES = 2
-# Local searches: at first independent ones, with other random numbers, then one that starts from what they have found.
-# Reason: which plan a search ends at depends on chance. On 32 and 64 devices steps were up to 2.2% shorter on average
-# over seeds than with two searches in turn, in the same time; on few devices several would take too long.
-_INDEPENDENT_SEARCHES, _LEAST_FOR_SEVERAL = 2, 17  # devices
+# Local searches: at first independent ones, with other random numbers, then some that start from what was found before.
+# Reason: which plan a search ends at depends on chance, and several searches are better than one that is longer. On 32
+# and 64 equal devices steps were up to 2.2% shorter on average over seeds than with two searches in turn, in the same
+# time; on few devices several would take too long. On unequal devices two in turn ended up to 5% above the best known.
+_INDEPENDENT_SEARCHES, _LEAST_FOR_SEVERAL, _LATER_SEARCHES_UNEQUAL = 2, 17, 3
 _SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
 _MOST_LEFT_OUT = 16  # servers of a cluster that is also planned without the worst connected one
@@ -120,9 +118,16 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
             candidates += unequal_candidates(again, find_unequal_stages(again))
     if problem.schedule not in (*POLICIES, "auto"):
         return [*candidates, *(move_singly(problem, c, _MOVES) for c in _fastest_few(candidates))]
-    events = _UNEQUAL_EVENTS * max(_LEAST_DEVICES, problem.cluster.devices)
-    for seed in range(_UNEQUAL_SEARCHES):
-        candidates += refine_unequal(problem, candidates, events, seed, may_recompute=binds)
+    blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
+    events = int(_UNEQUAL_EVENTS * max(_LEAST_DEVICES, devices) * min(1.0, blocks * devices / _SMALL_PROBLEM))
+    found = [
+        candidate
+        for seed in range(_INDEPENDENT_SEARCHES)
+        for candidate in refine_unequal(problem, candidates, events, seed, may_recompute=binds)
+    ]
+    candidates += found
+    for seed in range(_LATER_SEARCHES_UNEQUAL):
+        candidates += refine_unequal(problem, candidates, events, _INDEPENDENT_SEARCHES + seed, may_recompute=binds)
     return candidates
 
 
