@@ -23,7 +23,7 @@ _NETWORK = "10.77.0"
 _CONGESTION_CONTROL = "reno"
 # The longest queue of a link. Reason: the last packets of a message wait for those of other flows in it, and the cost
 # model has no queueing delay. Real links queue for less than a millisecond; ``tbf`` would then drop packets at these
-# rates. With 10 ms, steps of four hosts took up to 5% longer.
+# rates. See the section contention of benchmarks/README.md for steps with 10 ms.
 _LONGEST_QUEUE = "4ms"
 
 

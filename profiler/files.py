@@ -36,10 +36,13 @@ def find_write_problem(path: Path) -> str:
 
     Called before any work whose result would be lost.
     """
-    if path.is_dir():
-        return f"{path} is a folder"
-    if path.exists() and not os.access(path, os.W_OK):
-        return f"{path} cannot be written"
+    try:
+        if path.is_dir():
+            return f"{path} is a folder"
+        if path.exists() and not os.access(path, os.W_OK):
+            return f"{path} cannot be written"
+    except OSError as error:  # a name that is too long, or a folder above that may not be searched
+        return f"{path} cannot be written: {error.strerror}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -28,7 +28,10 @@ def print_progress(text: str) -> None:
 
 def check_output(path: str | None) -> None:
     """Raise click.UsageError if ``--output PATH`` cannot be written; called before any work is done."""
-    if path is not None and (problem := find_write_problem(Path(path))):
+    if path is None:
+        return
+    _check_given(path)
+    if problem := find_write_problem(Path(path)):
         raise click.UsageError(f"--output {problem}")
 
 
@@ -36,11 +39,19 @@ def check_chart(path: str | None, content: str = "a timeline") -> None:
     """Raise click.UsageError if ``--output PATH`` cannot hold ``content``; called before any work is done."""
     from dapple_tf.drawing.save import check_path
 
+    if path is None:
+        return
+    _check_given(path)
     try:
-        if path:
-            check_path(path, content)
+        check_path(path, content)
     except UsageError as error:
         raise click.UsageError(f"--output {error}") from error
+
+
+def _check_given(path: str) -> None:
+    """Raise click.UsageError for an empty path, as of a shell variable that is not set."""
+    if not path:
+        raise click.UsageError("--output is empty: name a file, or leave the option out")
 
 
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def anneal(
     random: Integers,
     stop: NDArray[np.bool_],
 ) -> float:
-    """Overwrite ``start`` with the fastest layout found, and return its seconds.
+    """Overwrite ``start`` with the fastest layout found, and return its seconds: simulated ones, never an estimate.
 
     A move that makes the step longer by a fraction x is accepted with probability exp(-x / temperature). The
     temperature falls from ``first_temperature`` to ``last_temperature`` as ``events`` are used up. ``rule``: assigns

@@ -58,7 +58,10 @@ def layout_of(problem: PlanningProblem, sizes: Integers, candidate: Candidate) -
 
 
 class Run(NamedTuple):
-    """A layout to anneal, the rule that assigns devices to its stages (see ``anneal``), and the seconds of its step."""
+    """A layout to anneal, the rule that assigns devices to its stages (see ``anneal``), and the seconds of its step.
+
+    The seconds are those of ``anneal``, which leaves out GPipe where other policies are allowed.
+    """
 
     layout: Layout
     rule: int = FREE
@@ -138,7 +141,7 @@ class LayoutSearch:
     ) -> list[Run]:
         """Improve layouts, each by its rule and with an equal share of the events; return them, the fastest first.
 
-        Without events, layouts stay as they are, and their seconds are simulated.
+        Without events, layouts without a rule stay as they are, and their seconds are simulated.
         """
 
         def improve(seeded: tuple[Run, np.uint64], workspace: AnyWorkspace) -> Run:
