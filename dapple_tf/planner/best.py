@@ -56,8 +56,10 @@ _UNEQUAL_EVENTS = 6_000_000  # of each local search on devices of different kind
 # Local searches: at first independent ones, with other random numbers, then some that start from what was found before.
 # Reason: which plan a search ends at depends on chance, and several searches are better than one that is longer. On 32
 # and 64 equal devices steps were up to 2.2% shorter on average over seeds than with two searches in turn, in the same
-# time; on few devices several would take too long. On unequal devices two in turn ended up to 5% above the best known.
-_INDEPENDENT_SEARCHES, _LEAST_FOR_SEVERAL, _LATER_SEARCHES_UNEQUAL = 2, 17, 3
+# time; on few devices several would take too long. On unequal devices two in turn ended up to 10% above the best known.
+_INDEPENDENT_SEARCHES = 2
+_LEAST_FOR_SEVERAL = 17  # equal devices; on fewer there is one independent search
+_LATER_SEARCHES_UNEQUAL = 3  # on equal devices one, if the searches before have found a faster plan
 _SMALL_PROBLEM = 64  # blocks times devices; below that the local search gets proportionally fewer events
 _MOVES = 40  # of single cuts and devices, where the local search does not know the schedule or leaves out contention
 _MOST_LEFT_OUT = 16  # servers of a cluster that is also planned without the worst connected one
@@ -118,8 +120,7 @@ def _unequal_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list
             candidates += unequal_candidates(again, find_unequal_stages(again))
     if problem.schedule not in (*POLICIES, "auto"):
         return [*candidates, *(move_singly(problem, c, _MOVES) for c in _fastest_few(candidates))]
-    blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
-    events = int(_UNEQUAL_EVENTS * max(_LEAST_DEVICES, devices) * min(1.0, blocks * devices / _SMALL_PROBLEM))
+    events = int(_UNEQUAL_EVENTS * max(_LEAST_DEVICES, problem.cluster.devices) * _share_of_events(problem))
     found = [
         candidate
         for seed in range(_INDEPENDENT_SEARCHES)
@@ -338,9 +339,8 @@ def _refined_candidates(
 ) -> list[Candidate]:
     """Return what local search finds; ``binds``: whether memory rules out plans, so that stages may be re-computed."""
     if problem.schedule in (*POLICIES, "auto"):
-        blocks, devices = len(problem.chain.parameter_bytes), problem.cluster.devices
-        more = max(0, min(devices, _MOST_DEVICES) - _LEAST_DEVICES)
-        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * min(1.0, blocks * devices / _SMALL_PROBLEM))
+        more = max(0, min(problem.cluster.devices, _MOST_DEVICES) - _LEAST_DEVICES)
+        events = int(_LOCAL_EVENTS * (_LEAST_DEVICES + 2 * more) * _share_of_events(problem))
         found = refine(problem, candidates, events, seed, may_recompute=binds)
         if counts_contention(problem):
             return found
@@ -348,6 +348,11 @@ def _refined_candidates(
         busy = [c for c in _fastest_few([*candidates, *found])[:1] if problem.find_flows(c.stages) is not None]
         return [*found, *(move_singly(problem, candidate, _MOVES) for candidate in busy)]
     return [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
+
+
+def _share_of_events(problem: PlanningProblem) -> float:
+    """Return the share of the events that a local search of this problem gets: less than 1 where it is small."""
+    return min(1.0, len(problem.chain.parameter_bytes) * problem.cluster.devices / _SMALL_PROBLEM)
 
 
 def _memory_costs_time(problem: PlanningProblem, sizes: Sequence[int], known: Sequence[Candidate]) -> bool:
