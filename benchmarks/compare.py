@@ -10,8 +10,8 @@ from benchmarks import pipedream_published
 from benchmarks.common import Row
 from benchmarks.heat_map import heat_map
 from benchmarks.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
-from dapple_tf.planner.api import PLANNERS
 from dapple_tf.planner.compare import Comparison, compare
+from dapple_tf.planner.registry import PLANNERS
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.link_graph import route
 from profiler.presets import config

@@ -6,7 +6,7 @@ import click
 
 from dapple_tf.errors import PlanError
 
-# A copy of the names in ``planner.api.PLANNERS``, which takes long to import, for the help.
+# A copy of the names in ``planner.registry.PLANNERS``, which takes long to import, for the help.
 PLANNER_NAMES = (
     "best",
     "dapple",
@@ -26,7 +26,7 @@ PLANNER_NAMES = (
 
 def check_planner_names(option: str, names: list[str]) -> None:
     """Raise click.UsageError for the first of ``names`` that no planner has; ``option``: where they were given."""
-    from dapple_tf.planner.api import check_planner
+    from dapple_tf.planner.registry import check_planner
 
     for name in names:
         try:

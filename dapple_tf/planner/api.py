@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
-from dapple_tf.planner.alpa_inter import plan_alpa_inter
-from dapple_tf.planner.arguments import check_flags, check_options, check_sizes
+from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
-from dapple_tf.planner.autopipe import plan_autopipe
-from dapple_tf.planner.bapipe import plan_bapipe
-from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.chunk_shapes import least_stages
-from dapple_tf.planner.dapple import plan_dapple
-from dapple_tf.planner.dp import plan_dp
-from dapple_tf.planner.even import plan_even
-from dapple_tf.planner.gpipe import plan_gpipe
-from dapple_tf.planner.hetpipe import plan_hetpipe
-from dapple_tf.planner.memory_fit import fits_memory
-from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
-from dapple_tf.planner.piper import plan_piper
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.refusal import explain_failure
+from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.searched_order import search_plan_order, with_order
-from dapple_tf.planner.spp import plan_spp
-from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
@@ -53,28 +38,6 @@ from profiler.cluster import Cluster
 from profiler.device_costs import profiles_on
 from profiler.profile import Profile
 from profiler.quote import quote
-from profiler.units import format_bytes, format_samples
-
-# A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
-PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
-    "best": plan_best,
-    "dapple": plan_dapple,
-    "dp": plan_dp,
-    "gpipe": plan_gpipe,
-    "pipedream": plan_pipedream,
-    "spp": plan_spp,
-    "autopipe": plan_autopipe,
-    "bapipe": plan_bapipe,
-    "even": plan_even,
-    "torchgpipe": plan_torchgpipe,
-    "alpa-inter": plan_alpa_inter,
-    "piper": plan_piper,
-    "hetpipe": plan_hetpipe,
-}
-# Planners for devices of different kinds, and planners for schedules with several stages per device.
-_OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
-_OF_SHARED_DEVICES = ("best", "even", "gpipe")
-_AMPLE = 1e30  # bytes of a device that holds any model
 
 
 @interruptible
@@ -255,15 +218,6 @@ def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> Non
     build_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
 
 
-def check_planner(name: str) -> None:
-    """Raise PlanError, with the names that there are, if no planner is called ``name``."""
-    text = str(name)
-    if text not in PLANNERS or text != name:
-        near = difflib.get_close_matches(text, PLANNERS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise PlanError(f"no planner is called {quote(name)}{hint}; there are {', '.join(PLANNERS)}")
-
-
 @interruptible
 def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult:
     """Return the result of ``planner``.
@@ -272,100 +226,8 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     """
     result = find_result(problem, planner, **options)
     if result is None:
-        raise PlanError(_explain_failure(problem, planner, options))
+        raise PlanError(explain_failure(problem, planner, options))
     return result
-
-
-@interruptible
-def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
-    """Return the result of ``planner``; None if nothing that it may choose fits.
-
-    Raises PlanError if there is no such planner, or if it does not have one of the ``options``.
-    """
-    check_planner(planner)
-    function = PLANNERS[planner]
-    check_options(planner, function, options)
-    if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
-        raise PlanError(
-            f"schedule {abbreviate_schedule(problem.schedule)!r} runs several stages on a device, and planner "
-            f"{planner!r} makes plans of one stage per device: use planner {_list(_OF_SHARED_DEVICES)}"
-        )
-    if not problem.cluster.is_uniform and planner not in _OF_UNEQUAL_DEVICES:
-        kinds = ", ".join(str(kind or "no kind") for kind in dict.fromkeys(problem.cluster.device_kinds))
-        raise PlanError(
-            f"the cluster has devices of different kinds ({kinds}), and planner {planner!r} makes plans for equal "
-            f"devices: use planner {_list(_OF_UNEQUAL_DEVICES)}"
-        )
-    return function(problem, **options) if may_fit(problem) else None
-
-
-def may_fit(problem: PlanningProblem) -> bool:
-    """Return False where it is known at once that no plan fits the memory, which a search takes long to find out."""
-    return problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
-
-
-def _list(names: Sequence[str]) -> str:
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}"
-
-
-@interruptible
-def lacks_memory(problem: PlanningProblem, planner: str, **options: Any) -> bool:
-    """Return whether ``planner``, which found nothing, would have a plan if the devices had unlimited memory."""
-    kinds = {name: replace(kind, memory=None) for name, kind in problem.cluster.kinds.items()}
-    ample = replace(problem.cluster, device_memory=_AMPLE, kinds=kinds)
-    return PLANNERS[planner](replace(problem, cluster=ample), **options) is not None
-
-
-def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
-    """Return why a planner found nothing where memory is not the reason."""
-    given = [f"{name}={value!r}" for name, value in options.items()]
-    if problem.schedule != "auto":
-        given.append(f"schedule {abbreviate_schedule(problem.schedule)!r}")
-    given.append(f"micro-batches of at most {format_samples(max(problem.micro_batch_sizes))}")
-    return (
-        f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, in which each replica gets at "
-        "least one sample"
-    )
-
-
-def _explain_failure(problem: PlanningProblem, planner: str, options: Mapping[str, Any]) -> str:
-    """Return why ``planner`` found nothing, and what would help."""
-    if not problem.cluster.is_uniform:
-        if planner != "best" and plan_best(problem) is not None:
-            return _explain_choice(problem, planner, options)
-        return _explain_unequal(problem)
-    if problem.schedule == "auto" and not fits_memory(problem):
-        return describe_shortage(problem)
-    if planner != "best" and (problem.schedule == "auto" or plan_best(problem) is not None):
-        return _explain_choice(problem, planner, options)
-    # Under schedule "auto" stages hold fewest micro-batches.
-    auto, again = replace(problem, schedule="auto"), replace(problem, recompute=True)
-    remedies = ["schedule 'auto'"] if fits_memory(auto) else []
-    if problem.shares_devices and plan_best(again) is not None:
-        remedies.append("recompute")
-    if remedies:
-        return f"no plan fits the devices' memory under schedule {problem.schedule!r}: use {' or '.join(remedies)}"
-    return f"under schedule 'auto', which needs the least memory, {describe_shortage(problem)}"
-
-
-def _explain_choice(problem: PlanningProblem, planner: str, options: Mapping[str, Any]) -> str:
-    """Return why ``planner`` found nothing where planner "best" has a plan."""
-    if lacks_memory(problem, planner, **options):
-        why = "has no plan that fits the devices' memory with at least one sample for each replica"
-    else:
-        why = describe_other_reason(problem, **options)
-    return f"planner {planner!r} {why}: use planner 'best', which has one"
-
-
-def _explain_unequal(problem: PlanningProblem) -> str:
-    """Return that no plan fits unequal devices, and what would help."""
-    memories = Counter(problem.cluster.memories)
-    devices = ", ".join(f"{count} of {format_bytes(memory)}" for memory, count in memories.items())
-    return (
-        f"no plan of {problem.profile.model!r} was found that fits the memory of the devices ({devices}), each with "
-        "its share of the rows: give more devices or devices with more memory, a smaller micro_batch_size, or recompute"
-    )
 
 
 def _refuse_virtual_workers(candidate: Candidate, planner: str, feature: str) -> None:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.api import PLANNERS, find_result, make_problem
+from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.comparators import comparator_candidates
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.registry import PLANNERS, find_result
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.importers import read_graph_file
 from profiler.presets import config
