@@ -24,7 +24,7 @@ from dapple_tf.commands.train import train
 from dapple_tf.commands.verify import verify
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
-from dapple_tf.errors import ModelError
+from dapple_tf.errors import ModelError, OutputError
 from profiler.detect import job_rank
 
 
@@ -64,7 +64,7 @@ def main() -> None:
             raise
         _print_error(error, str(error))
         report_failure(error)
-        sys.exit(2 if isinstance(error, ModelError) else 1)  # a wrong MODEL or option is wrong usage
+        sys.exit(2 if isinstance(error, ModelError | OutputError) else 1)  # a wrong MODEL, or a wrong path for a result
 
 
 def _end_interrupted() -> NoReturn:

@@ -21,6 +21,7 @@ __all__ = [
     "LossError",
     "ModelError",
     "NotSimulatedError",
+    "OutputError",
     "PartitionError",
     "PlanError",
     "ProfileError",
@@ -69,7 +70,11 @@ class CheckpointError(RuntimeError):
 
 
 class UsageError(RuntimeError):
-    """A call at the wrong time, or with an output path that cannot be written."""
+    """A call at the wrong time."""
+
+
+class OutputError(UsageError):
+    """A path where a result cannot be saved: empty, of another format, a folder, or without permission to write."""
 
 
 class NotSimulatedError(UsageError, AttributeError):

@@ -31,11 +31,14 @@ def write_atomically(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def find_write_problem(path: Path) -> str:
+def find_write_problem(path: str | os.PathLike[str]) -> str:
     """Make the folder of ``path``, and return why a file cannot be written there; "" if it can.
 
     Called before any work whose result would be lost.
     """
+    if not os.fspath(path):
+        return "the path of the file to write is empty"  # such as a shell variable that is not set
+    path = Path(path)
     try:
         if path.is_dir():
             return f"{path} is a folder"

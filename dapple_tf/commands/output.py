@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import OutputError
 from dapple_tf.plan import Plan
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import abbreviate_schedule
@@ -27,31 +26,17 @@ def print_progress(text: str) -> None:
 
 
 def check_output(path: str | None) -> None:
-    """Raise click.UsageError if ``--output PATH`` cannot be written; called before any work is done."""
-    if path is None:
-        return
-    _check_given(path)
-    if problem := find_write_problem(Path(path)):
-        raise click.UsageError(f"--output {problem}")
+    """Raise OutputError if ``--output PATH`` cannot be written; called before any work is done."""
+    if path is not None and (problem := find_write_problem(path)):
+        raise OutputError(problem)
 
 
 def check_chart(path: str | None, content: str = "a timeline") -> None:
-    """Raise click.UsageError if ``--output PATH`` cannot hold ``content``; called before any work is done."""
+    """Raise OutputError if ``content`` cannot be saved in ``path``; called before any work is done."""
     from dapple_tf.drawing.save import check_path
 
-    if path is None:
-        return
-    _check_given(path)
-    try:
+    if path is not None:
         check_path(path, content)
-    except UsageError as error:
-        raise click.UsageError(f"--output {error}") from error
-
-
-def _check_given(path: str) -> None:
-    """Raise click.UsageError for an empty path, as of a shell variable that is not set."""
-    if not path:
-        raise click.UsageError("--output is empty: name a file, or leave the option out")
 
 
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:

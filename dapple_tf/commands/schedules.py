@@ -50,6 +50,8 @@ def schedules(
 
     check_chart(output)
     if schedule is None:
+        if output is not None:
+            raise click.UsageError("--output draws a SCHEDULE: name one")
         for name, meaning in NAMES.items():
             print_result(f"{name:20}  {meaning}")
         return

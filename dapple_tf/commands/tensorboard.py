@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import OutputError
 from dapple_tf.timeline.critical_path import sum_by_kind
 
 if TYPE_CHECKING:
@@ -22,14 +22,16 @@ _SCALAR = tf.compat.v1.SummaryMetadata(
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder, made if it does not exist; raise UsageError where files cannot be written into it."""
+    """Return the folder, made if it does not exist; raise OutputError where files cannot be written into it."""
     folder = Path(path)
+    if not os.fspath(path):
+        raise OutputError("the path of the folder for TensorBoard's events is empty")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot hold TensorBoard's events: {error.strerror}") from error
+        raise OutputError(f"{folder} cannot hold TensorBoard's events: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot hold TensorBoard's events: no permission to write there")
+        raise OutputError(f"{folder} cannot hold TensorBoard's events: no permission to write there")
     return folder
 
 

@@ -17,7 +17,7 @@ from dapple_tf.commands.finite_losses import LossWatch
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import Observer
 from dapple_tf.commands.options import load_plan, parse_request
-from dapple_tf.commands.output import describe_plan
+from dapple_tf.commands.output import check_chart, describe_plan
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars, check_folder
@@ -26,7 +26,6 @@ from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.drawing.save import check_path
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
@@ -63,10 +62,8 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
 
 def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
     """Raise, before the model is made, for a trace or a folder that rank 0 cannot write."""
-    trace, tensorboard = settings.trace, settings.tensorboard
-    if trace:
-        ranks.run_on_first(lambda: check_path(trace))
-    if tensorboard:
+    ranks.run_on_first(lambda: check_chart(settings.trace))
+    if (tensorboard := settings.tensorboard) is not None:
         ranks.run_on_first(lambda: check_folder(tensorboard))
 
 

@@ -12,19 +12,19 @@ from dapple_tf.drawing.chart import Chart
 from dapple_tf.drawing.chrome_trace import trace_events
 from dapple_tf.drawing.html import make_page
 from dapple_tf.drawing.png import draw
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import OutputError
 from profiler.files import atomic_replacement, find_write_problem, write_atomically
 
 _SUFFIXES = (".png", ".html", ".json")
 
 
 def check_path(path: str | os.PathLike[str], content: str = "a timeline") -> Path:
-    """Return the path. Raises UsageError if ``content`` cannot be saved there: call it before any work is done."""
+    """Return the path. Raises OutputError if ``content`` cannot be saved there: call it before any work is done."""
     target = Path(path)
-    if target.suffix not in _SUFFIXES:
-        raise UsageError(f"{target}: {content} is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    if problem := find_write_problem(target):
-        raise UsageError(problem)
+    if os.fspath(path) and target.suffix not in _SUFFIXES:
+        raise OutputError(f"{target}: {content} is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    if problem := find_write_problem(path):
+        raise OutputError(problem)
     return target
 
 
@@ -32,7 +32,7 @@ def save_chart(chart: Chart, path: str | os.PathLike[str], data: Callable[[], Ma
     """Save a picture (.png), a web page (.html), or a trace for chrome://tracing and Perfetto (.json).
 
     An existing file is replaced, or left as it was if saving fails. ``data``: returns the JSON values that a trace
-    holds in its field ``dapple``, which the viewers ignore; it is called for a trace only. Raises UsageError for
+    holds in its field ``dapple``, which the viewers ignore; it is called for a trace only. Raises OutputError for
     another suffix or a path that cannot be written.
     """
     target = check_path(path)

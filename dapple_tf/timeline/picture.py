@@ -25,7 +25,7 @@ _VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
     """Save a recording as the suffix of ``path`` says (.png, .html or .json); a trace (.json) can be read again.
 
-    Raises UsageError for another suffix or a path that cannot be written.
+    Raises OutputError for another suffix or a path that cannot be written.
     """
     save_chart(draw_recording(recording), path, partial(recording_data, recording))
 

@@ -287,7 +287,7 @@ class Timeline:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
-        An existing file is replaced, or left as it was if saving fails. Raises UsageError for another suffix or a path
+        An existing file is replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path
         that cannot be written.
         """
         if self.simulation is None:

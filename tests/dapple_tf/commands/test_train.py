@@ -117,7 +117,7 @@ def test_a_file_that_is_no_trace_is_an_error_of_one_line(run_here: Run, tmp_path
     assert read.stderr.startswith(f"error: {tmp_path}/t.json: a trace, but not one that dapple_tf saved")
     read = run_here("timeline", "absent.json", "-o", "t.gif")
     assert read.code == 2
-    assert "--output t.gif: a timeline is saved as" in read.stderr, "before anything is read"
+    assert "error: t.gif: a timeline is saved as" in read.stderr, "before anything is read"
     assert "absent.json" not in read.stderr
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError, UsageError
+from dapple_tf.errors import OutputError, PlanError
 from dapple_tf.plan import Plan
-from dapple_tf.planner.api import PLANNERS
 from dapple_tf.planner.compare import Comparison
+from dapple_tf.planner.registry import PLANNERS
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
 from tests.graph_passes.builders import refused
 
@@ -163,7 +163,7 @@ def test_saved_as_a_picture(comparison: Comparison, tmp_path: Path) -> None:
 
 
 def test_another_suffix_is_refused(comparison: Comparison, tmp_path: Path) -> None:
-    with refused(UsageError, "c.txt: a comparison is saved as .png, .html or .json"):
+    with refused(OutputError, "c.txt: a comparison is saved as .png, .html or .json"):
         comparison.save(tmp_path / "c.txt")
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import OutputError
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import format_ranges
@@ -162,7 +162,7 @@ def test_a_simulated_step_is_saved_in_the_format_of_the_suffix(tmp_path: Path, n
 
 
 def test_another_suffix_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"t\.svg: a timeline is saved as \.png, \.html or \.json"):
+    with pytest.raises(OutputError, match=r"t\.svg: a timeline is saved as \.png, \.html or \.json"):
         simulate(PLAN, PROFILE, make_cluster()).save(tmp_path / "t.svg")
     assert list(tmp_path.iterdir()) == []
 

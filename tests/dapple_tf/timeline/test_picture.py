@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dapple_tf.drawing.save import check_path
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import OutputError
 from dapple_tf.timeline.events import StageEvent, Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.timeline import Timeline
@@ -119,20 +119,20 @@ def test_missing_folders_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["t.gif", "t", "t.png.txt"])
 def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}: a timeline is saved as .png, .html or .json"):
+    with pytest.raises(OutputError, match=f"{name}: a timeline is saved as .png, .html or .json"):
         check_path(tmp_path / name)
 
 
 def test_a_path_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.png").mkdir()
-    with pytest.raises(UsageError, match=r"t\.png is a folder"):
+    with pytest.raises(OutputError, match=r"t\.png is a folder"):
         check_path(tmp_path / "t.png")
 
 
 @pytest.mark.parametrize("place", ["file/t.png", "file/below/t.png"])
 def test_a_path_below_a_file_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=f"{place}: its folder cannot be made: "):
+    with pytest.raises(OutputError, match=f"{place}: its folder cannot be made: "):
         check_path(tmp_path / place)
 
 
@@ -144,7 +144,7 @@ def test_a_path_without_write_permission_is_refused(
 ) -> None:
     (tmp_path / "t.png").write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / refused)  # root may write anything
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(OutputError, match=message):
         check_path(tmp_path / "t.png")
 
 
