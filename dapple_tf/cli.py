@@ -1,7 +1,7 @@
-"""The command line ``dapple``, with one subcommand for each file of ``dapple_tf.commands``.
+"""The command line ``dapple``: each subcommand is in the file of its name in ``dapple_tf.commands``.
 
 Progress and logs go to stderr, results to stdout; with ``--json`` the last line of stdout is one JSON object. Exit
-codes: 0 done, 1 failed, 2 wrong usage.
+codes: 0 done, 2 a wrong option, MODEL or path of a result, 1 any other failure.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ for _command in (train, plain, verify, profile, plan, simulate, compare, timelin
 def main() -> None:
     """Run the command line, and exit with its code.
 
-    An error of dapple_tf is one line on stderr, not a traceback. In a job the other ranks are notified; an error that
-    every rank has is printed by one of them, and only rank 0 explains the usage.
+    An error of dapple_tf, a ValueError or an OSError is one line on stderr, not a traceback. In a job the other ranks
+    are notified; an error that every rank has is printed by one of them, and only rank 0 explains the usage.
     """
     try:
         cli(standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Errors of dapple_tf: ValueErrors for wrong arguments and files, RuntimeErrors for failures while running.
+"""Errors of dapple_tf: ValueErrors for wrong arguments and files, RuntimeErrors for calls and runs that fail.
 
 Every message says what was wrong, where (stage, layer, variable, rank, micro-batch, file and field), and what to do.
 """
@@ -42,7 +42,7 @@ class LossError(ValueError):
 
 
 class ExactnessError(LossError):
-    """A loss or model whose micro-batches would not compute what one device computes from the whole batch."""
+    """A loss or model whose results from micro-batches would differ from those of one device and the whole batch."""
 
 
 class BatchError(ValueError):
@@ -70,7 +70,7 @@ class CheckpointError(RuntimeError):
 
 
 class UsageError(RuntimeError):
-    """A call at the wrong time."""
+    """A call that is not possible in the present state, or in this environment."""
 
 
 class OutputError(UsageError):
@@ -78,7 +78,7 @@ class OutputError(UsageError):
 
 
 class NotSimulatedError(UsageError, AttributeError):
-    """An attribute that only the timeline of a simulated step has, of a recorded one."""
+    """A recorded timeline was asked for an attribute that only simulated timelines have."""
 
 
 class JobError(RuntimeError):

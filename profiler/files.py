@@ -1,4 +1,4 @@
-"""Write files so that a crash never leaves a part of one."""
+"""Replace files as a whole: a crash leaves the old file or the new one, and perhaps a file NAME.PID.part beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 def atomic_replacement(path: Path) -> Iterator[Path]:
     """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails.
 
-    It is a new, empty file: if there is one of that name, or a link to another file, that is removed before.
+    It is a new, empty file; a file or a link that already has its name is deleted first.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import click
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
-from dapple_tf.commands.output import check_chart, print_progress, print_result
+from dapple_tf.commands.output import check_chart_path, print_progress, print_result
 from dapple_tf.commands.planner_option import check_planner_names
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.errors import PlanError
@@ -54,7 +54,7 @@ def compare(
     """
     from dapple_tf.planner.compare import compare as run
 
-    check_chart(output, "a comparison")
+    check_chart_path(output, "a comparison")
     if not cluster.startswith("config-") and not Path(cluster).exists():
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
     names = None if planners is None else [name.strip() for name in planners.split(",")]

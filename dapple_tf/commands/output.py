@@ -1,4 +1,4 @@
-"""Results on stdout: checks of output files, and a plan in words."""
+"""Print results and progress, check the paths of results, and describe plans in words."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def print_progress(text: str) -> None:
     click.echo(text, err=True)
 
 
-def check_output(path: str | None) -> None:
+def check_output_path(path: str | None) -> None:
     """Raise OutputError if ``--output PATH`` cannot be written; called before any work is done."""
     if path is not None and (problem := find_write_problem(path)):
         raise OutputError(problem)
 
 
-def check_chart(path: str | None, content: str = "a timeline") -> None:
+def check_chart_path(path: str | None, content: str = "a timeline") -> None:
     """Raise OutputError if ``content`` cannot be saved in ``path``; called before any work is done."""
     from dapple_tf.drawing.save import check_path
 

@@ -9,7 +9,7 @@ import click
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
-from dapple_tf.commands.output import check_output, print_result
+from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.commands.slow_notice import COMPILES, tell_if_slow
@@ -58,7 +58,7 @@ def plan(
     from dapple_tf.planner.explain import describe_plan, describe_result, notation
 
     check_planner_names("--planner", [planner])
-    check_output(output)
+    check_output_path(output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     if asynchronous or minibatches is not None:
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}

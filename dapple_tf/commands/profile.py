@@ -10,7 +10,7 @@ import click
 
 from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, add_options
-from dapple_tf.commands.output import check_output, print_result
+from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.profile_table import print_table
 from dapple_tf.commands.startup import start_tensorflow
 from profiler.peaks import PEAKS
@@ -38,7 +38,7 @@ def profile(
     sizes = _parse_sizes(batch_sizes)
     if sizes and device:
         raise click.UsageError("--batch-sizes asks for measured times, --device for computed ones: leave one out")
-    check_output(output)
+    check_output_path(output)
     check_model_exists(options["model"])
     start_tensorflow(devices)
     name = options["model"].rpartition(":")[2]

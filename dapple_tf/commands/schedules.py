@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dapple_tf.commands.output import check_chart, print_result
+from dapple_tf.commands.output import check_chart_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def schedules(
     from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
     from graph_passes.schedules.text import is_text, parse_schedule
 
-    check_chart(output)
+    check_chart_path(output)
     if schedule is None:
         if output is not None:
             raise click.UsageError("--output draws a SCHEDULE: name one")

@@ -8,7 +8,7 @@ import click
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.contention_option import CONTENTION_OPTION
-from dapple_tf.commands.output import check_chart, print_result
+from dapple_tf.commands.output import check_chart_path, print_result
 from profiler.importers import read_profile
 
 
@@ -42,7 +42,7 @@ def simulate(
     from dapple_tf.planner.explain import describe_plan
     from dapple_tf.simulator.simulate import simulate as run
 
-    check_chart(output)
+    check_chart_path(output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots, contention=contention)
     print_result(describe_plan(planned, costs, timeline))

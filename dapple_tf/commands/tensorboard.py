@@ -36,7 +36,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 class Scalars:
-    """Writes scalars by step into ``folder``; they reach the file at ``close``, or within two minutes."""
+    """Writes scalars by step into ``folder``; they reach the file at ``close``, or at a ``write`` two minutes later."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._writer = tf.summary.create_file_writer(os.fspath(check_folder(folder)))
@@ -58,7 +58,7 @@ class Scalars:
 
 
 def step_scalars(loss: float, samples_per_second: float) -> dict[str, float]:
-    """Return the curves that have a point at every step."""
+    """Return the values of the curves that have a point at every step."""
     return {"loss": loss, "samples_per_second": samples_per_second}
 
 

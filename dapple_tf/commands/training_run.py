@@ -17,7 +17,7 @@ from dapple_tf.commands.finite_losses import LossWatch
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import Observer
 from dapple_tf.commands.options import load_plan, parse_request
-from dapple_tf.commands.output import check_chart, describe_plan
+from dapple_tf.commands.output import check_chart_path, describe_plan
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars, check_folder
@@ -62,7 +62,7 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
 
 def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
     """Raise, before the model is made, for a trace or a folder that rank 0 cannot write."""
-    ranks.run_on_first(lambda: check_chart(settings.trace))
+    ranks.run_on_first(lambda: check_chart_path(settings.trace))
     if (tensorboard := settings.tensorboard) is not None:
         ranks.run_on_first(lambda: check_folder(tensorboard))
 
@@ -117,7 +117,7 @@ def _check_unfinished(folder: str, done: int, steps: int) -> None:
 def _save_after(
     checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch
 ) -> Callable[[StepResult], None]:
-    """Return a function that notes the loss of a step, and saves a checkpoint where one is due and all is finite."""
+    """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN."""
 
     def save(done: StepResult) -> None:
         losses.note(done)

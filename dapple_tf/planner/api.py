@@ -59,11 +59,13 @@ def plan(
 ) -> Plan:
     """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
 
-    ``planner``: a name of ``PLANNERS``. Sizes are in samples; without ``micro_batch_size`` every divisor of the
-    global batch is tried. ``schedule``: a name, or "auto" for the fastest policy. ``recompute``:
-    stages stash only their inputs. ``overlap``: AllReduce runs during the last backward. ``optimizer_slots``: values
-    that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or "async" for windows of ``minibatches``
-    minibatches (by default 64), of which ``global_batch_size`` is then the samples of one; see ``plan_windows``.
+    ``planner``: a name of ``PLANNERS``. Sizes are in samples; without ``micro_batch_size`` the planner chooses among
+    the divisors of the global batch that make at most 16384 micro-batches. ``schedule``: a name, or "auto" for the
+    fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also has interleaved 1F1B, and the orders of
+    planners that make their own. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the
+    last backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
+    "async", where ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default
+    64); see ``plan_windows``.
     ``contention``: as in ``dapple.simulate``.
     ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
     one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
@@ -125,7 +127,7 @@ def plan_windows(
 
 
 def make_window(mode: str, minibatches: int | None, others: Mapping[str, object]) -> WindowPlan:
-    """Return the window of asynchronous training; PlanError for options that it does not have."""
+    """Return the window of asynchronous training; PlanError for options that asynchronous training does not have."""
     if mode not in ("sync", "async"):
         raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
     if mode == "sync":

@@ -1,6 +1,7 @@
-"""Candidates of planner "best" from the planners of other systems (comparators), so that none of them is faster.
+"""Candidates of planner "best" from the planners of other systems, called comparators, so that none is faster.
 
-On more than 64 devices there are none, and SPP's only for small problems: they take longer than best's own search.
+The comparators are left out on more than 64 devices, and SPP for large problems too, where they take longer than best's
+own search. Plans with virtual workers are left out, since they can be simulated but not run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def is_beyond_search(problem: PlanningProblem, candidate: Candidate) -> bool:
 
 
 def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:
-    """Return the result of planner "even" if it is faster than ``result``, which is then its runner-up; else that."""
+    """Return the faster of ``result`` and that of planner "even"; where "even" is, ``result`` becomes its runner-up."""
     even = plan_even(problem) if problem.cluster.devices <= _MOST_DEVICES else None
     if even is None or (result is not None and even.chosen.seconds >= result.chosen.seconds * (1 - 1e-9)):
         return result

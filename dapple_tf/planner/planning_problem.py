@@ -36,10 +36,10 @@ _KEPT_FLOWS = 64  # on thousands of devices each takes some megabytes
 class PlanningProblem:
     """Plan ``profile`` on ``cluster`` for a global batch (samples) with one of these micro-batch sizes (ascending).
 
-    ``schedule``: a name, or "auto" for the fastest policy. ``recompute``: as in ``Plan``, but the searches re-compute
-    all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs
-    during the last backward. ``contention``: steps are simulated with contention for the servers' network interfaces.
-    ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate`` returns None for the others.
+    ``schedule``: a name, or "auto" for the fastest of dapple-a, dapple-b and gpipe. ``recompute``: as in ``Plan``, but
+    the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
+    ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
+    servers' network interfaces. ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate`` returns None for the others.
     """
 
     profile: Profile
@@ -247,7 +247,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlannerResult:
-    """The plan that a planner chose, and the fastest candidate of each other origin, by rising seconds.
+    """The plan that a planner chose, and the fastest candidate with other stages of each origin, by rising seconds.
 
     ``proven_optimal``: no plan of one stage per device is faster in the simulator, on any devices, with re-computation
     or without; True only where the search had every assignment of devices, up to the exchange of equal devices.

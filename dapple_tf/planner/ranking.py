@@ -8,7 +8,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult
 
 
 def rank_candidates(candidates: Iterable[Candidate], unsearched: float = 0.0) -> PlannerResult | None:
-    """Return the fastest candidate, and the fastest of every other origin as runners-up; None without candidates.
+    """Return the fastest candidate, and the fastest with other stages of each origin as runners-up; None without any.
 
     Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``unsearched``: the least
     bound (seconds) of the plans that are not among the candidates; 0 where there is none.

@@ -1,4 +1,4 @@
-"""Local search in the simulator from several starts: cuts, devices, stages, micro-batch sizes change together."""
+"""Local search by simulated annealing of several plans: cuts, devices, stages and micro-batch sizes change together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search_space import server_orders
 
 _STARTS, _KEPT = 3, 8
-# Shares of the events: of the runs by a rule, of those from the starts, and of those without a rule.
+# Shares of the events: of the runs whose placement a rule gives, of those from the candidates, and of those whose
+# placement is searched too.
 _BY_RULE, _NEAR, _FREE = (weight / 36 for weight in (2, 1, 1))
 # The final rounds: how many of the best layouts they have, their share of the events, and the first temperature.
 # Reason: a layout's quality shows only after many events, so all get a short run, and the best get longer ones.

@@ -29,7 +29,8 @@ def explain_failure(problem: PlanningProblem, planner: str, options: Mapping[str
         return describe_shortage(problem)
     if planner != "best" and (problem.schedule == "auto" or plan_best(problem) is not None):
         return _explain_choice(problem, planner, options)
-    # Under schedule "auto" stages hold fewest micro-batches.
+    # "auto" may choose the policy with the smallest stashes: where it does not fit, no schedule does that has one stage
+    # on a device.
     auto, again = replace(problem, schedule="auto"), replace(problem, recompute=True)
     remedies = ["schedule 'auto'"] if fits_memory(auto) else []
     if problem.shares_devices and plan_best(again) is not None:
@@ -48,7 +49,7 @@ def lacks_memory(problem: PlanningProblem, planner: str, **options: Any) -> bool
 
 
 def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
-    """Return why a planner found nothing where memory is not the reason."""
+    """Return that a planner has no plan for these devices, sizes and options, where memory is not the reason."""
     given = [f"{name}={value!r}" for name, value in options.items()]
     if problem.schedule != "auto":
         given.append(f"schedule {abbreviate_schedule(problem.schedule)!r}")

@@ -1,4 +1,4 @@
-"""The planners by name, and a call of one of them."""
+"""Run a planner by its name."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def check_planner(name: str) -> None:
 
 @interruptible
 def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
-    """Return the result of ``planner``; None if nothing that it may choose fits.
+    """Run ``planner`` and return its result; None if nothing that it may choose fits.
 
-    Raises PlanError if there is no such planner, or if it does not have one of the ``options``.
+    Raises PlanError if there is no such planner, if it does not have one of the ``options``, and if it does not know
+    several stages on a device, or devices of different kinds, where the problem has them.
     """
     check_planner(planner)
     function = PLANNERS[planner]
