@@ -51,8 +51,7 @@ def main() -> None:
             _print_error(error, error.format_message())
         else:
             error.show()
-        report_failure(error)
-        sys.exit(2 if isinstance(error, click.UsageError) else 1)
+        _end_failed(error, 2 if isinstance(error, click.UsageError) else 1)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.Abort:
@@ -63,8 +62,13 @@ def main() -> None:
         if not _is_known(error):
             raise
         _print_error(error, str(error))
-        report_failure(error)
-        sys.exit(2 if isinstance(error, ModelError | OutputError) else 1)  # a wrong MODEL, or a wrong path for a result
+        _end_failed(error, 2 if isinstance(error, ModelError | OutputError) else 1)
+
+
+def _end_failed(error: Exception, exit_code: int) -> NoReturn:
+    """End the process, and the other ranks of its job, with this code."""
+    report_failure(error, exit_code)
+    sys.exit(exit_code)
 
 
 def _end_interrupted() -> NoReturn:

@@ -255,8 +255,9 @@ class Plan:
         """
         try:
             write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
-        except OSError as error:
-            raise PlanError(f"{path}: the plan cannot be written: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise PlanError(f"{path}: the plan cannot be written: {why}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -182,7 +182,7 @@ class Cluster:
         text = json.dumps(data, indent=2) + "\n" if as_json else yaml.safe_dump(data, sort_keys=False)
         try:
             write_atomically(Path(path), text)
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ClusterError(f"{path}: the cluster cannot be written: {why}") from error
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+_LONGEST_NAME = 200  # bytes of NAME in NAME.PID.part, since file systems take names of at most 255 bytes
+_NOT_A_FILE = "it is a device or a pipe, not a file"
 
 
 @contextlib.contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
     """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails.
 
-    It is a new, empty file; a file or a link that already has its name is deleted first.
+    It is a new, empty file; a file or a link that already has its name is deleted first. Where ``path`` is a symbolic
+    link, the file that it points to is replaced. Raises OSError for a folder, a device or a pipe, which stay as they
+    are.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    target = _resolve(path)
+    part = _create_part(target)
     try:
         yield part
-        os.replace(part, path)
+        os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -34,7 +40,7 @@ def write_atomically(path: Path, text: str) -> None:
 def find_write_problem(path: str | os.PathLike[str]) -> str:
     """Make the folder of ``path``, and return why a file cannot be written there; "" if it can.
 
-    Called before any work whose result would be lost.
+    Called before any work whose result would be lost. An existing file stays as it is.
     """
     if not os.fspath(path):
         return "the path of the file to write is empty"  # such as a shell variable that is not set
@@ -42,12 +48,59 @@ def find_write_problem(path: str | os.PathLike[str]) -> str:
     try:
         if path.is_dir():
             return f"{path} is a folder"
-        if path.exists() and not os.access(path, os.W_OK):
+        target = _resolve(path)
+        if target.exists() and not os.access(target, os.W_OK):
             return f"{path} cannot be written"
-    except OSError as error:  # a name that is too long, or a folder above that may not be searched
+    except (OSError, ValueError) as error:  # a name that is too long, a device, or a folder that may not be searched
+        return f"{path} cannot be written: {_reason(error)}"
+    if problem := _find_parent_problem(path):
+        return problem
+    try:
+        _create_part(target).unlink()  # tells what permissions do not: a file system that is read-only, or full
+    except OSError as error:
         return f"{path} cannot be written: {error.strerror}"
+    return ""
+
+
+def find_folder_problem(path: str | os.PathLike[str]) -> str:
+    """Make the folder ``path``, and return why files cannot be written into it; "" if they can."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
+        return _reason(error)
+    return ""
+
+
+def _find_parent_problem(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"{path}: its folder cannot be made: {error.strerror}"
     return "" if os.access(path.parent, os.W_OK) else f"the folder of {path} cannot be written"
+
+
+def _resolve(path: Path) -> Path:
+    """Return ``path`` without symbolic links; OSError where something that is not a file is there."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():  # of a loop, which has no end
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    if target.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, _NOT_A_FILE, str(path))
+    return target
+
+
+def _create_part(target: Path) -> Path:
+    """Create the new, empty file that is to replace ``target``, and return its path."""
+    name = os.fsencode(target.name)[:_LONGEST_NAME].decode(errors="ignore")
+    part = target.with_name(f"{name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    return part
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(error.strerror if isinstance(error, OSError) else error)

@@ -195,7 +195,7 @@ class Profile:
         """
         try:
             write_atomically(Path(path), json.dumps(_to_json(self), indent=2, allow_nan=False) + "\n")
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ProfileError(f"{path}: the profile cannot be written: {why}") from error
 

@@ -54,11 +54,11 @@ def compare(
     """
     from dapple_tf.planner.compare import compare as run
 
-    check_chart_path(output, "a comparison")
     if not cluster.startswith("config-") and not Path(cluster).exists():
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     check_planner_names("--planners", names or [])
+    check_chart_path("--output", output, "a comparison")
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(
         costs,

@@ -11,7 +11,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import abbreviate_schedule
 from graph_passes.schedules.window import Window
-from profiler.files import find_write_problem
+from profiler.files import find_folder_problem, find_write_problem
 from profiler.units import format_samples
 
 
@@ -25,18 +25,28 @@ def print_progress(text: str) -> None:
     click.echo(text, err=True)
 
 
-def check_output_path(path: str | None) -> None:
-    """Raise OutputError if ``--output PATH`` cannot be written; called before any work is done."""
+def check_output_path(option: str, path: str | None) -> None:
+    """Raise OutputError if the file at ``path``, given as ``option``, cannot be written; call it before any work."""
     if path is not None and (problem := find_write_problem(path)):
-        raise OutputError(problem)
+        raise OutputError(f"{option}: {problem}")
 
 
-def check_chart_path(path: str | None, content: str = "a timeline") -> None:
-    """Raise OutputError if ``content`` cannot be saved in ``path``; called before any work is done."""
+def check_chart_path(option: str, path: str | None, content: str = "a timeline") -> None:
+    """Raise OutputError if ``content`` cannot be saved at ``path``, given as ``option``; call it before any work."""
     from dapple_tf.drawing.save import check_path
 
-    if path is not None:
+    if path is None:
+        return
+    try:
         check_path(path, content)
+    except OutputError as error:
+        raise OutputError(f"{option}: {error}") from error
+
+
+def check_folder_path(option: str, path: str | None, content: str) -> None:
+    """Make the folder at ``path``, given as ``option``; raise OutputError if it cannot hold ``content``."""
+    if path is not None and (problem := find_folder_problem(path)):
+        raise OutputError(f"{option}: {path} cannot hold {content}: {problem}")
 
 
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ def plan(
     from dapple_tf.planner.explain import describe_plan, describe_result, notation
 
     check_planner_names("--planner", [planner])
-    check_output_path(output)
+    check_output_path("--output", output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     if asynchronous or minibatches is not None:
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}

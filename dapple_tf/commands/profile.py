@@ -38,7 +38,7 @@ def profile(
     sizes = _parse_sizes(batch_sizes)
     if sizes and device:
         raise click.UsageError("--batch-sizes asks for measured times, --device for computed ones: leave one out")
-    check_output_path(output)
+    check_output_path("--output", output)
     check_model_exists(options["model"])
     start_tensorflow(devices)
     name = options["model"].rpartition(":")[2]

@@ -48,13 +48,13 @@ def schedules(
     from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
     from graph_passes.schedules.text import is_text, parse_schedule
 
-    check_chart_path(output)
     if schedule is None:
         if output is not None:
             raise click.UsageError("--output draws a SCHEDULE: name one")
         for name, meaning in NAMES.items():
             print_result(f"{name:20}  {meaning}")
         return
+    check_chart_path("--output", output)
     name = read_schedule(schedule)
     given = parse_schedule(name) if is_text(name) else None
     stages = stages or (len(given.stages) if given else 4)

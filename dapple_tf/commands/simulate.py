@@ -42,7 +42,7 @@ def simulate(
     from dapple_tf.planner.explain import describe_plan
     from dapple_tf.simulator.simulate import simulate as run
 
-    check_chart_path(output)
+    check_chart_path("--output", output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots, contention=contention)
     print_result(describe_plan(planned, costs, timeline))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from dapple_tf.errors import OutputError
 from dapple_tf.timeline.critical_path import sum_by_kind
 
 if TYPE_CHECKING:
@@ -21,25 +19,11 @@ _SCALAR = tf.compat.v1.SummaryMetadata(
 )
 
 
-def check_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder, made if it does not exist; raise OutputError where files cannot be written into it."""
-    folder = Path(path)
-    if not os.fspath(path):
-        raise OutputError("the path of the folder for TensorBoard's events is empty")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder} cannot hold TensorBoard's events: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{folder} cannot hold TensorBoard's events: no permission to write there")
-    return folder
-
-
 class Scalars:
     """Writes scalars by step into ``folder``; they reach the file at ``close``, or at a ``write`` two minutes later."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._writer = tf.summary.create_file_writer(os.fspath(check_folder(folder)))
+        self._writer = tf.summary.create_file_writer(os.fspath(folder))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point at ``step`` to each named curve, all in one event."""

@@ -19,7 +19,7 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     from dapple_tf.timeline.picture import save_recording
     from dapple_tf.timeline.trace_file import read_recording
 
-    check_chart_path(output)
+    check_chart_path("--output", output)
     recording = read_recording(trace)
     print_result(recording.headline)
     print_result(str(recording))

@@ -59,6 +59,10 @@ def check_usage(settings: TrainSettings) -> None:
         raise click.UsageError("--steps must be at least 1")
     if settings.checkpoint_every is not None and settings.checkpoint_every < 1:
         raise click.UsageError("--checkpoint-every must be at least 1")
+    paths = {"trace": settings.trace, "tensorboard": settings.tensorboard, "checkpoint-dir": settings.checkpoint_dir}
+    for option, path in paths.items():
+        if path == "":
+            raise click.UsageError(f"--{option} is empty: name a path, or leave the option out")
     if settings.trace and settings.check_numerics:
         raise click.UsageError(
             "--trace and --check-numerics: a step that records times cannot check its numbers; give one or the other"

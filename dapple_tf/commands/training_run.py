@@ -17,10 +17,10 @@ from dapple_tf.commands.finite_losses import LossWatch
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import Observer
 from dapple_tf.commands.options import load_plan, parse_request
-from dapple_tf.commands.output import check_chart_path, describe_plan
+from dapple_tf.commands.output import check_chart_path, check_folder_path, describe_plan
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.tensorboard import Scalars, check_folder
+from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_report import TrainReport, report_run
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
@@ -29,6 +29,7 @@ from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
+from dapple_tf.timeline.recording import Recording
 from graph_passes.schedules.policies import abbreviate_schedule
 
 Batches = Iterator[tuple[Any, ...]]
@@ -52,19 +53,26 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses))
     ranks.wait_for_all()
     found = report_run(run, step.plan, plain_speed, losses.minibatch_losses)
-    report = _report(found, step, settings, options["model"], ranks)
+    recording = _named_recording(step, options["model"]) if settings.trace and ranks.is_first else None
+    report = _report(found, step, settings, recording)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+    if settings.trace and recording is not None:
+        save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
         raise share_error(click.ClickException(losses.problem), 0)
 
 
 def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
-    """Raise, before the model is made, for a trace or a folder that rank 0 cannot write."""
-    ranks.run_on_first(lambda: check_chart_path(settings.trace))
-    if (tensorboard := settings.tensorboard) is not None:
-        ranks.run_on_first(lambda: check_folder(tensorboard))
+    """Raise OutputError on every rank, before the model is made, for what rank 0 cannot write."""
+
+    def check() -> None:
+        check_chart_path("--trace", settings.trace)
+        check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
+        check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
+
+    ranks.check_on_first(check)
 
 
 def _make_step(
@@ -166,20 +174,24 @@ def _train(
             scalars.close()
 
 
-def _report(report: TrainReport, step: PipelinedStep, settings: TrainSettings, model: str, ranks: Ranks) -> TrainReport:
-    """Return the report with exactness, memory, trace and curves; rank 0 saves the trace."""
+def _named_recording(step: PipelinedStep, model: str) -> Recording:
+    """Return the recorded step, with the model and the schedule as its title."""
+    plan = step.plan
+    how = f"{abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+    if plan.window is not None:
+        how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
+    return dataclasses.replace(step.recording, title=f"{model.rpartition(':')[2]}: {how}")
+
+
+def _report(
+    report: TrainReport, step: PipelinedStep, settings: TrainSettings, recording: Recording | None
+) -> TrainReport:
+    """Return the report with exactness, memory, curves, and the ``recording`` that is saved as the trace."""
     memory = step.report
     report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
     if step.exactness.reasons:
         report = report.extended(f"what differs from one device:\n{step.exactness}")
-    if settings.trace and ranks.is_first:
-        plan = step.plan
-        how = f"{abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
-        if plan.window is not None:
-            how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
-        title = f"{model.rpartition(':')[2]}: {how}"
-        recording = dataclasses.replace(step.recording, title=title)
-        save_recording(recording, settings.trace)
+    if recording is not None:
         report = report.extended(
             str(recording),
             f"timeline of one step: {settings.trace}",

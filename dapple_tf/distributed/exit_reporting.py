@@ -48,8 +48,11 @@ def start_watchdog(job: Job, environment: Mapping[str, str] = os.environ) -> Wat
     return watchdog
 
 
-def report_failure(error: BaseException) -> None:
-    """Tell the other ranks that ``error`` ends this one; they end too. Does nothing outside of a job."""
+def report_failure(error: BaseException, exit_code: int = 1) -> None:
+    """Tell the other ranks that ``error`` ends this one with ``exit_code``; they end with it too.
+
+    Does nothing outside of a job. Ctrl-C has an exit code of its own.
+    """
     job = membership.current()
     if job is None or job.watchdog is None:
         return
@@ -59,7 +62,7 @@ def report_failure(error: BaseException) -> None:
     elif isinstance(error, StepError) and _LOST_RANKS.search(str(error)):
         job.watchdog.report_lost_ranks(what)
     else:
-        job.watchdog.report_error(what)
+        job.watchdog.report_error(what, exit_code)
 
 
 def prints_error_in_full(error: BaseException) -> bool:

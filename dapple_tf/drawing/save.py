@@ -21,7 +21,7 @@ _SUFFIXES = (".png", ".html", ".json")
 def check_path(path: str | os.PathLike[str], content: str = "a timeline") -> Path:
     """Return the path. Raises OutputError if ``content`` cannot be saved there: call it before any work is done."""
     target = Path(path)
-    if os.fspath(path) and target.suffix not in _SUFFIXES:
+    if os.fspath(path) and target.suffix.lower() not in _SUFFIXES:
         raise OutputError(f"{target}: {content} is saved as {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
     if problem := find_write_problem(path):
         raise OutputError(problem)
@@ -36,7 +36,7 @@ def save_chart(chart: Chart, path: str | os.PathLike[str], data: Callable[[], Ma
     another suffix or a path that cannot be written.
     """
     target = check_path(path)
-    match target.suffix:
+    match target.suffix.lower():
         case ".json":
             extra = {} if data is None else {"dapple": data()}
             write_atomically(target, json.dumps({**trace_events(chart), **extra}))

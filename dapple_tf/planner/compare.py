@@ -153,7 +153,7 @@ class Comparison:
         Raises OutputError for another suffix or a path that cannot be written.
         """
         target = check_path(path, "a comparison")
-        match target.suffix:
+        match target.suffix.lower():
             case ".json":
                 write_atomically(target, json.dumps(self.to_json(), indent=2) + "\n")
             case ".html":

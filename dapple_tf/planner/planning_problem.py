@@ -39,7 +39,8 @@ class PlanningProblem:
     ``schedule``: a name, or "auto" for the fastest of dapple-a, dapple-b and gpipe. ``recompute``: as in ``Plan``, but
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
-    servers' network interfaces. ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate`` returns None for the others.
+    servers' network interfaces. ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate``
+    returns None for the others.
     """
 
     profile: Profile

@@ -1,8 +1,7 @@
 """Execute a schedule whose micro-batches have different sizes, or in which some results travel together.
 
-Planners simulate few such steps (those of AutoPipe's Slicer), and training and drawings must not wait for Numba. So this
-need not be as fast as ``engine``: where nothing shares network interfaces it takes the times of the plain executor,
-``time_actions``.
+Planners simulate few such steps (those of AutoPipe's Slicer), and training and drawings must not wait until Numba has
+compiled. So where nothing shares network interfaces the times are those of the plain executor, ``time_actions``.
 """
 
 from __future__ import annotations

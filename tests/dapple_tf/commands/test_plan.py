@@ -196,12 +196,12 @@ def test_a_failure_is_one_line_with_exit_code_1_and_leaves_no_file(
     [
         ((*PLAN, "--planner", "bets"), "--planner: no planner is called 'bets' (did you mean 'best'?)"),
         ((*PLAN, "--planner", "pipdream"), "--planner: no planner is called 'pipdream' (did you mean 'pipedream'?)"),
-        ((*PLAN, "-o", "."), "error: . is a folder"),
-        ((*PLAN, "-o", ""), "error: the path of the file to write is empty"),
+        ((*PLAN, "-o", "."), "error: --output: . is a folder"),
+        ((*PLAN, "-o", ""), "error: --output: the path of the file to write is empty"),
         ((*PLAN, "-o", "p" * 300), "cannot be written: File name too long"),
         ((*PLAN, "--planner", "bets", "-o", "absent/plan.json"), "--planner: no planner is called 'bets'"),
-        ((*SIMULATE, "-o", ""), "error: the path of the file to write is empty"),
-        ((*SIMULATE, "-o", "step.txt"), "error: step.txt: a timeline is saved as .png, .html or .json"),
+        ((*SIMULATE, "-o", ""), "error: --output: the path of the file to write is empty"),
+        ((*SIMULATE, "-o", "step.txt"), "error: --output: step.txt: a timeline is saved as .png, .html or .json"),
     ],
 )
 def test_a_wrong_option_exits_with_2_and_leaves_no_file(

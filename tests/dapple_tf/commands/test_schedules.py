@@ -79,8 +79,8 @@ def test_a_picture_shows_the_times_of_the_grid(run_here: Run, tmp_path: Path) ->
     [
         (["nix"], 1, "no schedule is called 'nix'"),
         (["looped-bfs:v=3"], 1, "gives each worker 3 stages, but there are 4 in all"),
-        (["gpipe", "-o", "grid.pdf"], 2, "error: grid.pdf: a timeline is saved as"),
-        (["-o", "grid.png"], 2, "--output draws a SCHEDULE: name one"),
+        (["gpipe", "-o", "grid.pdf"], 2, "error: --output: grid.pdf: a timeline is saved as"),
+        (["-o", "absent/grid.png"], 2, "--output draws a SCHEDULE: name one"),
         (["zb-h1", "--backward", "2", "--weights", "2"], 1, "--weights 2 is part of --backward 2: it must be less"),
         (["0F0 0F1 0B0 0I1 0W1", "--backward", "1"], 1, "--weights 1 is part of --backward 1: it must be less"),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.commands.observation import Observer, choose_interval
-from dapple_tf.commands.tensorboard import Scalars, check_folder, recorded_scalars, step_scalars
+from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
 from dapple_tf.commands.training_loop import StepResult
-from dapple_tf.errors import OutputError, UsageError
+from dapple_tf.errors import UsageError
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.timeline.test_recording import MEASURED
 
@@ -90,16 +89,3 @@ def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
         _ = step.timeline
     observer.run(X)
     assert step.timeline.note == ""
-
-
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=f"{place} cannot hold TensorBoard's events: (File exists|Not a directory)"):
-        check_folder(tmp_path / place)
-
-
-def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anything
-    with pytest.raises(OutputError, match="cannot hold TensorBoard's events: no permission to write there"):
-        check_folder(tmp_path)

@@ -107,6 +107,21 @@ def test_a_saved_trace_is_read_in_a_process_of_its_own(trained: Outcome, trace: 
     assert run_process("timeline", trace, "--json").json == trained.json["timeline"]
 
 
+def test_a_trace_that_cannot_be_saved_in_the_end_leaves_the_report(run_here: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "t.png"
+    model = tmp_path / "late.py"
+    # The model is made after the paths are checked.
+    model.write_text(
+        f"import os\nfrom tests.dapple_tf.commands.tiny_model import tiny\n"
+        f"def late():\n    os.mkdir({str(trace)!r})\n    return tiny()\n"
+    )
+    run = run_here("train", f"{model}:late", "--stages", 2, "--steps", 2, "--trace", trace, "--json")
+    assert run.code == 2
+    assert json.loads(run.stdout.splitlines()[-1])["steps"] == 2
+    assert f"{trace} is a folder" in run.stderr
+    assert not list(trace.iterdir())
+
+
 # --- plans
 
 
@@ -117,7 +132,7 @@ def test_a_file_that_is_no_trace_is_an_error_of_one_line(run_here: Run, tmp_path
     assert read.stderr.startswith(f"error: {tmp_path}/t.json: a trace, but not one that dapple_tf saved")
     read = run_here("timeline", "absent.json", "-o", "t.gif")
     assert read.code == 2
-    assert "error: t.gif: a timeline is saved as" in read.stderr, "before anything is read"
+    assert "error: --output: t.gif: a timeline is saved as" in read.stderr, "before anything is read"
     assert "absent.json" not in read.stderr
 
 

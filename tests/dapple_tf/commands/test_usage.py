@@ -42,6 +42,9 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         (("train", TINY_MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number for each stage, such as"),
         (("train", TINY_MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", TINY_MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
+        (("train", TINY_MODEL, "--trace", ""), "--trace is empty: name a path, or leave the option out"),
+        (("train", TINY_MODEL, "--tensorboard", ""), "--tensorboard is empty"),
+        (("train", TINY_MODEL, "--checkpoint-dir", ""), "--checkpoint-dir is empty"),
         (("train", TINY_MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that"),
         (("train", TINY_MODEL, "--recompute", "stages:a"), "--recompute stages:a: give numbers of stages, such as"),
         (("verify", TINY_MODEL, "--replicas", "two"), "--replicas two: give one whole number for each stage"),
@@ -84,12 +87,19 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
         ((TINY_MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 1),
         ((TINY_MODEL, "--devices", 0), "devices=0: at least one is needed", 1),
         ((TINY_MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
-        ((TINY_MODEL, "--trace", "t.gif"), "t.gif: a timeline is saved as .png, .html or .json", 2),
+        ((TINY_MODEL, "--trace", "t.gif"), "--trace: t.gif: a timeline is saved as .png, .html or .json", 2),
         ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 2),
-        ((TINY_MODEL, "--tensorboard", "setup.py"), "setup.py cannot hold TensorBoard's events: File exists", 2),
-        ((TINY_MODEL, "--trace", ""), "the path of the file to write is empty", 2),
-        ((TINY_MODEL, "--tensorboard", ""), "the path of the folder for TensorBoard's events is empty", 2),
+        (
+            (TINY_MODEL, "--tensorboard", "setup.py"),
+            "--tensorboard: setup.py cannot hold TensorBoard's events",
+            2,
+        ),
         # Paths are checked before the model is made.
+        (
+            (TINY_MODEL, "--set", "absent=1", "--checkpoint-dir", "setup.py"),
+            "--checkpoint-dir: setup.py cannot hold checkpoints: File exis",
+            2,
+        ),
         (
             (TINY_MODEL, "--set", "absent=1", "--trace", "setup.py/t.png"),
             "setup.py/t.png: its folder cannot be made",
@@ -100,7 +110,6 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
             "setup.py/d cannot hold TensorBoard's events: Not a dir",
             2,
         ),
-        ((TINY_MODEL, "--stages", 1, "--checkpoint-dir", "setup.py"), "setup.py cannot hold checkpoints: File exis", 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

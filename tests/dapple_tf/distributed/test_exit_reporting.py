@@ -13,7 +13,7 @@ from dapple_tf.distributed import exit_reporting, membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure, start_exit_reporting
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.errors import PlanError, StepError
+from dapple_tf.errors import OutputError, PlanError, StepError
 
 
 @dataclass
@@ -93,6 +93,11 @@ def test_ctrl_c_is_reported_without_a_traceback(
     raise_uncaught(KeyboardInterrupt())
     assert capsys.readouterr().err == "dapple: interrupted\n"
     assert watchdog.reports == [("error", "was interrupted (Ctrl-C)", 130)]
+
+
+def test_the_other_ranks_end_with_the_exit_code_of_the_error(watchdog: RecordingWatchdog) -> None:
+    report_failure(OutputError("t.gif: a timeline is saved as .png"), 2)
+    assert watchdog.reports == [("error", "raised OutputError: t.gif: a timeline is saved as .png", 2)]
 
 
 @pytest.mark.parametrize(

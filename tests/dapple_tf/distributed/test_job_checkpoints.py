@@ -226,6 +226,7 @@ def test_all_ranks_get_the_checkpoint_errors_of_rank_0_and_restore_together(laun
 def test_a_trace_that_cannot_be_saved_ends_all_ranks_before_training(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(train_arguments("1,1", 3, "--trace", tmp_path / "t.gif"), 2)
+    assert caught.value.exit_code == 2
     errors = [rank.stderr for rank in caught.value.ranks]
     assert "t.gif: a timeline is saved as .png, .html or .json" in errors[0]
     assert not any("Traceback" in text or "step 1" in text for text in errors), errors

@@ -139,7 +139,7 @@ def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_made(tmp
             ],
             2,
         )
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
     told = [rank.stderr for rank in caught.value.ranks]
-    assert f"{tmp_path}/file cannot hold TensorBoard's events: File exists" in told[0]
+    assert f"--tensorboard: {tmp_path}/file cannot hold TensorBoard's events: File exists" in told[0]
     assert not any("absent" in text for text in told)

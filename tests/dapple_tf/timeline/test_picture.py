@@ -112,6 +112,11 @@ def test_a_page_is_html(tmp_path: Path) -> None:
     assert text.count("<rect class=") == 4
 
 
+def test_a_suffix_may_have_capital_letters(tmp_path: Path) -> None:
+    TWO.save(tmp_path / "T.HTML")
+    assert (tmp_path / "T.HTML").read_text().startswith("<!")
+
+
 def test_missing_folders_are_made(tmp_path: Path) -> None:
     assert check_path(tmp_path / "a" / "b" / "t.png") == tmp_path / "a" / "b" / "t.png"
     assert (tmp_path / "a" / "b").is_dir()
