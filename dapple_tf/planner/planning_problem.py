@@ -15,6 +15,7 @@ from dapple_tf.planner.placement import device_indices
 from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search import FoundPlan
 from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
+from dapple_tf.planner.step_bound import least_step_seconds
 from dapple_tf.planner.step_simulation import fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
@@ -163,10 +164,15 @@ class PlanningProblem:
         if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
         ceiling = min(ceiling, self.ceiling)
-        # Reason: a device computes that long, so most plans that are too slow need no costs and no simulation.
-        if self._compute_seconds(stages, micro_batch_size) * (1 - 1e-9) >= ceiling:
-            return None
         wanted = self.schedule if schedule is None else schedule
+        splits = wanted != "auto" and splits_backward(wanted)
+        micro_batches = self._micro_batches(stages, micro_batch_size)
+        # Reason: most plans that are too slow need no costs and no simulation.
+        least = least_step_seconds(
+            self.costs, stages, micro_batch_size, micro_batches, splits=splits, overlap=self.overlap
+        )
+        if least * (1 - 1e-9) >= ceiling:
+            return None
         policy = "dapple-a" if wanted == "auto" else wanted  # the costs are the same for all policies
         plan = self.make_plan(stages, micro_batch_size, policy, origin, recompute)
         try:
@@ -197,12 +203,6 @@ class PlanningProblem:
     def _micro_batches(self, stages: Sequence[StagePlan], micro_batch_size: int) -> int:
         """Return how many micro-batches every virtual worker of these stages runs."""
         return self.global_batch_size // micro_batch_size // (1 + (stages[-1].worker or 0))
-
-    def _compute_seconds(self, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
-        """Return the seconds for which the busiest stage computes, without re-computation."""
-        in_rows = (stage.in_rows(micro_batch_size) for stage in stages)
-        each = max(self.costs.replicas.compute_seconds(stage, micro_batch_size) for stage in in_rows)
-        return self._micro_batches(stages, micro_batch_size) * each
 
     @cached_property
     def costs(self) -> CostModel:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.simulator.compiled import Floats, compiled
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
@@ -39,6 +39,12 @@ class CostModel:
         self._links = LinkCosts(cluster)
         self.replicas = ReplicaSeconds(profile, cluster)
         self._crossing, self._working = profile.crossing_bytes(), profile.working_bytes()
+        self._parameter_sums = [0.0, *np.cumsum(profile.parameter_bytes).tolist()]
+
+    def allreduce_seconds(self, stage: StagePlan) -> float:
+        """Return the seconds of one AllReduce of all gradients of ``stage``; it may differ by rounding."""
+        trained = self._parameter_sums[stage.last_layer + 1] - self._parameter_sums[stage.first_layer]
+        return ring_seconds(*self._links.allreduce(tuple(self._cluster.homes[d] for d in stage.devices)), trained)
 
     def stage_costs(
         self, plan: Plan, *, optimizer_slots: int = 2, samples: int | None = None
