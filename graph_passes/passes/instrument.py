@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
-from graph_passes.ir.names import BACKWARD_OPS
+from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
+_START, _END = "/start", "/end"
 _TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
 
 
@@ -31,8 +32,9 @@ class Instrument:
 
 
 def timed_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes that are timed, in the order of the graph's nodes."""
-    return tuple(node for node in graph.nodes if node.op in _TIMED)
+    """Return the nodes that an instrumented graph times, in the order of the pairs of its last output."""
+    (stack,) = nodes_of(graph, OpName.STACK_TIMESTAMPS)
+    return tuple(graph.node(start.node.removesuffix(_START)) for start in stack.inputs[::2])
 
 
 def stamp_nodes(graph: Graph) -> Graph:
@@ -41,25 +43,25 @@ def stamp_nodes(graph: Graph) -> Graph:
     A call in parts starts with its first part.
     """
     nodes: list[Node] = []
-    timed = timed_nodes(graph)
+    timed = tuple(node for node in graph.nodes if node.op in _TIMED)
     starting = {first_part(graph, node).name: node for node in timed}
     for node in graph.nodes:
         if node.name in starting:
-            ready = (
-                f"{name}/end" if graph.node(name).op in _TIMED else name for name in dict.fromkeys(node.predecessors())
+            waits = tuple(
+                Control(name + _END if graph.node(name).op in _TIMED else name, "time: it could start")
+                for name in dict.fromkeys(node.predecessors())
             )
-            waits = tuple(Control(name, "time: it could start") for name in ready)
-            start = _stamp(starting[node.name], "start", *waits)
+            start = _stamp(starting[node.name], _START, *waits)
             nodes += [start, node.after(start.name, "time: the start is taken before")]
         else:
             nodes.append(node)
         if node.op in _TIMED:
-            nodes.append(_stamp(node, "end", Control(node.name, "time: it has ended")))
-    stamps = [Value(f"{node.name}/{what}") for node in timed for what in ("start", "end")]
+            nodes.append(_stamp(node, _END, Control(node.name, "time: it has ended")))
+    stamps = [Value(node.name + what) for node in timed for what in (_START, _END)]
     stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
     return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()
 
 
 def _stamp(node: Node, what: str, *waits: Control) -> Node:
     place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)})
-    return Node(f"{node.name}/{what}", OpName.TIMESTAMP, (), (_STAMP,), place, waits)
+    return Node(node.name + what, OpName.TIMESTAMP, (), (_STAMP,), place, waits)

@@ -119,7 +119,7 @@ def test_impossible_options_are_refused(
 
 def test_errors_are_value_or_runtime_errors() -> None:
     kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
-    assert len(kinds) == 19
+    assert len(kinds) == 20
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 
 

@@ -43,11 +43,12 @@ def assert_ended(error: RanksError) -> None:
 def assert_stopped(rank: Rank, number: int, other: int, what: str, *, replicas: bool = False) -> None:
     """Assert that a rank has printed, in one line and without a traceback, that it stops because ``other`` failed.
 
-    Each rank is a stage of its own, or all are ``replicas`` of one.
+    Each rank is a stage of its own, or all are ``replicas`` of one. Open MPI writes its own lines in pieces: ours may
+    come between two of them.
     """
     me, failed = (f"rank {i} (stage {0 if replicas else i})" for i in (number, other))
     assert re.search(
-        rf"^dapple: {re.escape(me)} stops: {re.escape(failed)}, (in|after) step \d+, "
+        rf"(^|\] )dapple: {re.escape(me)} stops: {re.escape(failed)}, (in|after) step \d+, "
         rf"{what}; the last exchange it completed, by its last report: {EXCHANGE}\. {re.escape(me)} "
         rf"was (in|after) step \d+; the last exchange it completed: {EXCHANGE}{ADVICE}",
         rank.stderr,

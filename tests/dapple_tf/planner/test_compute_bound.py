@@ -35,7 +35,7 @@ def test_no_plan_is_faster_than_what_its_devices_compute(case: Case, seconds: li
 
 
 @given(cases(5), st.booleans())
-def test_a_stage_computes_as_long_as_its_costs_say(case: Case, unequal: bool) -> None:
+def test_a_stage_computes_no_longer_than_its_costs_say(case: Case, unequal: bool) -> None:
     cluster = case.cluster
     if unequal:
         servers = tuple(replace(s, kinds=(f"k{i}",) * s.devices) for i, s in enumerate(cluster.servers))
@@ -47,7 +47,11 @@ def test_a_stage_computes_as_long_as_its_costs_say(case: Case, unequal: bool) ->
         costs = problem.simulate(problem.plan_of(found, "test")).costs
         for stage, cost in zip(found.stages, costs, strict=True):
             computed = cost.forward_seconds + cost.backward_seconds
-            assert seconds.compute_seconds(stage, found.micro_batch_size) == pytest.approx(computed, rel=1e-9, abs=0)
+            least = seconds.compute_seconds(stage, found.micro_batch_size)
+            assert least <= computed * (1 + 1e-9)
+            # Forward and backward may take longest on devices of different kinds.
+            if cluster.is_uniform:
+                assert least == pytest.approx(computed, rel=1e-9, abs=0)
 
 
 @given(cases(5))

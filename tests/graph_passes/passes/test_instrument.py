@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graph_passes.errors import GraphError
+from graph_passes.ir.graph import topological
 from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
 from graph_passes.passes.instrument import Instrument, timed_nodes
 from tests.graph_passes.builders import assert_graph, graph, refused
@@ -47,8 +48,22 @@ def test_a_call_is_stamped_when_its_inputs_are_there_and_when_it_has_run() -> No
 
 def test_timed_nodes_are_calls_exchanges_reductions_and_updates_in_order() -> None:
     halves = "".join(f"%stage0/replica0/mb1/{op} = {op}() {{micro_batch=1, replica=0, stage=0}}\n" for op in HALVES)
-    found = timed_nodes(graph(CALLS + halves))
+    found = timed_nodes(Instrument()(graph(CALLS + halves)))
     assert [node.name.split("/")[-1] for node in found] == ["forward", "backward", *HALVES]
+
+
+def test_timed_nodes_keep_the_order_of_their_times_where_a_later_pass_moves_nodes() -> None:
+    before = """
+        %x = input() -> (float32[?])
+        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+        %stage0/replica1/mb0/forward = forward(%x:0) {micro_batch=0, replica=1, stage=0} -> (float32[?])
+        outputs %stage0/replica0/mb0/forward:0
+    """
+    after = Instrument()(graph(before))
+    moved = after.replace(nodes=(*topological(reversed(after.nodes[:-1])), after.nodes[-1]))
+    wanted = ["stage0/replica0/mb0/forward", "stage0/replica1/mb0/forward"]
+    assert [node.name for node in moved.nodes if node.op == "forward"] == wanted[::-1]
+    assert [node.name for node in timed_nodes(moved)] == [node.name for node in timed_nodes(after)] == wanted
 
 
 def test_exposed_gradients_are_the_last_outputs() -> None:
