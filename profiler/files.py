@@ -14,14 +14,14 @@ _NOT_A_FILE = "it is a device or a pipe, not a file"
 
 
 @contextlib.contextmanager
-def atomic_replacement(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path, *, follow_links: bool = True) -> Iterator[Path]:
     """Yield a path to write to; it replaces ``path`` when the block succeeds, and is removed when the block fails.
 
     It is a new, empty file; a file or a link that already has its name is deleted first. Where ``path`` is a symbolic
-    link, the file that it points to is replaced. Raises OSError for a folder, a device or a pipe, which stay as they
-    are.
+    link, the file that it points to is replaced, or without ``follow_links`` the link. Raises OSError for a folder, and
+    with ``follow_links`` for a device or a pipe, which stay as they are.
     """
-    target = _resolve(path)
+    target = _resolve(path) if follow_links else path
     part = _create_part(target)
     try:
         yield part

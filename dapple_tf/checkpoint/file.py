@@ -106,7 +106,8 @@ def write_checkpoint(
     Raises OSError if the file cannot be written; no part of it is left then.
     """
     header = _make_header(variables, {**metadata, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
-    with atomic_replacement(path) as part, part.open("r+b") as stream:
+    # Reason: in a folder that others may write, a link must not choose which file is overwritten.
+    with atomic_replacement(path, follow_links=False) as part, part.open("r+b") as stream:
         checksum = hashlib.sha256(header)
         stream.write(header)
         for _, value in zip(variables, values, strict=True):
