@@ -21,7 +21,7 @@ from graph_passes.schedules.policies import abbreviate_schedule, check_schedule,
 from graph_passes.schedules.weight_versions import Versions, WeightPolicy
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.fields import Fields
-from profiler.files import write_atomically
+from profiler.files import describe_reason, write_atomically
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
 from profiler.servers import is_finite
@@ -256,8 +256,7 @@ class Plan:
         try:
             write_atomically(Path(path), json.dumps(self.to_json(), indent=2) + "\n")
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise PlanError(f"{path}: the plan cannot be written: {why}") from error
+            raise PlanError(f"{path}: the plan cannot be written: {describe_reason(error)}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

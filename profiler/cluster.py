@@ -20,7 +20,7 @@ import yaml
 from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
 from profiler.fields import Fields
-from profiler.files import write_atomically
+from profiler.files import describe_reason, write_atomically
 from profiler.link import Link
 from profiler.link_graph import Links, join_by_switch, route
 from profiler.quote import quote
@@ -183,8 +183,7 @@ class Cluster:
         try:
             write_atomically(Path(path), text)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise ClusterError(f"{path}: the cluster cannot be written: {why}") from error
+            raise ClusterError(f"{path}: the cluster cannot be written: {describe_reason(error)}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:

@@ -52,7 +52,7 @@ def find_write_problem(path: str | os.PathLike[str]) -> str:
         if target.exists() and not os.access(target, os.W_OK):
             return f"{path} cannot be written"
     except (OSError, ValueError) as error:  # a name that is too long, a device, or a folder that may not be searched
-        return f"{path} cannot be written: {_reason(error)}"
+        return f"{path} cannot be written: {describe_reason(error)}"
     if problem := _find_parent_problem(path):
         return problem
     try:
@@ -69,8 +69,13 @@ def find_folder_problem(path: str | os.PathLike[str]) -> str:
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
-        return _reason(error)
+        return describe_reason(error)
     return ""
+
+
+def describe_reason(error: OSError | ValueError) -> str:
+    """Return why a path cannot be used: the system's words without the path, or the text of a ValueError."""
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def _find_parent_problem(path: Path) -> str:
@@ -100,7 +105,3 @@ def _create_part(target: Path) -> Path:
     part.unlink(missing_ok=True)
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return part
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return str(error.strerror if isinstance(error, OSError) else error)

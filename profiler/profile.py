@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from profiler.errors import ProfileError
 from profiler.fields import Fields
-from profiler.files import write_atomically
+from profiler.files import describe_reason, write_atomically
 from profiler.read_files import naming_file, read_json
 from profiler.topology import check_edges
 
@@ -196,8 +196,7 @@ class Profile:
         try:
             write_atomically(Path(path), json.dumps(_to_json(self), indent=2, allow_nan=False) + "\n")
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise ProfileError(f"{path}: the profile cannot be written: {why}") from error
+            raise ProfileError(f"{path}: the profile cannot be written: {describe_reason(error)}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:

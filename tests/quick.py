@@ -17,7 +17,9 @@ def at_most(seconds: float) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     begin = time.process_time()
-    yield
+    try:
+        yield
+    finally:
+        gc.unfreeze()
     took = time.process_time() - begin
-    gc.unfreeze()
     assert took <= seconds, f"it took {took:.1f} s"
