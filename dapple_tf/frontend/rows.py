@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -22,11 +23,15 @@ _ROWS = tensor("int64", 3)
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     """Return the graph in which a random draw gives the micro-batch's rows of the whole batch's draw.
 
-    Sizes of the micro-batch that the loss computes with are replaced by those of the whole batch.
+    Sizes of the micro-batch that the loss computes with are replaced by those of the whole batch. A Squeeze without
+    axes removes the axes that it removes from the whole batch.
 
     Raises CaptureError for a draw that cannot be given rows.
     """
-    if dependence is None or not (dependence.draws or dependence.sizes or dependence.shapes):
+    if dependence is None:
+        return graph
+    graph = _name_squeezed(graph, dependence.squeezed)
+    if not (dependence.draws or dependence.sizes or dependence.shapes):
         return graph
     if ROWS_NAME not in graph.by_name:
         graph = graph.replace(nodes=(Node(ROWS_NAME, ROWS_OP, (), (_ROWS,)), *graph.nodes))
@@ -35,6 +40,17 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     named = {draw.node for draw in dependence.draws if not _has_layer(graph.node(draw.node))}
     nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
     return draw_rows(graph.replace(nodes=tuple(nodes)), dependence.draws, Value(ROWS_NAME))
+
+
+def _name_squeezed(graph: Graph, squeezed: Mapping[str, tuple[int, ...]]) -> Graph:
+    """Return the graph in which each Squeeze of ``squeezed`` removes these axes only."""
+    if not squeezed:
+        return graph
+    return graph.replace(
+        nodes=tuple(
+            node.with_attrs(squeeze_dims=squeezed[node.name]) if node.name in squeezed else node for node in graph.nodes
+        )
+    )
 
 
 def _has_layer(node: Node) -> bool:

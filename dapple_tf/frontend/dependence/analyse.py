@@ -53,6 +53,15 @@ _TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
 )
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
 _SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
+RULED = frozenset(
+    {*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"}
+    | control_flow.CALLS
+    | control_flow.CONDITIONS
+    | control_flow.LOOPS
+    | control_flow.TENSOR_LISTS
+)
+"""Ops that have a rule. Draws have rules too: see ``random.is_stateless_draw``."""
+
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
 
 
@@ -94,7 +103,7 @@ class Analysis:
 
     def run(self, graph: Graph, shapes: Mapping[str, Sequence[Shape]], whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
-        scope = Scope(graph, shapes, self.batch, whole=whole)
+        scope = Scope(graph, shapes, self.batch, whole=whole, shapes_of_twice=self._shapes_of_twice)
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
@@ -159,15 +168,14 @@ class Analysis:
                 return scope.couple(node, "draws random numbers for samples inside a nested function or loop")
             return found
         rule = _RULES.get(node.op)
-        sizes = any(kind.form is Form.SIZE for kind in kinds)
-        if sizes and rule is not None and node.op not in _TAKE_SIZES:
-            if all(kind.form is Form.SIZE or kind.shared for kind in kinds):
+        if rule is None and not internals.is_op(node.op):  # an old-style call: the op has the name of the function
+            return self._call_body(scope, node, node.op, kinds)
+        if any(kind.form is Form.SIZE for kind in kinds) and node.op not in _TAKE_SIZES:
+            if all(kind.form is Form.SIZE or kind.shared for kind in kinds) and all(map(scope.fixed, node.values())):
                 return SIZE
             return scope.couple(node, f"takes the size of the micro-batch as an argument of {node.op}")
         if rule is not None:
             return rule(scope, node, kinds)
-        if not internals.is_op(node.op):  # an old-style call: the op has the name of the function
-            return self._call_body(scope, node, node.op, kinds)
         if all(kind.shared for kind in kinds):
             return shared()
         return scope.couple(node, f"applies {node.op}, which is not known to treat samples one by one")
@@ -245,7 +253,7 @@ class Analysis:
         if kind.coupled and kind.documented:
             return kind
         weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
-        if (kind.total or (kind.coupled and self._is_fixed(scope, value))) and not trained and not weighted:
+        if (kind.total or (kind.coupled and scope.fixed(value))) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
             self.combined.add(value)
@@ -267,17 +275,10 @@ class Analysis:
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
 
-    def _is_fixed(self, scope: Scope, value: Value) -> bool:
-        """Return whether the shape of ``value`` is known and the same for another batch size."""
-        if not scope.fixed(value):
-            return False
-        traced = scope.graph.type_of(value).shape.dims
-        if traced is not None and all(dim is not None and dim >= 0 for dim in traced):
-            return True
+    def _shapes_of_twice(self) -> Mapping[str, Sequence[Shape]]:
         if self._other_shapes is None:
             self._other_shapes = self.shapes_at(2 * self.batch)
-        others = self._other_shapes.get(value.node, ())
-        return value.index < len(others) and others[value.index].dims == scope.dims(value)
+        return self._other_shapes
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
@@ -315,21 +316,20 @@ def _evaluate(scope: Scope, node: Node) -> None:
 def _evaluate_shape(scope: Scope, node: Node) -> None:
     for i, value in enumerate(node.values()):
         source = node.inputs[i]
-        dims = scope.dims(source)
-        if dims is None or None in dims:
+        kind, rank = scope.kinds.get(source, CONSTANT), scope.rank(source)
+        if node.op == "Rank":
+            if rank is not None:
+                scope.numbers[value] = (np.asarray(rank),) * len(MULTIPLES)
             continue
-        kind = scope.kinds.get(source, CONSTANT)
-        found: list[Any] = []
-        for multiple in MULTIPLES:
-            lengths = [int(d or 0) * (multiple if scope.factor(source, axis) else 1) for axis, d in enumerate(dims)]
-            if node.op == "Size":
-                found.append(np.asarray(int(np.prod(lengths, dtype=np.int64))))
-            else:
-                found.append(np.asarray(len(lengths) if node.op == "Rank" else lengths, np.int64))
-        scope.numbers[value] = tuple(found)
+        lengths = scope.shape_numbers(source)
+        if lengths is None or rank is None:
+            continue
+        if node.op == "Size":
+            lengths = tuple(np.prod(dims, dtype=np.int64) for dims in lengths)
+        scope.numbers[value] = lengths
         if kind.rows and not kind.origin and kind.outer and node.op in ("Shape", "ShapeN"):
             scope.layouts[value] = tuple(
-                (kind.outer, kind.inner) if axis == kind.axis else None for axis in range(len(dims))
+                (kind.outer, kind.inner) if axis == kind.axis else None for axis in range(rank)
             )
 
 
@@ -356,5 +356,10 @@ def _track_layout(scope: Scope, node: Node) -> None:
             number = scope.number(value)
             entries += entry or (None,) * (0 if number is None else number.size)
         result = tuple(entries)
+    elif node.op == "BroadcastArgs":
+        width = max((scope.dims(value) or (0,))[0] or 0 for value in node.inputs)
+        padded = [(None,) * (width - len(entries or ())) + (entries or ()) for entries in known]
+        found = [{entry for entry in column if entry} for column in zip(*padded, strict=True)]
+        result = tuple(entries.pop() if len(entries) == 1 else None for entries in found)
     if result:
         scope.layouts[Value(node.name)] = tuple(result)

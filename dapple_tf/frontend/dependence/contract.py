@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.elementwise import scale_total
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
@@ -22,17 +22,23 @@ _LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
 _ENTRY_BY_ENTRY = op_names(
     "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv "
-    "Conv3DBackpropInputV2 CropAndResize DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
+    "Conv3DBackpropInputV2 DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
     "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
     "HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 LRN LRNGrad MaxPool MaxPool3D MaxPoolGrad "
     "MaxPool3DGrad MaxPoolV2 MaxPoolGradV2 RGBToHSV ResizeArea ResizeBicubic ResizeBilinear ResizeBilinearGrad "
     "ResizeBicubicGrad ResizeNearestNeighbor ResizeNearestNeighborGrad AdjustContrastv2 AdjustHue "
     "AdjustSaturation SpaceToDepth SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits"
 )
-# Those of _ENTRY_BY_ENTRY whose second operand is weights, which do not have the first axis of the data.
-_WEIGHTED = op_names(
-    "BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv Conv3DBackpropInputV2 DepthwiseConv2dNative "
-    "DepthwiseConv2dNativeBackpropInput Dilation2D FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
+# The operands of these ops that hold entries, by position; of the others of _ENTRY_BY_ENTRY it is the first one.
+_ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), (1,)),
+        **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"), (2,)),
+        **dict.fromkeys(("FusedBatchNormGradV3", "ResizeBilinearGrad", "ResizeBicubicGrad"), (0, 1)),
+        **dict.fromkeys(("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"), (0, 1)),
+        **dict.fromkeys(("ImageProjectiveTransformV2", "ImageProjectiveTransformV3"), (0, 1)),
+        **dict.fromkeys(("LRNGrad", "MaxPoolGrad", "MaxPool3DGrad", "MaxPoolGradV2"), (0, 1, 2)),
+    }
 )
 # Ops on the last two axes; all axes before them hold independent matrices.
 _MATRICES = op_names(
@@ -112,6 +118,9 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             continue
         place = (axis + 2) ^ int(bool(flip))  # 0: row, 1: column
         labels.append((-2 if free == 0 else -1) if place == free else 0)
+    for value, label, other in zip(node.inputs, labels[::-1], kinds, strict=False):
+        if not other.rows and label is not None and (label == 0 or (label < -2 and not scope.repeats(value, label))):
+            return scope.couple(node, PAIRS_SHARED)
     return _contracted(scope, node, kinds[:2], labels, rank)
 
 
@@ -166,10 +175,11 @@ def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         if output.count(label) > 1 or _expanded(term, rank).count(label) > 1:
             return scope.couple(node, "takes a diagonal over the batch")
         labels.append(output.index(label) - result if label in output else 0)
-        if label not in output:
-            contracted = [_expanded(t, scope.rank(v) or 0) for v, t in zip(node.inputs, left.split(","), strict=True)]
-            if any(label in t and not k.rows for t, k in zip(contracted, kinds, strict=True)):
-                return scope.couple(node, "contracts the batch axis with a tensor that has no samples")
+        for other, operand, axes in _terms(node, kinds, left):
+            places = _expanded(axes, scope.rank(other) or 0)
+            shares = operand.rows or label not in places or scope.repeats(other, places.index(label) - len(places))
+            if not shares or (label not in output and label in places and not operand.rows):
+                return scope.couple(node, PAIRS_SHARED)
     if 0 in labels and len({_label_of(scope, n, k, t) for n, k, t in _terms(node, kinds, left) if k.rows}) > 1:
         return scope.couple(node, "multiplies samples with each other")
     return _contracted(scope, node, kinds, labels, result or 0)
@@ -213,6 +223,8 @@ def _last_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[K
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
     if not found:
         return shared()
+    if any(not kind.rows and scope.dims(value) != () for value, kind in zip(node.inputs, kinds, strict=True)):
+        return scope.couple(node, PAIRS_SHARED)
     rank = scope.rank(node.inputs[0])
     if rank is None or any(kind.axis == rank - 1 or kind.slope for kind in found[:1]) or not _same_rows(found):
         return scope.couple(node, f"applies {node.op} along the batch axis")
@@ -231,13 +243,14 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
     if not found:
         return shared()
-    if node.op in _WEIGHTED and any(kind.rows for kind in kinds[1:2]):
-        return scope.couple(node, f"uses samples as weights of {node.op}")
+    entries = _ENTRIES.get(node.op, (0,))
+    if any(kind.rows for i, kind in enumerate(kinds) if i not in entries):
+        return scope.couple(node, f"uses samples as weights or parameters of {node.op}")
+    if not all(kinds[i].rows or (scope.dims(node.inputs[i]) or (None,))[0] == 1 for i in entries):
+        return scope.couple(node, PAIRS_SHARED)
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
         why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
         return scope.couple(node, why)
-    if node.op == "CropAndResize":
-        return scope.couple(node, "picks images of the batch by index")
     kind = next((kind for kind in found if kind.outer), found[0])
     if node.op.startswith("FusedBatchNorm"):
         return [kind, *[shared()] * (len(node.outputs) - 1)]
@@ -253,6 +266,9 @@ def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Ki
     rank = scope.rank(node.inputs[0])
     if any(scope.rank(value) != rank for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows):
         return scope.couple(node, f"applies {node.op} to operands of different ranks")
+    others = [value for value, kind in zip(node.inputs, kinds, strict=True) if not kind.rows]
+    if not all(scope.repeats(value, found[0].axis - (rank or 0)) for value in others):
+        return scope.couple(node, PAIRS_SHARED)
     core = 1 if node.op in ("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3", "FFT", "IFFT", "RFFT", "IRFFT") else 2
     if rank is None or not kinds[0].rows or kinds[0].axis >= rank - core or not _same_rows(found) or kinds[0].slope:
         return scope.couple(node, f"applies {node.op} to a matrix of samples")

@@ -144,6 +144,7 @@ class _Decision:
             draws=self._draws(),
             sizes=self._sizes(),
             shapes=self._shapes(self.once),
+            squeezed=MappingProxyType(self.scope.squeezed),
             exactness=Exactness(tuple(self.reasons)),
             kinds=self.scope.kinds,
             tail=self.tail,

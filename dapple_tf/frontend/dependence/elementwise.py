@@ -34,6 +34,7 @@ _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
 _QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
+PAIRS_SHARED = "pairs samples, by their positions, with entries of a tensor that all micro-batches share"
 _LINEAR_UNARY = op_names(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
     "Imag Conj Cast DeepCopy"
@@ -173,7 +174,7 @@ def _of_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 
 def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    if node.op == "Select" and scope.rank(node.inputs[0]) != scope.rank(node.inputs[1]):
+    if node.op == "Select" and scope.rank(node.inputs[0]) != scope.rank(node.inputs[1]) and scope.rank(node.inputs[0]):
         return _select_rows(scope, node, kinds)
     batched = [(value, kind) for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows]
     ranks = [scope.rank(value) for value in node.inputs]
@@ -183,6 +184,9 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     from_right = {kind.axis - (scope.rank(value) or 0) for value, kind in batched}
     if len(from_right) > 1:
         return scope.couple(node, "pairs each sample with others (its operands have the batch on different axes)")
+    others = [value for value, kind in zip(node.inputs, kinds, strict=False) if not kind.rows]
+    if not all(scope.repeats(value, axis) for value in others for axis in from_right):
+        return scope.couple(node, PAIRS_SHARED)
     layouts = {kind.layout for _, kind in batched if kind.outer}
     if len(layouts) > 1:
         return scope.couple(node, "combines rows of the batch in different orders, or chosen by different data")
@@ -193,7 +197,7 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def _select_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a ``Select`` whose condition is a vector: it has an entry for each entry of axis 0."""
-    aligned = all(kind.shared or (kind.rows and not kind.axis and not kind.slope) for kind in kinds)
+    aligned = all(kind.rows and not kind.axis and not kind.slope for kind in kinds)
     layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
     if not aligned or len(layouts) > 1:
         return scope.couple(node, "chooses between rows of the batch that are in different orders")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
@@ -33,12 +34,12 @@ def _concat(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if len({kind.axis for kind in found}) > 1:
         return scope.couple(node, "concatenates tensors that have the batch on different axes")
     axis, first = found[0].axis, next((kind for kind in found if kind.outer), found[0])
+    if len(found) < len(data):
+        return scope.couple(node, "concatenates the batch with rows that are no samples of it")
     if axes[0] != axis:
         if len({kind.layout for kind in found if kind.outer}) > 1:
             return scope.couple(node, "concatenates rows of the batch that are in different orders")
         return dataclasses.replace(first, slope=_concat_slopes(scope, node, data, axes[0] == rank - 1))
-    if len(found) < len(data):
-        return scope.couple(node, "concatenates the batch with rows that are no samples of it")
     if any(kind.origin or kind.inner != first.inner or kind.slope or not kind.outer for kind in found):
         return scope.couple(node, "concatenates along the batch axis")
     return dataclasses.replace(first, outer=sum(kind.outer for kind in found))
@@ -64,6 +65,8 @@ def _pack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     rank = scope.rank(Value(node.name))
     if rank is None:
         return scope.couple(node, "stacks tensors of unknown rank")
+    if len(found) < len(kinds):
+        return scope.couple(node, PAIRS_SHARED)
     if len({kind.axis for kind in found}) > 1 or len({kind.layout for kind in found if kind.outer}) > 1:
         return scope.couple(node, "stacks rows of the batch that are in different orders")
     new = attr(node, "axis", 0) % rank
@@ -126,7 +129,8 @@ def _reverse_sequence(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not found:
         return next((kind for kind in kinds if kind.coupled or kind.total), shared())
     inside = kinds[0].rows and attr(node, "seq_dim", 0) != kinds[0].axis and not kinds[0].slope
-    if inside and (kinds[1].shared or (kinds[1].rows and attr(node, "batch_dim", 0) == kinds[0].axis)):
+    own = attr(node, "batch_dim", 0) == kinds[0].axis  # each sample has a length of its own
+    if inside and (kinds[1].rows and kinds[1].layout == kinds[0].layout if own else kinds[1].shared):
         return kinds[0]
     return scope.couple(node, "moves samples along the batch axis (ReverseSequence)")
 
@@ -148,17 +152,29 @@ def _shape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind
     return found
 
 
+def _broadcast_args(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of the shape that two shapes broadcast to."""
+    if any(kind.rows or kind.total for kind in kinds):
+        return scope.couple(node, "broadcasts shapes that depend on samples")
+    return SIZE if any(kind.form is Form.SIZE for kind in kinds) else shared()
+
+
 def _range(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.rows or kind.total for kind in kinds):
         return scope.couple(node, "makes a range whose limits depend on samples")
     if all(kind.shared for kind in kinds):
         return shared()
-    start, step = scope.number(node.inputs[0]), scope.number(node.inputs[2])
-    axes = scope.batch_axes(Value(node.name))
-    if start is None or int(start) or step is None or len(axes) != 1:
+    start, end, step = scope.number(node.inputs[0]), scope.lengths(node.inputs[1]), scope.number(node.inputs[2])
+    if (
+        start is None
+        or int(start)
+        or step is None
+        or int(step) < 1
+        or end is None
+        or int(end[0]) % (scope.batch * step)
+    ):
         return scope.couple(node, "makes a range over the batch that does not start at 0, or cannot be inferred")
-    inner = axes[0][1]
-    return dataclasses.replace(rows(0, 1, inner), slope=(int(step) * inner,))
+    return dataclasses.replace(rows(0, 1, int(end[0]) // (scope.batch * step)), slope=(int(end[0]) // scope.batch,))
 
 
 def _fill(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
@@ -219,6 +235,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Size": _shape,
         "Rank": _shape,
         "Range": _range,
+        "BroadcastArgs": _broadcast_args,
         "SpaceToBatchND": _space_to_batch,
         "BatchToSpaceND": _space_to_batch,
     }

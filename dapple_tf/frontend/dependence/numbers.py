@@ -5,6 +5,7 @@ A number that is equal for all three does not depend on the batch size; equal di
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,12 +53,21 @@ def affine(numbers: Numbers, batch: int) -> tuple[Any, Any] | None:
 def holds_for_all_sizes(node: Node, inputs: Sequence[Numbers], batch: int) -> bool:
     """Return whether the results of an integer op at three batch sizes tell its results at all others.
 
-    An op that compares or rounds may give the same at these three sizes and another result for small batches.
+    An op that compares, rounds, or picks by a position may give the same at these three sizes and another result for
+    small batches.
     """
-    if node.op not in _PIECEWISE or not any(map(varies, inputs)):
+    changing = {i for i, numbers in enumerate(inputs) if varies(numbers)}
+    if not changing:
         return True
-    if node.op in ("Select", "SelectV2"):
-        return not varies(inputs[0])
+    if node.op in _MOVED:
+        return changing <= set(range(len(inputs))[_MOVED[node.op]])
+    if node.op == "DynamicStitch":
+        return min(changing) >= len(inputs) // 2
+    if node.op == "Cast" and dict(node.attrs)["DstT"] == DType("bool"):
+        zero = (np.asarray(0),) * len(inputs[0])
+        return holds_for_all_sizes(dataclasses.replace(node, op="NotEqual"), [inputs[0], zero], batch)
+    if node.op not in _PIECEWISE:
+        return True
     if len(inputs) != 2:
         return False
     if node.op in ("FloorDiv", "FloorMod"):
@@ -183,9 +193,16 @@ _SIGNS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("Maximum", "Minimum"), np.greater_equal),
 }
 _PIECEWISE = frozenset(
-    {*_SIGNS, "Equal", "NotEqual", "FloorDiv", "FloorMod", "Select", "SelectV2", "Abs", "Max", "Min", "All", "Any"}
+    {*_SIGNS, "Equal", "NotEqual", "FloorDiv", "FloorMod", "Abs", "Max", "Min", "All", "Any"}
     | {"LogicalAnd", "LogicalOr", "LogicalNot", "Range", "InvertPermutation"}
 )
+
+# Ops that move numbers: the operands that are moved. The others are positions, axes and shapes.
+_MOVED: Mapping[str, slice] = {
+    **dict.fromkeys(("StridedSlice", "Slice", "GatherV2", "Reshape", "ExpandDims", "SplitV", "Prod", "Sum"), slice(1)),
+    **dict.fromkeys(("Split", "Fill", "Select", "SelectV2"), slice(1, None)),
+    "ConcatV2": slice(-1),
+}
 
 _RULES: dict[str, Callable[..., Any]] = {
     **{op: (lambda attrs, x, y, f=f: f(x, y)) for op, f in _BINARY.items()},

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.ragged import reduce_rows
@@ -37,7 +38,9 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not source.rows:
         if index.slope:
             return _positions_as_numbers(scope, node)
-        return index.at(axis + index.axis - (batch_dims if index.axis >= batch_dims else axis))
+        if index.axis < batch_dims:
+            return scope.couple(node, PAIRS_SHARED)
+        return index.at(axis + index.axis - batch_dims)
     if source.axis < min(batch_dims, axis):
         fits = index.layout == source.layout or 0 in (index.outer, source.outer)
         if index.rows and index.axis == source.axis and fits and not index.slope:
@@ -50,7 +53,7 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
         return source.at(source.axis + (index_rank - batch_dims - 1 if source.axis > axis else 0))
     # The gathered axis is the batch's: each index must point to the sample that it belongs to.
-    if index.rows and index.slope == (source.inner,) and source.outer == 1 and not source.origin and not source.slope:
+    if len(index.slope) == 1 and _names_own(source, index, index.slope[0]):
         return index.plain().at(axis + index.axis)
     return scope.couple(node, "picks samples of the batch by index")
 
@@ -66,6 +69,11 @@ def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
     if Form.SIZE in (source.form, index.form):
         return SIZE
     return shared()
+
+
+def _names_own(source: Kind, index: Kind, slope: int) -> bool:
+    """Return whether an index with this slope, into the batch axis of ``source``, names each sample's own rows."""
+    return index.rows and slope == source.inner and source.outer == 1 and not source.origin and not source.slope
 
 
 def _positions_as_numbers(scope: Scope, node: Node) -> Kind:
@@ -95,9 +103,20 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
         return source.at(source.axis - depth + index_rank - 1)
     others = [slope for axis, slope in enumerate(wide) if axis != source.axis]
-    if index.rows and wide[source.axis] == source.inner and not any(others) and source.outer == 1 and not source.origin:
+    if _names_own(source, index, wide[source.axis]) and not any(others):
         return index.plain()
     return scope.couple(node, "picks samples of the batch by index")
+
+
+def _crop(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of crops of images: each box must be of the image of its own sample."""
+    images, boxes, index, size = kinds
+    if not only_rows(kinds):
+        return scope.couple(node, "crops a sum or mean over the batch") if any(k.total for k in kinds) else shared()
+    aligned = boxes.rows and boxes.axis == 0 and boxes.layout == index.layout and not boxes.slope and size.shared
+    if aligned and images.rows and not images.axis and index.slope and _names_own(images, index, index.slope[0]):
+        return boxes if boxes.outer else index.plain()
+    return scope.couple(node, "picks images of the batch by index")
 
 
 def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -176,7 +195,11 @@ def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "counts values of a sum over the batch")
     if not only_rows(kinds):
         return shared()
-    if scope.rank(node.inputs[0]) == 1 and not attr(node, "binary_output", False) and not kinds[0].slope:
+    values, weights = kinds[0], kinds[2]
+    weighted = weights.rows and weights.axis == values.axis and weights.layout == values.layout and not weights.slope
+    unweighted = weights.shared and 0 in (scope.dims(node.inputs[2]) or ())
+    counts = values.rows and scope.rank(node.inputs[0]) == 1 and not attr(node, "binary_output", False)
+    if counts and (weighted or unweighted) and kinds[1].shared and not values.slope:
         return Kind(Form.SUM)
     return scope.couple(node, "counts values of the samples")
 
@@ -197,9 +220,12 @@ def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     plain = target.rows and target.axis == 0 and target.outer == 1 and not target.origin
     if plain and index.rows and index.axis == 0 and wide[:1] == (target.inner,) and not any(wide[1:]):
         own = updates.rows and updates.axis == 0 and updates.origin == index.origin
-        return target if updates.shared or own else scope.couple(node, "writes samples to positions of others")
+        return target if own else scope.couple(node, "writes samples to positions of others")
     if index.shared and updates.rows and target.rows and depth is not None and depth <= target.axis:
-        return target
+        rank = scope.rank(node.inputs[0 if node.op == "ScatterNd" else 1])
+        aligned = rank is not None and updates.axis == target.axis - depth + rank - 1
+        if aligned and (updates.layout == target.layout or 0 in (updates.outer, target.outer)):
+            return target if target.outer else dataclasses.replace(target, outer=updates.outer, inner=updates.inner)
     return scope.couple(node, "writes samples to positions of others")
 
 
@@ -220,6 +246,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "ResourceGather": _gather,
         "GatherNd": _gather_nd,
         "ResourceGatherNd": _gather_nd,
+        "CropAndResize": _crop,
         "OneHot": _one_hot,
         "LookupTableFindV2": _look_up,
         "Where": _where,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.draw_layouts import DRAW_INPUTS, ROW_PARAMETERS
 from graph_passes.ir.graph import Node, Value
 
 _PREFIX = "Stateless"
@@ -37,4 +39,8 @@ def stateless_draw(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     outer, inner = layout or (1, 1)
     if outer * inner != factor:
         return scope.couple(node, "draws random numbers for several rows a sample, in an order that cannot be inferred")
+    parameters = zip(DRAW_INPUTS.get(node.op, ()), node.inputs, strict=False)
+    behind = axis - (scope.rank(Value(node.name)) or 0)
+    if not all(scope.repeats(value, behind) for name, value in parameters if name in ROW_PARAMETERS):
+        return scope.couple(node, PAIRS_SHARED)
     return rows(axis, outer, inner)

@@ -96,6 +96,9 @@ def _squeeze(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     removed = {axis % rank for axis in named}
     if not named:
         removed = {axis for axis, dim in enumerate(scope.dims(node.inputs[0]) or ()) if dim == 1}
+        if scope.nested:
+            return scope.couple(node, "squeezes the batch axis of a single sample, in a nested function: name the axes")
+        scope.squeezed[node.name] = tuple(sorted(removed))
     if kinds[0].axis in removed or (after is not None and after != rank - len(removed)):
         return scope.couple(node, "squeezes the batch axis")
     slope = kinds[0].slope

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dapple_tf.frontend.dependence.kinds import Kind, coupled
+from dapple_tf.frontend.dependence.kinds import CONSTANT, Kind, coupled
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, Value
 
@@ -24,8 +24,9 @@ class Scope:
     so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
     the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
     sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
-    mean; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``: this is the body of a
-    function, whose ops cannot be given other operands.
+    mean; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
+    the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
+    other operands. ``shapes_of_twice``: returns the shapes for twice as many samples.
     """
 
     graph: Graph
@@ -37,8 +38,10 @@ class Scope:
     sizes: dict[tuple[str, int], Value] = field(default_factory=dict)
     mean_sizes: set[Value] = field(default_factory=set)
     once_sizes: set[Value] = field(default_factory=set)
+    squeezed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: frozenset[Value] = frozenset()
     nested: bool = False
+    shapes_of_twice: Callable[[], Mapping[str, Sequence[Shape]]] = dict
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:
         """Return the lengths of the axes of ``value``, None where one is unknown; None for an unknown rank."""
@@ -78,10 +81,45 @@ class Scope:
         found = ((axis, self.factor(value, axis)) for axis in range(self.rank(value) or 0))
         return [(axis, factor) for axis, factor in found if factor]
 
+    def repeats(self, value: Value, axis: int) -> bool:
+        """Return whether all samples share the entries of ``value``, which is not rows: an axis has one, or is missing.
+
+        ``axis`` is counted from the right: -1 is the last.
+        """
+        dims = self.dims(value)
+        return dims is not None and (len(dims) < -axis or dims[axis] == 1)
+
+    def shape_numbers(self, value: Value) -> Numbers | None:
+        """Return the shape of ``value`` as numbers; None where an axis is unknown or not affine in the batch size."""
+        dims = self.dims(value)
+        found = [] if dims is None else [self._length_numbers(value, axis, dim) for axis, dim in enumerate(dims)]
+        known = [numbers for numbers in found if numbers is not None]
+        if dims is None or len(known) < len(dims):
+            return None
+        return tuple(np.array([numbers[i] for numbers in known], np.int64) for i in range(len(MULTIPLES)))
+
+    def _length_numbers(self, value: Value, axis: int, length: int | None) -> tuple[int, ...] | None:
+        """Return the length of an axis at the multiples of the batch size."""
+        kind, traced = self.kinds.get(value, CONSTANT), self.graph.type_of(value).shape.dims
+        if length is None:
+            return None
+        if kind.rows or (traced is not None and (traced[axis] or 0) > 0):
+            return tuple(length * multiple if self.factor(value, axis) else length for multiple in MULTIPLES)
+        others = self.shapes_of_twice().get(value.node, ())
+        dims = (others[value.index].dims if value.index < len(others) else None) or ()
+        twice = dims[axis] if axis < len(dims) else None
+        if twice is None or (twice - length) % self.batch:
+            return None
+        scale = (twice - length) // self.batch
+        offset = length - scale * self.batch
+        if scale + offset < 0:  # of one sample: it is no affine length, such as that of all pairs of samples
+            return None
+        return tuple(scale * multiple * self.batch + offset for multiple in MULTIPLES)
+
     def fixed(self, value: Value) -> bool:
         """Return whether the shape of ``value`` is known and does not depend on the batch."""
-        dims = self.dims(value)
-        return dims is not None and None not in dims and not self.batch_axes(value)
+        numbers = self.shape_numbers(value)
+        return numbers is not None and not varies(numbers)
 
     def number(self, value: Value) -> Any | None:
         """Return the NumPy value of small integers, or None where they are unknown or depend on the batch size."""

@@ -155,7 +155,31 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "einsum of two sums": (lambda b: tf.einsum("ik,jk->k", b.z, b.z), "multiplies samples with each other"),
     "einsum of the batch with none": (
         lambda b: tf.einsum("ij,ik->jk", tf.ensure_shape(b.z, [9, 4]), tf.ones([9, 2], tf.float64)),
-        "contracts the batch axis with a tensor that has no samples",
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "einsum of samples and as many of a constant": (
+        lambda b: tf.einsum("ij,ij->i", tf.ensure_shape(b.z, [9, 4]), tf.ones([9, 4], tf.float64)),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "matmul of the batch with none": (
+        lambda b: tf.matmul(tf.ensure_shape(b.z, [9, 4]), tf.ones([9, 2], tf.float64), transpose_a=True),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "a matrix of each sample times one of a constant": (
+        lambda b: tf.ensure_shape(b.z, [9, 4])[:, None] @ tf.ones([9, 4, 1], tf.float64),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "labels that are constants": (
+        lambda b: tf.nn.softmax_cross_entropy_with_logits(tf.ones([9, 4], tf.float64), tf.ensure_shape(b.z, [9, 4])),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "systems of equations with constant sides": (
+        lambda b: tf.linalg.triangular_solve(tf.ensure_shape(b.z, [9, 4])[:, :1, None], tf.ones([9, 1, 2], tf.float64)),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "whether constants are among the best": (
+        lambda b: tf.math.in_top_k(tf.ones([9], tf.int32), tf.cast(tf.ensure_shape(b.z, [9, 4]), tf.float32), 2),
+        "with entries of a tensor that all micro-batches share",
     ),
     "argmax over the batch": (lambda b: tf.argmax(b.z, 0), "applies ArgMax along the batch axis"),
     "cumsum over the batch": (lambda b: tf.cumsum(b.z, 0), "applies Cumsum along the batch axis"),
@@ -171,7 +195,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     ),
     "a convolution with rows as its kernel": (
         lambda b: tf.nn.conv2d(tf.ones([1, 9, 9, 1]), tf.cast(b.z[..., None, None], tf.float32), 1, "SAME"),
-        "uses samples as weights of Conv2D",
+        "uses samples as weights or parameters of Conv2D",
     ),
     "batch norm in training mode": (
         lambda b: tf.compat.v1.nn.fused_batch_norm(images(b), [1.0], [0.0], is_training=True)[0],

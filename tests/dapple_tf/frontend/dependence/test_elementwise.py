@@ -80,6 +80,30 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "positions less positions": (lambda b: tf.range(b.n) - tf.range(b.n) + b.y, Form.ROWS),
     "positions compared with positions": (lambda b: tf.range(b.n) == tf.range(b.n) + 0, Form.ROWS),
     "zeros like rows": (lambda b: tf.zeros_like(b.z), Form.ROWS),
+    "old-style select by a scalar": (
+        lambda b: tf.raw_ops.Select(condition=tf.reduce_sum(b.x) > 0, x=tf.transpose(b.z), y=tf.transpose(b.x)),
+        Form.ROWS,
+    ),
+    "rows over the length of the batch and one sample": (
+        lambda b: b.z / tf.cast(tf.shape(tf.concat([b.x, b.x[:1]], 0))[0], tf.float64),
+        Form.ROWS,
+    ),
+    "rows over the number of neighbours": (
+        lambda b: b.z / tf.cast(tf.shape(b.x[1:])[0], tf.float64),
+        Form.ROWS,
+    ),
+    "rows over the number of pairs": (
+        lambda b: b.z / tf.cast(tf.size(tf.reshape(b.x[:, None] * b.x[None], [-1])), tf.float64),
+        Form.ROWS,
+    ),
+    "rows times the first of some constants": (
+        lambda b: b.z * tf.cast(tf.reduce_sum(tf.constant([1, 2, 3, 4])[: b.n]), tf.float64),
+        Form.ROWS,
+    ),
+    "rows times whether there are more samples than one": (
+        lambda b: b.z * tf.cast(tf.cast(b.n - 1, tf.bool), tf.float64),
+        Form.ROWS,
+    ),
 }
 
 COUPLED: dict[str, tuple[Compute, str]] = {
@@ -114,6 +138,20 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "positions as numbers": (lambda b: tf.cast(tf.range(b.n), tf.float64) * b.z[:, 0], "positions of samples"),
     "positions compared with a number": (lambda b: tf.range(b.n) < 3, "positions of samples"),
     "the sign of positions": (lambda b: tf.sign(tf.range(b.n) - 2), "positions of samples"),
+    "as many constants as samples": (
+        lambda b: tf.ensure_shape(b.z, [9, 4]) * tf.ones([9, 1], tf.float64),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "rows and a tensor with a length that the batch sets": (
+        lambda b: b.z * tf.math.top_k(tf.range(20.0, dtype=tf.float64), b.n).values[:, None],
+        "size of the micro-batch",
+    ),
+    "old-style select of constants by a vector": (
+        lambda b: tf.raw_ops.Select(
+            condition=tf.ensure_shape(b.mask, [9]), x=tf.ensure_shape(b.z, [9, 4]), y=tf.ones([9, 4], tf.float64)
+        ),
+        "chooses between rows",
+    ),
     "chosen by a sum": (lambda b: tf.where(total(b) > 0, b.z, -b.z), "not linear"),
 }
 

@@ -22,6 +22,7 @@ ROWS: dict[str, tuple[Compute, tuple[int, int, int]]] = {
     "an axis in front": (lambda b: b.z[None], (1, 1, 1)),
     "an axis behind": (lambda b: b.z[..., None], (0, 1, 1)),
     "squeeze": (lambda b: tf.squeeze(b.z[None], 0), (0, 1, 1)),
+    "squeeze of all axes of length 1": (lambda b: tf.squeeze(b.z[None, :, None]), (0, 1, 1)),
     "columns": (lambda b: b.z[:, 1:3], (0, 1, 1)),
     "one column": (lambda b: b.z[:, 0], (0, 1, 1)),
     "columns backwards": (lambda b: b.z[:, ::-1], (0, 1, 1)),
@@ -84,6 +85,14 @@ TOTALS: dict[str, tuple[Compute, Form]] = {
         Form.SHARED,
     ),  # of the whole batch, once
     "the batch size": (lambda b: b.n, Form.SIZE),
+    "a shape that shapes broadcast to": (
+        lambda b: tf.broadcast_dynamic_shape(tf.shape(b.z), tf.constant([3, 1, 4])),
+        Form.SIZE,
+    ),
+    "a shape that constants broadcast to": (
+        lambda b: tf.broadcast_dynamic_shape(tf.shape(b.z)[1:], tf.constant([3, 1])),
+        Form.SHARED,
+    ),
     "the shape": (lambda b: tf.shape(b.z), Form.SIZE),
     "a slice of the shape": (lambda b: tf.shape(b.z)[:1] * 2, Form.SIZE),
 }
@@ -137,6 +146,18 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "concat of rows in different orders": (
         lambda b: tf.concat([tf.tile(b.z, [2, 1]), tf.repeat(b.x, 2, axis=0)], 1),
         "different orders",
+    ),
+    "concat with as many constants as samples": (
+        lambda b: tf.concat([tf.ensure_shape(b.z, [9, 4]), tf.ones([9, 1], tf.float64)], 1),
+        "rows that are no samples",
+    ),
+    "stack with as many constants as samples": (
+        lambda b: tf.stack([tf.ensure_shape(b.z, [9, 4]), tf.ones([9, 4], tf.float64)]),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "reverse by as many constant lengths as samples": (
+        lambda b: tf.reverse_sequence(tf.ensure_shape(b.z, [9, 4]), tf.constant([2] * 9), seq_axis=1),
+        "moves samples along the batch axis",
     ),
     "stack of rows in different orders": (
         lambda b: tf.stack([tf.tile(b.z, [2, 1]), tf.repeat(b.x, 2, axis=0)]),

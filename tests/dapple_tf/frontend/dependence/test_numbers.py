@@ -19,7 +19,7 @@ from dapple_tf.frontend.dependence.numbers import (
     varies,
 )
 from dapple_tf.frontend.node_attributes import read_attribute
-from graph_passes.ir.graph import Node, tensor
+from graph_passes.ir.graph import DType, Node, tensor
 from tests.dapple_tf.frontend.dependence.evaluation import Compute, analyse, make_loss
 
 
@@ -62,10 +62,19 @@ N_SAMPLES = arrays(10, 20, 30)
         ("FloorMod", arrays(5, 5, 5), False),
         ("Mul", arrays(3, 3, 3), True),
         ("LogicalAnd", N_SAMPLES, False),
+        ("GatherV2", arrays(2, 2, 2), True),
+        ("GatherV2", N_SAMPLES, False),
+        ("DynamicStitch", arrays(2, 2, 2), False),
     ],
 )
 def test_results_at_three_sizes_hold_for_all(op: str, operand: Numbers, holds: bool) -> None:
     assert holds_for_all_sizes(Node("node", op), [N_SAMPLES, operand], 10) is holds
+
+
+@pytest.mark.parametrize(("offset", "holds"), [(0, True), (1, True), (-1, False), (-10, False)])
+def test_whether_there_are_any_holds_for_all_sizes_if_it_holds_for_one_sample(offset: int, holds: bool) -> None:
+    node = Node("node", "Cast").with_attrs(DstT=DType("bool"))
+    assert holds_for_all_sizes(node, [arrays(10 + offset, 20 + offset, 30 + offset)], 10) is holds
 
 
 def test_numbers_vary_or_not() -> None:

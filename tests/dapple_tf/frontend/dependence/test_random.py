@@ -33,6 +33,20 @@ ROWS: dict[str, tuple[Compute, tuple[int, int, int]]] = {
     ),
     "integers": (lambda b: tf.random.stateless_uniform([b.n], SEED, 0, 7, tf.int32), (0, 1, 1)),
     "truncated": (lambda b: tf.random.stateless_truncated_normal([b.n, 8], SEED, dtype=tf.float64), (0, 1, 1)),
+    "like two rows that broadcast": (
+        lambda b: draw(*tf.unstack(tf.broadcast_dynamic_shape(tf.shape(b.z), tf.constant([5, 1, 4])), 3)),
+        (1, 1, 1),
+    ),
+    "like a concat along the batch that broadcasts": (
+        lambda b: tf.random.stateless_normal(
+            tf.broadcast_dynamic_shape(tf.shape(tf.concat([b.z, b.x], 0)), tf.constant([1, 4])), SEED, dtype=tf.float64
+        ),
+        (0, 2, 1),
+    ),
+    "gamma of one shape for all": (
+        lambda b: tf.random.stateless_gamma([b.n, 4], SEED, tf.constant([1.0, 2, 3, 4], tf.float64), dtype=tf.float64),
+        (0, 1, 1),
+    ),
     "dropout": (lambda b: tf.nn.experimental.stateless_dropout(b.z, 0.5, SEED), (0, 1, 1)),
 }
 
