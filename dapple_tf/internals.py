@@ -17,7 +17,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
@@ -321,6 +323,13 @@ def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
 def is_op(name: str) -> bool:
     """Return whether TensorFlow has an op of this name (``op_def_registry``)."""
     return op_def_registry.get(name) is not None
+
+
+def op_names() -> list[str]:
+    """Return the names of all ops of the installed TensorFlow (``TF_GetAllOpList``)."""
+    listed = op_def_pb2.OpList()
+    listed.ParseFromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
+    return [definition.name for definition in listed.op]
 
 
 def is_stateful_op(name: str) -> bool:

@@ -1,8 +1,9 @@
 """Hooks of mkdocs: write the pages that are generated from the code, so that they cannot differ from it.
 
-``architecture/ops.md`` comes from the op table, ``architecture/modules.md`` from the first line of every module,
+``architecture/ops.md`` comes from the op table, ``architecture/tensorflow_ops.md`` from the census of TensorFlow's
+ops (which loads TensorFlow), ``architecture/modules.md`` from the first line of every module,
 ``reference/cli.md`` from the commands, and ``reference/api.md`` lists the names of ``dapple_tf.__all__``: mkdocstrings
-puts their docstrings in place of the ``:::`` lines. Nothing here imports TensorFlow.
+puts their docstrings in place of the ``:::`` lines.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def generated_pages() -> dict[str, str]:
     return {
         "architecture/modules.md": modules_page(),
         "architecture/ops.md": ops_page(),
+        "architecture/tensorflow_ops.md": tensorflow_ops_page(),
         "reference/api.md": api_page(),
         "reference/cli.md": command_line_page(),
     }
@@ -65,6 +67,20 @@ Every node of a [pipelined graph](ir.md#the-call-level) has one of these operati
 `graph_passes/ir/verify.py` checks each node against this table, which is defined in `graph_passes/ir/ops.py`.
 
 {ops_table_markdown()}
+"""
+
+
+def tensorflow_ops_page() -> str:
+    """Return the page of the ops of the installed TensorFlow, by how the analysis decides about them."""
+    from dapple_tf.frontend.dependence.census import census_markdown  # not at the top: it loads TensorFlow
+
+    return f"""# TensorFlow's operations
+
+How the [analysis of a loss](../guide/exactness.md) decides what an operation of TensorFlow does with samples, for every
+operation of the installed TensorFlow. The rules are in `dapple_tf/frontend/dependence`, the classes in `census.py`
+there; a test fails where an operation of a newer TensorFlow has none.
+
+{census_markdown()}
 """
 
 

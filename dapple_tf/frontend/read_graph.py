@@ -13,7 +13,7 @@ from dapple_tf.frontend.tables import TABLE_READS
 from graph_passes.ir.graph import DType, Effect, Graph, Node, Shape, TensorType, Value, attributes, topological
 
 _READS = TABLE_READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
-_RANDOM = frozenset(
+HIDDEN_DRAWS = frozenset(
     {
         "RandomUniform",
         "RandomUniformInt",
@@ -30,6 +30,8 @@ _RANDOM = frozenset(
         "FixedUnigramCandidateSampler",
     }
 )
+"""Ops that draw from a generator's hidden state."""
+
 _CALLS = frozenset(
     {
         "While",
@@ -110,7 +112,7 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
     """Return an op's side effect, and the names of the variables that it writes."""
     if op.type in _READS:
         return Effect.READ, ()
-    if op.type in _RANDOM:
+    if op.type in HIDDEN_DRAWS:
         return Effect.RANDOM, ()
     if op.type not in _CALLS and not _is_stateful(op.type):
         return Effect.PURE, ()  # calls are checked below: TensorFlow gives some random calls a stateless op
@@ -127,7 +129,7 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
     if op.type in _CALLS:
         stateful = find_stateful_ops(called_functions(op.node_def), bodies)
         if stateful:
-            return (Effect.RANDOM if stateful <= _RANDOM else Effect.SIDE), ()
+            return (Effect.RANDOM if stateful <= HIDDEN_DRAWS else Effect.SIDE), ()
         return (Effect.READ if resources else Effect.PURE), ()
     return Effect.SIDE, ()
 

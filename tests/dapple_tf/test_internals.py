@@ -939,3 +939,9 @@ def test_constant_value() -> None:
     function.get_concrete_function(tf.TensorSpec([6, 2]), tf.TensorSpec([4, 5]))
     assert [None if value is None else value.tolist() for value in values] == [12, [4, 5], None, [3]]
     assert values[1].dtype == np.int64
+
+
+def test_the_names_of_all_ops_are_those_of_the_registry() -> None:
+    names = internals.op_names()
+    assert {"AddV2", "Unique", "AssignVariableOp"} <= set(names)
+    assert all(map(internals.is_op, names))
