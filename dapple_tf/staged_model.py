@@ -23,7 +23,7 @@ from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Function, Graph, Node, attributes
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
-from graph_passes.passes.backward import StageGradients, prune_gradients, sparse_parts, split_backward
+from graph_passes.passes.backward import StageGradients, prune_gradients, send_captured, sparse_parts, split_backward
 from graph_passes.passes.function_parts import has_joins
 from graph_passes.passes.gather_slices import SparsePart
 from graph_passes.passes.microbatch import MergeKind, merge_kind
@@ -136,6 +136,7 @@ def stage_model(
     scaled = optimizer is not None and scales_loss(optimizer)
     joint, gradients = differentiate(captured, stages, sparse=sparse, scaled=scaled)
     pruned = prune_gradients(joint, gradients)
+    stages = send_captured(stages, joint, pruned)
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
     if tail := build_tail(stages, joint, pruned[-1]):
         functions[-1] = (*functions[-1], tail)

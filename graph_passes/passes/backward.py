@@ -96,6 +96,64 @@ def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[
     return tuple(pruned)
 
 
+def send_captured(stages: StageGraph, joint: Graph, gradients: Sequence[StageGradients]) -> StageGraph:
+    """Return the stages that also send each other the tensors which the gradients of later stages capture.
+
+    A custom gradient may use any tensor that was computed before it. Where a stage computes that tensor, and a later
+    one the gradient, it becomes a boundary tensor of both, and of the stages in between. ``joint``: the graph after
+    differentiation. Raises PartitionError for a tensor that cannot leave its device.
+    """
+    inputs = [list(stage.inputs) for stage in stages.stages]
+    outputs = [list(stage.outputs) for stage in stages.stages]
+    for stage in stages.stages:
+        for value in _captured(stages, stage, joint, gradients[stage.index]):
+            if not (dtype := joint.type_of(value).dtype).transferable:
+                raise PartitionError(
+                    f"stage {stage.index} has a custom gradient that uses {value} of another stage, and a {dtype.name} "
+                    f"tensor cannot leave its device: start the stage before {value.node!r}"
+                )
+            for index in range(stages.stage_of(value.node) or 0, stage.index):
+                outputs[index] = _with(outputs[index], value)
+                inputs[index + 1] = _with(inputs[index + 1], value)
+    return dataclasses.replace(
+        stages,
+        stages=tuple(
+            dataclasses.replace(stage, inputs=tuple(inputs[stage.index]), outputs=tuple(outputs[stage.index]))
+            for stage in stages.stages
+        ),
+    )
+
+
+def _with(values: list[Value], value: Value) -> list[Value]:
+    return values if value in values else [*values, value]
+
+
+def _captured(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients) -> list[Value]:
+    """Return the values of earlier stages that the gradients of a stage use and that do not enter it, in order."""
+    foreign, outside = _foreign(stages, stage), _outside_of_backward(stages, stage, gradients)
+    needed = ancestors(joint, _backward_roots(stage, gradients), stop=outside)
+    used = [value for node in joint.nodes if node.name in needed for value in node.inputs]
+    used += [*(value for _, value in gradients.boundary), *gradients.of_variables]
+    earlier = (v for v in used if v.node in foreign and (stages.stage_of(v.node) or 0) < stage.index)
+    return [value for value in dict.fromkeys(earlier) if value not in stage.inputs]
+
+
+def _foreign(stages: StageGraph, stage: Stage) -> set[str]:
+    """Return the nodes of the other stages."""
+    return {name for other in stages.stages if other.index != stage.index for name in other.nodes}
+
+
+def _outside_of_backward(stages: StageGraph, stage: Stage, gradients: StageGradients) -> set[str]:
+    """Return the nodes that a stage's backward does not compute: of other stages, run once, or seeds."""
+    return _foreign(stages, stage) | stages.once | {placeholder for _, placeholder in gradients.seeds}
+
+
+def _backward_roots(stage: Stage, gradients: StageGradients) -> list[str]:
+    """Return the nodes whose results a stage's backward gives, and those that write or act."""
+    values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
+    return [*(value.node for value in values if value not in stage.inputs), *gradients.acting]
+
+
 def split_backward(
     stages: StageGraph, joint: Graph, gradients: Sequence[StageGradients]
 ) -> tuple[tuple[Function, Function], ...]:
@@ -110,16 +168,15 @@ def split_backward(
 def _split_stage(
     stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients
 ) -> tuple[Function, Function]:
-    foreign = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
     result_ports, results = _forward_results(stages, stage, joint)
     acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
     floating = stages.floating - _changed_by_backward(stages, joint)
-    foreign |= stages.once  # computed once a step, by a function of its own
+    foreign = _foreign(stages, stage) | stages.once  # computed once a step, by a function of its own
     forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
 
-    outside = foreign | {placeholder for _, placeholder in gradients.seeds}
+    outside = _outside_of_backward(stages, stage, gradients)
     gradient_values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
-    roots = [*(value.node for value in gradient_values if value not in stage.inputs), *gradients.acting]
+    roots = _backward_roots(stage, gradients)
     needed = ancestors(joint, roots, stop=outside)
     small = _find_small(joint, needed - forward, forward | floating | stages.once, stage.inputs)
     forward |= ancestors(joint, small, stop=foreign)

@@ -35,7 +35,7 @@ class StageGraph:
     """A captured graph and its stages; the graph's first output is the loss, the others are aux.
 
     ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
-    uses them. ``shared``: boundary tensors that are equal on all replicas of a stage. ``tail``: the nodes that run
+    uses them. ``weight_terms``: nodes of stages that have equal results on all replicas. ``tail``: the nodes that run
     once, after all micro-batches; they take the tensors ``frontier``, which are the outputs of the last stage.
     ``statistics``: values of stages, by name, whose sums over micro-batches and replicas the end of the step takes.
     """
@@ -43,7 +43,7 @@ class StageGraph:
     graph: Graph
     stages: tuple[Stage, ...]
     floating: frozenset[str]
-    shared: frozenset[Value]
+    weight_terms: frozenset[str]
     once: frozenset[str] = frozenset()
     tail: frozenset[str] = frozenset()
     frontier: tuple[TailInput, ...] = ()
@@ -52,6 +52,11 @@ class StageGraph:
     def stage_of(self, node: str) -> int | None:
         """Return the stage of ``node``, or None for a floating node."""
         return self._stages_by_node.get(node)
+
+    @cached_property
+    def shared(self) -> frozenset[Value]:
+        """The boundary tensors that are equal on all replicas of a stage."""
+        return frozenset(v for stage in self.stages for v in stage.outputs if v.node in self.weight_terms)
 
     @cached_property
     def _stages_by_node(self) -> dict[str, int]:
@@ -79,12 +84,11 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.frontier)
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
-    shared = frozenset(value for stage in stages for value in stage.outputs if value.node in layers.weight_terms)
     return StageGraph(
         layers.graph,
         tuple(stages),
         layers.floating,
-        shared,
+        layers.weight_terms,
         layers.once,
         layers.tail,
         layers.frontier,

@@ -6,8 +6,15 @@ from graph_passes.analysis.layers import find_layers
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Function
 from graph_passes.ir.text import parse_type, print_graph
-from graph_passes.passes.backward import SparseUse, StageGradients, prune_gradients, sparse_parts, split_backward
-from graph_passes.passes.partition import partition
+from graph_passes.passes.backward import (
+    SparseUse,
+    StageGradients,
+    prune_gradients,
+    send_captured,
+    sparse_parts,
+    split_backward,
+)
+from graph_passes.passes.partition import StageGraph, partition
 from tests.graph_passes.builders import functions_of, graph, refused, value
 
 
@@ -305,20 +312,59 @@ def test_side_effects_stay_in_order_inside_their_stage() -> None:
     assert second.graph.node("q").controls == ()
 
 
-def test_a_custom_gradient_that_uses_a_tensor_of_another_stage_is_refused() -> None:
-    foreign = TWO_DENSE_GRADIENTS.replace("MeanGrad(%seed:0, %y:0)", "MeanGrad(%seed:0, %h:0)")
+def send(forward: str, backward: str, starts: list[int], *gradients: StageGradients) -> StageGraph:
+    return send_captured(partition(find_layers(graph(forward)), starts), graph(forward + backward), gradients)
+
+
+# Four layers; the gradient of the last one uses the result of the first, as that of log(1 + exp(x)) uses exp(x).
+CAPTURING = """
+    inputs %x
+    %x = arg() -> (float32[?,4])
+    %w = variable() -> (resource[])
+    %r = ReadVariableOp(%w:0) -> (float32[4,4]) !read
+    %h = MatMul(%x:0, %r:0) -> (float32[?,4])
+    %e = Exp(%h:0) -> (KIND[?,4])
+    %a = AddOne(%e:0) -> (float32[?,4])
+    %y = IdentityN(%a:0, %h:0) -> (float32[?,4], float32[?,4])
+    %loss = Mean(%y:0) -> (float32[])
+    outputs %loss:0
+"""
+
+CAPTURING_GRADIENTS = """
+    %seed = Placeholder() -> (float32[])
+    %dy = MeanGrad(%seed:0, %y:0) -> (float32[?,4])
+    %dh = Mul(%dy:0, %e:0) -> (float32[?,4])
+    %seed_h = Placeholder() -> (float32[?,4])
+    %dw = MatMul(%x:0, %seed_h:0) {transpose_a=True} -> (float32[4,4])
+"""
+
+
+def capturing(starts: list[int], kind: str = "float32") -> StageGraph:
+    between = [found(seeds="h=seed_h", boundary="h=seed_h")] * (len(starts) - 1)
+    last = found(seeds="loss=seed", boundary="h=dh")
+    first = found(seeds="h=seed_h", variables="w=dw")
+    return send(CAPTURING.replace("KIND", kind), CAPTURING_GRADIENTS, starts, first, *between, last)
+
+
+def test_a_tensor_that_a_gradient_captures_crosses_from_its_stage_to_that_of_the_gradient() -> None:
+    stages = capturing([2, 3]).stages
+    assert [set(map(str, stage.outputs)) for stage in stages] == [{"%e:0", "%h:0"}, {"%a:0", "%e:0", "%h:0"}, set()]
+    assert [stage.inputs for stage in stages[1:]] == [stage.outputs for stage in stages[:-1]]
+
+
+def test_a_tensor_that_crosses_or_is_of_the_stage_of_the_gradient_is_not_sent_again() -> None:
+    for starts in ([1], [2]):
+        captured = graph(CAPTURING.replace("KIND", "float32"))
+        assert capturing(starts).stages == partition(find_layers(captured), starts).stages
+
+
+def test_a_tensor_that_a_gradient_captures_and_that_cannot_leave_its_device_is_refused() -> None:
     with refused(
         PartitionError,
-        "stage1/backward needs %h:0, which another stage computes and does not send: a custom gradient",
-        "Start the stage before 'h'",
+        "stage 1 has a custom gradient that uses %e:0 of another stage, and a variant tensor cannot leave its device",
+        "start the stage before 'e'",
     ):
-        split(
-            TWO_DENSE,
-            foreign,
-            [2],
-            found(seeds="a=seed_a", variables="w=dr"),
-            found(seeds="loss=seed", boundary="a=da", variables="v=ds"),
-        )
+        capturing([3], "variant")
 
 
 def test_boundary_gradients_that_no_earlier_stage_needs_are_dropped() -> None:

@@ -1,0 +1,124 @@
+"""Custom gradients that capture tensors may be cut anywhere: what a gradient of a later stage uses is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.frontend.trace import trace_loss
+from graph_passes.analysis.layers import find_layers
+from tests.equality.one_device import Problem, compare
+from tests.equality.small_models import data, sgd, weights
+
+slow = pytest.mark.slow
+
+
+@tf.custom_gradient
+def log1pexp(x: Any) -> Any:
+    e = tf.exp(x)
+    return tf.math.log(1 + e), lambda dy: dy * (1 - 1 / (1 + e))
+
+
+@tf.custom_gradient
+def nested(x: Any) -> Any:
+    inner = log1pexp(x)
+    outer = log1pexp(inner * 2)
+    return outer * inner, lambda dy: dy * outer + inner
+
+
+@tf.custom_gradient
+def two_results(x: Any) -> Any:
+    a = tf.sigmoid(x)
+    b = tf.cos(a)
+    return (a * 2, b * a), lambda first, second: first * a + second * b
+
+
+@tf.custom_gradient
+def of_a_loop(x: Any) -> Any:
+    _, y = tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, tf.sin(y) + x), (0, x))
+    e = tf.cos(y)
+    return e * 2, lambda dy: dy * y * e
+
+
+def of_another_layer(x: Any) -> Any:
+    h = tf.sin(x)
+
+    @tf.custom_gradient
+    def squash(y: Any) -> Any:
+        return tf.tanh(y), lambda dy: dy * tf.sigmoid(h)
+
+    return squash(h * 2)
+
+
+def recomputed(x: Any) -> Any:
+    h = tf.sin(x)
+    return tf.recompute_grad(lambda y: tf.tanh(tf.sin(y + h) * 2))(x)
+
+
+def rounded(x: Any) -> Any:
+    return tf.sin(tf.grad_pass_through(tf.round)(x * 3))
+
+
+FUNCTIONS = (log1pexp, nested, lambda x: sum(two_results(x)), of_a_loop, of_another_layer, recomputed, rounded)
+
+
+def problem_of(function: Callable[..., Any]) -> Problem:
+    first, second = weights(2)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(tf.reduce_sum(tf.square(function(x @ first) @ second - y), 1))
+
+    return Problem(loss_fn, {"w0": first, "w1": second}, sgd)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [log1pexp, *(pytest.param(function, marks=slow) for function in FUNCTIONS[1:])],
+    ids=["log1pexp", "nested", "two results", "of a loop", "of another layer", "recomputed", "rounded"],
+)
+def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(function: Callable[..., Any]) -> None:
+    problem, batch = problem_of(function), data(6)
+    layers = find_layers(trace_loss(problem.loss_fn, batch, 6).graph)
+    names = [layers.layers[position].name for position in layers.positions()]
+    for first in range(0, len(names), 7):  # there are eight devices
+        starts = names[first : first + 7]
+        compare(problem, [batch, batch], stages=starts, micro_batches=3).check(1e-12)
+
+
+@slow
+@pytest.mark.parametrize("options", [{"replicas": [1, 2, 1]}, {"batch_loss": True}, {"recompute": True}], ids=str)
+def test_what_a_custom_gradient_captures_is_sent_to_other_replicas_and_computed_again(options: dict[str, Any]) -> None:
+    compare(problem_of(nested), [data(8)], stages=3, micro_batches=2, **options).check(1e-12)
+
+
+def dense_labels(y: Any, p: Any) -> Any:
+    samples = tf.shape(y)[0]
+    return tf.nn.ctc_loss(y, p, tf.fill([samples], 3), tf.fill([samples], 10), logits_time_major=False, blank_index=-1)
+
+
+def labels_of_zeros(y: Any, p: Any) -> Any:
+    lengths = tf.fill([tf.shape(y)[0]], 10)
+    return tf.nn.ctc_loss(tf.sparse.from_dense(y), p, None, lengths, logits_time_major=False, blank_index=0)
+
+
+@slow
+@pytest.mark.parametrize("batch_loss", [False, True])
+@pytest.mark.parametrize("loss", [keras.losses.CTC(), dense_labels, labels_of_zeros], ids=["keras", "dense", "sparse"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_ctc_loss_is_cut_and_trains_as_on_one_device(loss: Any, stages: int, batch_loss: bool) -> None:
+    keras.utils.set_random_seed(1)
+    dense = [keras.layers.Dense(width, activation) for width, activation in ((8, "relu"), (8, "relu"), (6, None))]
+    model = keras.Sequential([keras.Input((10, 4)), *dense])
+    random = np.random.default_rng(0)
+    batch = random.normal(size=(8, 10, 4)).astype("float32"), random.integers(1, 5, size=(8, 3)).astype("int32")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        return tf.reduce_mean(loss(y, model(x, training=True)))
+
+    options = {"stages": stages, "micro_batches": 4, "batch_loss": batch_loss}
+    compare(Problem.of_model(model, loss_fn, sgd), [batch], **options).check(1e-5)
