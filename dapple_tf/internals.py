@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from tensorflow.core.framework import op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util
@@ -415,6 +416,23 @@ def trace_gradient(graph: Any, name: str) -> TracedGradient:
     with graph.as_default():
         traced = tf.function(gradient, autograph=False).get_concrete_function(*specs).graph
     return TracedGradient(traced, [outer for outer, _ in traced.captures], places)
+
+
+def run_within(concrete: Any, arguments: Sequence[Any], seconds: float) -> Any:
+    """Return what a ConcreteFunction returns (``CancellationManager``); a loop may never end.
+
+    Raises TimeoutError where it runs for more than this number of seconds.
+    """
+    manager = cancellation.CancellationManager()
+    timer = threading.Timer(seconds, manager.start_cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return manager.get_cancelable_function(concrete)(*arguments)
+    except tf.errors.CancelledError as error:
+        raise TimeoutError(f"{concrete.name} did not end within {seconds} s") from error
+    finally:
+        timer.cancel()
 
 
 def capture_of(graph: Any, tensor: Any) -> Any:

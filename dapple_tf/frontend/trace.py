@@ -21,6 +21,7 @@ from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_length
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
+from dapple_tf.frontend.dependence.undecided import Experiments, example_rows
 from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_statistics import join_statistics
 from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature, with_unknown
@@ -58,7 +59,8 @@ def trace_loss(
     differ from one device's and ``inexact`` is "error".
     """
     captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)
-    find = partial(_find, batch_size=batch_size, batch_loss=batch_loss)
+    experiments = Experiments(captured, example_rows(captured, batch))
+    find = partial(_find, batch_size=batch_size, experiments=experiments, batch_loss=batch_loss)
 
     def accepts(captured: Captured) -> bool:
         return bool(probe_shapes(captured, batch_size)[1])
@@ -117,9 +119,9 @@ def trace_batch(
     return trace(inexact, opened)  # inexact either way: it raises, warns or goes on as the user wants
 
 
-def _find(captured: Captured, batch_size: int, batch_loss: BatchLoss) -> BatchDependence:
+def _find(captured: Captured, batch_size: int, experiments: Experiments, batch_loss: BatchLoss) -> BatchDependence:
     probe, shapes = probe_shapes(captured, batch_size)
-    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), batch_loss)
+    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), experiments, batch_loss)
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:

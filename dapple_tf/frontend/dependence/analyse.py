@@ -32,7 +32,8 @@ from dapple_tf.frontend.dependence.numbers import (
     strided_index,
     varies,
 )
-from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope
+from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope, op_names
+from dapple_tf.frontend.dependence.undecided import Experiments
 from graph_passes.analysis.layers import SHAPE_OPS
 from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value
 
@@ -65,6 +66,13 @@ RULED = frozenset(
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
 
 
+# Ops whose rules always tell how they combine samples. Of integers they may make indices, of which others make rows.
+_DECIDED = control_flow.CONDITIONS | op_names(
+    "All Any ArgMax ArgMin BatchMatMul BatchMatMulV2 BatchMatMulV3 Cumprod Cumsum CumulativeLogsumexp Einsum "
+    "EuclideanNorm L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum"
+)
+
+
 ShapesAt = Callable[[int], Mapping[str, Sequence[Shape]]]
 """A function of a batch size: returns the shapes of the outputs of all nodes at that size."""
 
@@ -81,6 +89,9 @@ class Analysis:
     is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state. ``combined``: values
     in which samples are combined, and which must be computed from the whole batch. ``partials``: the nodes of
     those whose values on disjoint rows can be combined, and the operation that does it (see ``COMBINES``).
+    ``experiments``: decide what no rule does; ``decided``: the nodes, by name, and the forms that were found.
+    ``waits``: what is computed from undecided tensors is not taken for a statistic of the whole batch, since an op
+    that uses it may be decided.
     """
 
     func_graph: Any
@@ -90,11 +101,14 @@ class Analysis:
     once_written: Collection[str]
     batch: int
     shapes_at: ShapesAt
+    experiments: Experiments
+    waits: bool = False
     divided: frozenset[int] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     combined: set[Value] = field(default_factory=set)
     partials: dict[str, str] = field(default_factory=dict)
+    decided: dict[str, tuple[Node, tuple[Form, ...]]] = field(default_factory=dict)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
     _other_shapes: Mapping[str, Sequence[Shape]] | None = None
@@ -126,6 +140,7 @@ class Analysis:
         results = found if isinstance(found, list) else [found] * len(node.outputs)
         if len(results) < len(node.outputs):
             results = [*results, *[results[-1] if results else CONSTANT] * (len(node.outputs) - len(results))]
+        results = self._try_undecided(scope, node, kinds, results[: len(node.outputs)])
         for value, kind in zip(node.values(), results, strict=False):
             scope.kinds[value] = self._complete(scope, node, value, kind, kinds)
 
@@ -179,6 +194,18 @@ class Analysis:
         if all(kind.shared for kind in kinds):
             return shared()
         return scope.couple(node, f"applies {node.op}, which is not known to treat samples one by one")
+
+    def _try_undecided(self, scope: Scope, node: Node, kinds: Sequence[Kind], found: Sequence[Kind]) -> list[Kind]:
+        """Return the kinds ``found`` of a node's outputs, with the result of an experiment for those undecided."""
+        if _may_be_undecided(node, kinds):
+            found = [dataclasses.replace(k, undecided=True) if k.coupled and k.node == node.name else k for k in found]
+        if not any(kind.undecided for kind in found):
+            return list(found)
+        tried = self.experiments.decide(scope, node)
+        scope.tried |= {value for value, kind in zip(node.values(), tried, strict=True) if kind}
+        if any(tried):
+            self.decided[node.name] = (node, tuple(dict.fromkeys(kind.form for kind in tried if kind)))
+        return [new if new and old.undecided else old for old, new in zip(found, tried, strict=True)]
 
     def _identity(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
         own = has_custom_gradient(node) and not scope.nested
@@ -253,7 +280,10 @@ class Analysis:
         if kind.coupled and kind.documented:
             return kind
         weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
-        if (kind.total or (kind.coupled and scope.fixed(value))) and not trained and not weighted:
+        # Another output may hold a row a sample; then what is computed from both may do so too.
+        waits = self.waits and kind.undecided and (len(node.outputs) > 1 or kind.node != node.name)
+        fixed = kind.coupled and not waits and scope.fixed(value)
+        if (kind.total or fixed) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
             self.combined.add(value)
@@ -289,6 +319,13 @@ class Analysis:
         if axes:
             return rows(axes[0][0], 1, axes[0][1], trained=True)
         return coupled(node.name, BATCH_NORM, trained=True, documented=True)
+
+
+def _may_be_undecided(node: Node, kinds: Sequence[Kind]) -> bool:
+    """Return whether the node may treat samples one by one although its rule says that it combines them."""
+    if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds):
+        return False
+    return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
 
 
 def _evaluate(scope: Scope, node: Node) -> None:

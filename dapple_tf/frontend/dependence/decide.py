@@ -15,6 +15,7 @@ from dapple_tf.frontend.dependence.numbers import affine
 from dapple_tf.frontend.dependence.random import is_stateless_draw
 from dapple_tf.frontend.dependence.result import BatchDependence, Tail, WholeSize
 from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.row_draws import RowDraw
 from graph_passes.analysis.layers import SHAPE_OPS, live_nodes, written_variables
 from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value, ancestors
@@ -41,13 +42,31 @@ def find_dependence(
     shapes: Mapping[str, Sequence[Shape]],
     batch: int,
     shapes_at: ShapesAt,
+    experiments: Experiments,
     batch_loss: BatchLoss = False,
 ) -> BatchDependence:
     """Return how the micro-batches of ``captured`` make up the whole batch.
 
     ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
-    ``shapes_at``: infers the shapes for another batch size, where they decide.
+    ``shapes_at``: infers the shapes for another batch size, where they decide. ``experiments``: of this trace.
     """
+    found = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=False)
+    if not found.exactness.undocumented or not any(kind.undecided for kind in found.kinds.values()):
+        return found
+    other = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=True)
+    return found if other.exactness.undocumented else other
+
+
+def _decide(
+    captured: Captured,
+    shapes: Mapping[str, Sequence[Shape]],
+    batch: int,
+    shapes_at: ShapesAt,
+    experiments: Experiments,
+    batch_loss: BatchLoss,
+    *,
+    waits: bool,
+) -> BatchDependence:
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
@@ -61,6 +80,8 @@ def find_dependence(
             once_written,
             batch,
             shapes_at,
+            experiments,
+            waits,
             divided,
         )
         scope = analysis.run(graph, shapes, whole)

@@ -48,7 +48,7 @@ class Kind:
     ``mixed`` (sum): terms that do not depend on samples, or are means, must be weighted before it is a sum.
 
     Coupled: ``node`` combined the samples, ``why`` says how; ``documented``: a step is allowed to differ for this
-    reason.
+    reason; ``undecided``: no rule says what the op does with samples, so an experiment may (see ``undecided``).
     """
 
     form: Form
@@ -63,6 +63,7 @@ class Kind:
     node: str = ""
     why: str = ""
     documented: bool = False
+    undecided: bool = False
     element: Kind | None = None
 
     @property

@@ -26,7 +26,8 @@ class Scope:
     sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
     mean; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
     the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
-    other operands. ``shapes_of_twice``: returns the shapes for twice as many samples.
+    other operands. ``tried``: the values whose kinds were found by experiment. ``shapes_of_twice``: returns the shapes
+    for twice as many samples.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Scope:
     squeezed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: frozenset[Value] = frozenset()
     nested: bool = False
+    tried: set[Value] = field(default_factory=set)
     shapes_of_twice: Callable[[], Mapping[str, Sequence[Shape]]] = dict
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:

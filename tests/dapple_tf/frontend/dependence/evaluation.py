@@ -15,6 +15,7 @@ from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.kinds import Form, Kind
 from dapple_tf.frontend.dependence.result import BatchDependence
+from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME, use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
@@ -81,7 +82,7 @@ def analyse(loss: Callable[..., Any]) -> tuple[Captured, BatchDependence]:
 def depend(captured: Captured) -> BatchDependence:
     """Return how a traced loss depends on the batch."""
     probe, shapes = probe_shapes(captured, N)
-    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured))
+    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), Experiments(captured, {}))
 
 
 def decide(compute: Compute) -> BatchDependence:

@@ -104,7 +104,10 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: repeat(tf.reduce_sum(b.w), lambda v: v + tf.reduce_sum(b.z)),
         "something else in another|adds sums and means",
     ),
-    "map_fn over samples": (lambda b: tf.map_fn(tf.tanh, b.z), "makes a list of samples|loops until samples"),
+    "scan over samples": (
+        lambda b: tf.scan(lambda a, row: a + row, b.z),
+        "makes a list of samples|loops until samples",
+    ),
     "a statistic of the batch in a nested function": (
         lambda b: tf.function(lambda v, x: v / tf.reduce_sum(x))(b.z, b.x),
         "reduces the batch inside a nested function",

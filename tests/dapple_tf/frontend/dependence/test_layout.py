@@ -175,7 +175,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.broadcast_to(tf.reduce_mean(b.z, 0), tf.shape(b.z)),
         "repeats or cuts a sum or mean",
     ),
-    "two rows in turn": (lambda b: b.z[:, :1] - tf.tile(b.w[:2, None], [b.n, 1])[: b.n], "cannot be inferred"),
+    "two rows in turn": (lambda b: b.z[:, :1] - tf.tile(b.w[:2, None], [b.n, 1])[: b.n], "differently"),
     "a table's first rows": (lambda b: b.z - (tf.ones([2000, 1], tf.float64) * b.w)[: b.n], "cannot be inferred"),
     "rows moved by one": (lambda b: b.z - tf.concat([b.x[1:], b.x[:1]], 0), "slices the batch|differently"),
     "a window that is longer than most batches": (lambda b: tf.reduce_sum(b.z[:1500], 1), "differently"),

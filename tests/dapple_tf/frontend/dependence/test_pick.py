@@ -87,7 +87,6 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "another sample's row": (lambda b: tf.gather(b.z, (own(b) + 1) % b.n), "position|picks samples"),
     "rows by label": (lambda b: tf.gather(b.z, b.y), "picks samples of the batch by index"),
     "rows by constants": (lambda b: tf.gather(b.z, [0, 1]), "picks samples of the batch by index"),
-    "rows by positions times 2": (lambda b: tf.gather(b.z, own(b) * 2 // 2), "positions|picks samples"),
     "rows by positions of an order in a variable": (
         lambda b: tf.gather(b.z, tf.cast(b.u, tf.int32)),
         "picks samples of the batch by index",
@@ -137,7 +136,10 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.tensor_scatter_nd_update(b.z, b.y[:, None], b.x),
         "writes samples to positions of others",
     ),
-    "scatter into a table": (lambda b: tf.scatter_nd(b.y[:, None], b.z, [4, 4]), "positions of others"),
+    "a table of which labels choose": (
+        lambda b: tf.tensor_scatter_nd_update(b.z[:4], b.y[:4, None], b.z[:4]),
+        "differently",
+    ),
     "unique values": (lambda b: tf.unique(tf.reduce_sum(b.z, 1)).y, "not known to treat samples one by one"),
 }
 

@@ -1,0 +1,118 @@
+"""Ops and loops without a rule: what an experiment finds, and what it must not find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from dapple_tf.frontend.dependence.kinds import Form
+from dapple_tf.frontend.dependence.undecided import Experiments
+from tests.dapple_tf.frontend.dependence.evaluation import (
+    Batch,
+    Compute,
+    analyse,
+    assert_kind_is_true,
+    kind_of,
+    make_loss,
+)
+
+
+def cube(b: Batch) -> Any:
+    return tf.reshape(b.z[:, :, None] * tf.ones([1, 1, 4], tf.float64), [-1, 4, 4])
+
+
+def centered_by_stop_gradient(b: Batch) -> Any:
+    """The identity, whose gradient has the mean over the batch: only the gradient tells that samples are combined."""
+    mean = tf.reduce_mean(tf.map_fn(tf.identity, b.z))
+    return tf.map_fn(lambda row: row + (mean - tf.stop_gradient(mean)), b.z)
+
+
+ROWS: dict[str, Compute] = {
+    "map_fn": lambda b: tf.map_fn(tf.tanh, b.z),
+    "map_fn to a number": lambda b: tf.map_fn(tf.reduce_sum, b.z),
+    "map_fn of two tensors": lambda b: tf.map_fn(lambda t: t[0] * t[1], (b.z, b.x), fn_output_signature=tf.float64),
+    "vectorized_map": lambda b: tf.vectorized_map(lambda row: row * tf.reduce_max(row), b.z),
+    "vectorized_map of a product": lambda b: tf.vectorized_map(
+        lambda row: tf.linalg.matvec(tf.eye(4, dtype=tf.float64), row), b.z
+    ),
+    "cross product": lambda b: tf.linalg.cross(b.z[:, :3], b.x[:, :3]),
+    "matrix square root": lambda b: tf.linalg.sqrtm(cube(b) + 9 * tf.eye(4, dtype=tf.float64)),
+    "matrix exponential": lambda b: tf.linalg.expm(cube(b) / 9),
+    "diagonal of a rank less": lambda b: tf.linalg.set_diag(cube(b), b.x),
+    "searchsorted": lambda b: b.z * tf.cast(tf.searchsorted(tf.sort(b.x), b.z), tf.float64),
+    "a box of each image": lambda b: tf.image.crop_and_resize(
+        tf.cast(cube(b), tf.float32)[..., None], tf.tile([[0.0, 0.0, 0.5, 1.0]], [b.n, 1]), tf.range(b.n), [3, 3]
+    ),
+    "one entry of each row": lambda b: tf.gather_nd(b.z, b.y[:, None], batch_dims=1),
+    "buckets": lambda b: b.z * tf.cast(tf.raw_ops.Bucketize(input=b.x, boundaries=[-0.5, 0.0, 0.5]), tf.float64),
+    "counts in each row": lambda b: tf.math.bincount(tf.cast(b.z, tf.int32) % 4, minlength=4, maxlength=4, axis=-1),
+    "rows by positions times 2": lambda b: tf.gather(b.z, tf.range(b.n) * 2 // 2),
+}
+SUMS: dict[str, Compute] = {
+    "scatter into a table": lambda b: tf.scatter_nd(b.y[:, None], b.z, [4, 4]),
+    "the last of a scan that adds": lambda b: tf.foldl(lambda a, row: a + row, b.z),
+}
+COUPLED: dict[str, Compute] = {
+    "scan": lambda b: tf.scan(lambda a, row: a + row, b.z),
+    "unique": lambda b: tf.unique(tf.reduce_sum(b.z, 1)).idx,
+    "a loop until all have converged": lambda b: tf.while_loop(
+        lambda t: tf.reduce_max(tf.abs(t)) > 0.1, lambda t: (t / 2,), [b.z]
+    )[0],
+    "a loop without an end": lambda b: tf.while_loop(lambda t: tf.reduce_max(t) > -1, lambda t: (tf.abs(t),), [b.z])[0],
+    "only the gradient": centered_by_stop_gradient,
+    "more samples than any experiment has": lambda b: tf.map_fn(tf.identity, b.z)[:1500],
+    "rows before a position": lambda b: b.z * tf.cast(tf.range(b.n) < 700, tf.float64)[:, None],
+    "the next sample": lambda b: tf.roll(b.z, 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_are_found_by_experiment(case: str) -> None:
+    kind = assert_kind_is_true(ROWS[case])
+    assert (kind.form, kind.axis, kind.inner, kind.trained) == (Form.ROWS, 0, 1, True), kind
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_are_found_by_experiment(case: str) -> None:
+    assert assert_kind_is_true(SUMS[case]).form is Form.SUM
+
+
+@pytest.mark.parametrize("case", COUPLED)
+def test_an_experiment_finds_no_rows_where_samples_are_combined(case: str) -> None:
+    assert kind_of(COUPLED[case]).coupled
+
+
+def test_equal_ops_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    own = Experiments._try
+    monkeypatch.setattr(Experiments, "_try", lambda self, *args: tried.append(args) or own(self, *args))
+
+    def compute(b: Batch) -> Any:
+        z = b.z[:, :3]
+        for _ in range(4):
+            z = tf.tanh(tf.linalg.cross(z, b.x[:, :3]))
+        return z
+
+    assert kind_of(compute).rows
+    assert len(tried) == 1
+
+
+def test_nothing_is_tried_where_all_ops_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Experiments, *args: Any) -> Any:
+        raise AssertionError(f"{args} was tried")
+
+    monkeypatch.setattr(Experiments, "_try", fail)
+    analyse(make_loss(lambda b: tf.reduce_mean(tf.nn.softmax(b.z @ tf.eye(4, dtype=tf.float64)))))
+
+
+def test_a_statistic_that_is_computed_once_is_the_whole_batchs_in_an_experiment() -> None:
+    """The largest label of the whole batch bounds the counts of each micro-batch."""
+
+    def compute(b: Batch) -> Any:
+        rows = tf.stack([b.y, b.y + 1], 1)
+        return b.z[:, :1] * tf.cast(tf.math.bincount(rows, minlength=5, axis=-1, dtype=tf.float64), tf.float64)
+
+    kind = assert_kind_is_true(compute)
+    assert (kind.form, kind.axis) == (Form.ROWS, 0), kind
