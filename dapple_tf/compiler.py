@@ -70,10 +70,11 @@ class PlannedModel:
         """Why a step differs from one device's under this plan."""
         if self.plan.window is not None and self.plan.window.in_turn:
             found = self.model.exactness.of_minibatches  # each minibatch runs uncut on one replica
-            return Exactness(found.reasons, windows=True)
+            return Exactness(found.reasons, windows=True, tried=self.model.exactness.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
-        return Exactness((*self.model.exactness.reasons, *writes), windows=self.plan.window is not None)
+        own = self.model.exactness
+        return Exactness((*own.reasons, *writes), windows=self.plan.window is not None, tried=own.tried)
 
     def same(self, other: PlannedModel) -> bool:
         """Return whether both run the same steps."""

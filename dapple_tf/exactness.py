@@ -65,14 +65,28 @@ class Inexactness:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """An op of ``layer`` that no rule describes, and what it ``gives``, as an experiment on drawn values found."""
+
+    layer: str
+    op: str
+    gives: str
+
+    def __str__(self) -> str:
+        return f"{self.layer} ({self.op}) gives {self.gives}"
+
+
+@dataclass(frozen=True)
 class Exactness:
     """All reasons for which a step differs from one device's; its ``str`` is a table, or says that there are none.
 
     ``windows``: the reasons are those of each minibatch of an asynchronous window, with the weights that it uses.
+    ``tried``: ops of which only an experiment tells how they treat samples; ``str`` lists them too.
     """
 
     reasons: tuple[Inexactness, ...] = ()
     windows: bool = False
+    tried: tuple[Tried, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -89,11 +103,24 @@ class Exactness:
         """The reasons that also hold for the minibatches of an asynchronous window, each computed whole."""
         return Exactness(tuple(reason for reason in self.reasons if reason.uncut))
 
+    @property
+    def note(self) -> str:
+        """The ops that were tried, in one line; "" where there are none."""
+        if not self.tried:
+            return ""
+        return (
+            f"found by experiment, since no rule describes these ops: {', '.join(map(str, self.tried))}; the loss of "
+            "the first step is compared with that of the whole batch"
+        )
+
     def to_json(self) -> list[dict[str, Any]]:
         """Return the reasons as JSON objects."""
         return [{key: value for key, value in asdict(reason).items() if key != "uncut"} for reason in self.reasons]
 
     def __str__(self) -> str:
+        return "\n".join(filter(None, (self._table(), self.note)))
+
+    def _table(self) -> str:
         if not self.reasons and self.windows:
             return (
                 "exact, each minibatch by itself: its loss, gradients and state equal those of one device that has the "

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import op_def_pb2
+from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_lib
@@ -68,6 +68,13 @@ def reduces_retracing(function: Any) -> bool:
 def is_compiled_by_xla(function: Any) -> bool:
     """Return whether ``function`` is a tf.function with ``jit_compile=True`` (``Function._jit_compile``)."""
     return bool(is_tf_function(function) and function._jit_compile)
+
+
+def without_xla(function: Any) -> Any:
+    """Return a new tf.function like ``function`` that XLA does not compile (``Function._jit_compile``)."""
+    found = clone_function(function)
+    found._jit_compile = False
+    return found
 
 
 def find_xla_problem(function: Any, device: str) -> str | None:
@@ -433,6 +440,22 @@ def run_within(concrete: Any, arguments: Sequence[Any], seconds: float) -> Any:
         raise TimeoutError(f"{concrete.name} did not end within {seconds} s") from error
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def registered_functions(definitions: Sequence[bytes]) -> Iterator[None]:
+    """Let functions that are made in the block call these functions (``Context.add_function_def``).
+
+    ``definitions``: serialised FunctionDefs, whose names nothing else has.
+    """
+    protos = [function_pb2.FunctionDef.FromString(definition) for definition in definitions]
+    for proto in protos:
+        context.context().add_function_def(proto)
+    try:
+        yield
+    finally:
+        for proto in protos:
+            context.context().remove_function(proto.signature.name)
 
 
 def capture_of(graph: Any, tensor: Any) -> Any:

@@ -34,6 +34,11 @@ class BuildTimes:
         self._cpu_seconds: dict[str, float] = {}
         self._this_build = 0.0
 
+    def note(self, text: str) -> None:
+        """Print a line about what was built on stderr, unless silent."""
+        if not self._silent:
+            _print_line(text)
+
     @property
     def seconds(self) -> dict[str, float]:
         """Wall seconds by phase, in the order of ``PHASES``; phases that have not run are left out."""
@@ -48,7 +53,7 @@ class BuildTimes:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the phase of this name, which lasts as long as this context."""
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), _print_line, [PHASES[name]])
+        timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), _print_line, [f"{PHASES[name]} ..."])
         timer.daemon = True
         if not self._silent:
             timer.start()
@@ -62,5 +67,5 @@ class BuildTimes:
             self._this_build = 0.0 if name == "first run" else self._this_build + seconds
 
 
-def _print_line(what: str) -> None:
-    print(f"dapple: {what} ...", file=sys.stderr, flush=True)
+def _print_line(text: str) -> None:
+    print(f"dapple: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
 from dapple_tf.frontend.read_graph import called_functions
-from graph_passes.ir.graph import FunctionRef, Graph, Node, Opaque
+from graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque
 
 # Attributes that only the IR has.
 _IR_ATTRS = frozenset(
@@ -77,6 +78,48 @@ def needed_library(graph: Graph, library: Mapping[str, bytes]) -> tuple[tuple[st
         body = function_pb2.FunctionDef.FromString(library[name])
         pending += [called for node in body.node_def for called in called_functions(node)]
     return tuple(sorted(needed.items()))
+
+
+def rename_functions(graph: Graph, suffix: str) -> Graph:
+    """Return the graph with ``suffix`` added to the names of all functions of its library.
+
+    TensorFlow keeps the functions that it makes of a loop's body for the gradient, by the body's name, for the whole
+    process: a loop that is differentiated twice needs other names the second time.
+    """
+    names = {name for name, _ in graph.library}
+
+    def renamed(proto: attr_value_pb2.AttrValue) -> None:
+        for function in (proto.func, *proto.list.func):
+            if function.name in names:
+                function.name += suffix
+
+    def of_attr(value: Attr) -> Attr:
+        if isinstance(value, FunctionRef) and value.name in names:
+            return FunctionRef(value.name + suffix)
+        if isinstance(value, Opaque):
+            proto = attr_value_pb2.AttrValue.FromString(value.data)
+            renamed(proto)
+            return Opaque(proto.SerializeToString(deterministic=True))
+        return value
+
+    def of_op(op: str) -> str:  # an old-style call has the name of its function
+        return op + suffix if op in names else op
+
+    library = []
+    for name, body in graph.library:
+        definition = function_pb2.FunctionDef.FromString(body)
+        definition.signature.name += suffix
+        for node in definition.node_def:
+            node.op = of_op(node.op)
+            for proto in node.attr.values():
+                if proto.WhichOneof("value") in ("func", "list"):
+                    renamed(proto)
+        library.append((name + suffix, definition.SerializeToString(deterministic=True)))
+    nodes = [
+        dataclasses.replace(node, op=of_op(node.op), attrs=tuple((key, of_attr(value)) for key, value in node.attrs))
+        for node in graph.nodes
+    ]
+    return graph.replace(nodes=tuple(nodes), library=tuple(library))
 
 
 def _referenced_functions(node: Node) -> list[str]:

@@ -77,7 +77,8 @@ class CompiledSteps:
     The key of a program: identity of its model, M, replicas of each stage, sizes of micro-batches where they are given,
     variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
-    were before the programs moved them. ``xla``: compiles stage functions, or None.
+    were before the programs moved them. ``xla``: compiles stage functions, or None. ``compared``: the
+    models whose first step was compared with the loss of the whole batch, by their identity.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -86,12 +87,14 @@ class CompiledSteps:
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
     xla: Xla | None = None
+    compared: set[int] = field(default_factory=set)
 
     def add(self, key: Key, model: StagedModel) -> None:
         """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
         dropped = self.models.add(key, model)
         for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
+        self.compared.discard(id(dropped))
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
@@ -156,6 +159,8 @@ def compile_step(
         model = target.run_on_all(trace)
         compiled.add(key, model)
         _warn_of_untrained(model)
+        if note := model.exactness.note:
+            times.note(f"{model.graph.name}: {note}")
     plan = fit_plan(autoplan.plan, size)
     target.check_plan(autoplan.plan, plan, size)
     planned = PlannedModel(model, plan, size)

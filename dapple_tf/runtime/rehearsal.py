@@ -3,6 +3,9 @@
 The first run of a program takes several times as long as the next ones, for TensorFlow sets up its functions, and the
 measurement of memory slows a run down by up to a quarter. A rehearsal runs the step twice on the same batch and puts
 all variables back, so that the times of the first recorded step are those of any other.
+
+The first step of a model with ops that were tried by experiment is rehearsed too, to compare its loss with that of the
+whole batch before anything is trained.
 """
 
 from __future__ import annotations
@@ -10,8 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
+from dapple_tf import internals
+from dapple_tf.backend.saved_variables import unchanged_variables
+from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.read_graph import find_stateful_ops
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.runtime.compile_step import CompiledStep
@@ -42,6 +50,31 @@ def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str
     with program.rehearsal(variables), MemoryMeter(devices) as meter:
         program.run(batch)
     return meter.measured
+
+
+def compare_with_whole(compiled: CompiledStep, tensors: Sequence[Any], loss_fn: Any, batch: Sequence[Any]) -> None:
+    """Raise ExactnessError where the loss of a step differs from that of ``loss_fn`` on the whole batch.
+
+    ``tensors``: of the ``batch``, flattened. All variables keep their values. In a job every rank must call it, with
+    the variables of all ranks gathered.
+    """
+    model, program = compiled.planned.model, compiled.program
+    function = internals.without_xla(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
+    with unchanged_variables(model.model_variables.values()):
+        result = function(*batch)
+    wanted = np.asarray(result[0] if isinstance(result, tuple) else result)
+    with program.rehearsal(model.variables.values()):
+        found = program.run(tensors)[0].numpy()
+    tolerance = _TOLERANCE.get(wanted.dtype.name, 1e-2)
+    if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True):
+        raise ExactnessError(
+            f"the first step of {model.graph.name} has the loss {found}, and one device {wanted}: an experiment was "
+            f"misled ({model.exactness.note}). Nothing was trained. Pass micro_batches=1 with one replica a stage, and "
+            "please report the ops"
+        )
+
+
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
 def _function_graphs(model: StagedModel) -> Iterator[Graph]:

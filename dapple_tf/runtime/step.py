@@ -36,7 +36,7 @@ from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
-from dapple_tf.runtime.rehearsal import can_rehearse
+from dapple_tf.runtime.rehearsal import can_rehearse, compare_with_whole
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.runtime.variable_names import name_variables
 from dapple_tf.staged_model import StagedModel
@@ -397,7 +397,25 @@ class PipelinedStep:
                 exclusive(compiled.planned.model.variables.values()),
                 self._compiled.running(compiled),
             ):
+                if not local:
+                    self._compare_first(compiled, tensors, batch)
                 return compiled, compiled.program.run(tensors)
+
+    def _compare_first(self, compiled: CompiledStep, tensors: Sequence[Any], batch: Sequence[Any]) -> None:
+        """Compare the first step of a model with ops that were tried by experiment with the whole batch's loss.
+
+        A step that differs from one device's for a known reason, or that cannot be rehearsed, is not compared; nor is a
+        window of minibatches.
+        """
+        planned, compared = compiled.planned, self._compiled.compared
+        exactness, model = planned.exactness, planned.model
+        if not exactness.tried or exactness.reasons or planned.plan.window is not None or id(model) in compared:
+            return
+        if can_rehearse(model):
+            if self._job is not None:
+                gather_variables(self._job, self._models)
+            compare_with_whole(compiled, tensors, self._loss_fn, batch)
+        compared.add(id(model))
 
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)

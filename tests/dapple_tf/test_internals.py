@@ -169,6 +169,38 @@ def test_record_layers_restores_the_call_even_on_exceptions() -> None:
     assert keras.Layer.__call__ is original
 
 
+# --- running functions
+
+
+def test_a_loop_that_does_not_end_is_cancelled() -> None:
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def halve(x: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda y: y > 1, lambda y: (y / 2,), [x])[0]
+
+    concrete = halve.get_concrete_function()
+    assert float(internals.run_within(concrete, [tf.constant(8.0)], 60)[()]) == 1
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.2 s"):
+        internals.run_within(concrete, [tf.constant(np.inf, tf.float32)], 0.2)
+    assert float(internals.run_within(concrete, [tf.constant(6.0)], 60)[()]) == 0.75
+
+
+def test_a_function_without_xla_has_the_options_of_the_other() -> None:
+    compiled = tf.function(lambda x: x + 1, jit_compile=True, reduce_retracing=True)
+    plain = internals.without_xla(compiled)
+    assert not internals.is_compiled_by_xla(plain)
+    assert internals.reduces_retracing(plain)
+    assert internals.is_compiled_by_xla(compiled)
+    assert int(plain(tf.constant(1))) == 2
+
+
+def test_registered_functions_can_be_called_in_the_block_only() -> None:
+    definition = tf.function(lambda x: x + 1).get_concrete_function(tf.constant(1)).function_def
+    definition.signature.name = "one_more_of_a_test"
+    with internals.registered_functions([definition.SerializeToString()]):
+        assert context.context().has_function("one_more_of_a_test")
+    assert not context.context().has_function("one_more_of_a_test")
+
+
 # --- moving variables
 
 

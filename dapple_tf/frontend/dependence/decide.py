@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
-from dapple_tf.exactness import BatchLoss, Exactness, Inexactness
+from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
 from dapple_tf.frontend.capture import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.cut_tail import cut_tail
@@ -34,6 +34,7 @@ _DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
 _JOINED = f"{BATCH_NORM}; it takes them over all replicas"
 _REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
+_GIVES = {Form.ROWS: "a row for each sample", Form.SUM: "a sum over samples", Form.MEAN: "a mean over samples"}
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
 
 
@@ -166,11 +167,20 @@ class _Decision:
             sizes=self._sizes(),
             shapes=self._shapes(self.once),
             squeezed=MappingProxyType(self.scope.squeezed),
-            exactness=Exactness(tuple(self.reasons)),
+            exactness=Exactness(tuple(self.reasons), tried=self._tried()),
             kinds=self.scope.kinds,
             tail=self.tail,
             partials=self._partials(),
         )
+
+    def _tried(self) -> tuple[Tried, ...]:
+        """Return the ops that were tried and that the loss uses, each layer's once."""
+        found = []
+        for node, forms in self.analysis.decided.values():
+            nested = self.graph.by_name.get(node.name) is not node
+            if (nested or node.name in self.live) and node.name not in self.once:
+                found.append(Tried(_layer(node), node.op, " and ".join(_GIVES[form] for form in forms)))
+        return tuple(dict.fromkeys(found))
 
     def _couples(self) -> bool:
         """Return whether the loss, or an aux output, does not add up over micro-batches."""

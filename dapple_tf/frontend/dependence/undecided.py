@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare,
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from dapple_tf.frontend.dependence.scope import Scope
-from dapple_tf.frontend.write_graph import import_graph, needed_library
+from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
 from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 
@@ -68,18 +69,13 @@ class Experiments:
         if all(operand.axis is None and operand.size is None for operand in known):
             return [None] * len(node.outputs)
         known[len(region.leaves) :] = [dataclasses.replace(each, once=True) for each in known[len(region.leaves) :]]
-        runner = _Runner(scope, region, known, tuple(outputs), self.captured)
+        runner = _Runner(scope, region, known, tuple(outputs), self.captured, uuid.uuid4().hex)
+        limits: Any = {"loops": region.loops, "threshold": _threshold(scope, region)}
         try:
-            found = decide(
-                runner.results(),
-                runner.prepare(),
-                known,
-                len(outputs),
-                loops=region.loops,
-                threshold=_threshold(scope, region),
-            )
-            if any(found) and not self._has_gradients_of(runner, found):
-                found = [None] * len(outputs)
+            with internals.registered_functions(runner.library):
+                found = decide(runner.results(), runner.prepare(), known, len(outputs), **limits)
+                if any(found) and not self._has_gradients_of(runner, found):
+                    found = [None] * len(outputs)
         except _NOT_RUN:
             found = [None] * len(outputs)
         each = iter(found)
@@ -293,13 +289,17 @@ _NOT_RUN = (ValueError, TimeoutError)
 
 @dataclass(frozen=True)
 class _Runner:
-    """Makes functions that run a region on its ``operands`` (values of its leaves), on the CPU."""
+    """Makes functions that run a region on its ``operands`` (values of its leaves), on the CPU.
+
+    ``suffix``: of the names of the functions that the region calls; these must be registered.
+    """
 
     scope: Scope
     region: _Region
     operands: Sequence[Operand]
     outputs: tuple[Value, ...]
     captured: Captured
+    suffix: str
 
     def results(self) -> Function:
         """Return the function of the region's outputs."""
@@ -311,7 +311,16 @@ class _Runner:
         if not region.once:
             return lambda values: []
         before = dataclasses.replace(region, nodes=region.before, once=(), before=())
-        return _Runner(self.scope, before, self.operands[: len(region.leaves)], region.once, self.captured).results()
+        operands = self.operands[: len(region.leaves)]
+        return dataclasses.replace(self, region=before, operands=operands, outputs=region.once).results()
+
+    @property
+    def library(self) -> Sequence[bytes]:
+        """The definitions of the functions that the region calls."""
+        region = self.region
+        graph = Graph("region", (*region.nodes, *region.before))
+        graph = graph.replace(library=needed_library(graph, dict(self.scope.graph.library)))
+        return [definition for _, definition in rename_functions(graph, self.suffix).library]
 
     def gradients(self, found: Sequence[Kind | None]) -> tuple[Function, list[Kind]]:
         """Return the function of the operands' gradients, where the outputs are of these kinds, and their kinds.
@@ -359,7 +368,8 @@ class _Runner:
             for node in region.nodes
         ]
         result = Graph("region", (*leaves, *resources, *nodes), outputs=self.outputs)
-        return result.replace(library=needed_library(result, dict(graph.library)))
+        result = result.replace(library=needed_library(result, dict(graph.library)))
+        return rename_functions(result, self.suffix)
 
     def _function(self, run: Any) -> Function:
         specs = [

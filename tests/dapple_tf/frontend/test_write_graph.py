@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2
 
+from dapple_tf import internals
 from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.write_graph import import_graph, needed_library, write_graph
+from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions, write_graph
 from graph_passes.ir.graph import DType, Effect, FunctionRef, Graph, Node, Opaque, attributes, tensor
 
 X = np.ones((4, 2), np.float32)
@@ -113,6 +115,31 @@ def test_the_needed_library_has_all_functions_called_indirectly_and_no_others() 
     assert any(uses(library, name, "Exp") for name in needed)
     assert not any(uses(library, name, "Tanh") for name in needed)
     assert all(needed[name] == library[name] for name in needed)
+
+
+def test_renamed_functions_compute_the_same() -> None:
+    inner = tf.function(lambda x: tf.exp(x))
+    w = tf.Variable(1.0)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        looped = tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(x) / 9), (0, x))[1]
+        chosen = tf.switch_case(tf.size(x) % 2, [lambda: looped, lambda: inner(looped)])
+        return tf.reduce_mean(chosen) * w
+
+    captured = capture(loss, (X,))
+    renamed = rename_functions(captured.graph, "_again")
+    assert {name for name, _ in renamed.library} == {f"{name}_again" for name, _ in captured.graph.library}
+
+    def run(graph: Graph) -> tf.Tensor:
+        def imported_loss() -> tf.Tensor:
+            (variable,) = captured.variables
+            handle = internals.capture_of(tf.compat.v1.get_default_graph(), w.handle)
+            return import_graph(graph, {graph.inputs[0]: tf.constant(X), variable: handle}, "imported")[0]
+
+        with internals.registered_functions([definition for _, definition in graph.library]):
+            return tf.function(imported_loss)()
+
+    assert float(run(renamed)) == pytest.approx(float(loss(tf.constant(X))))
 
 
 def body(library: dict[str, bytes], name: str) -> graph_pb2.GraphDef:
