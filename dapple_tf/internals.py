@@ -627,12 +627,44 @@ def loss_tracker(model: keras.Model) -> Any:
 
 def has_metrics(model: keras.Model) -> bool:
     """Return whether metrics take the outputs: compiled ones (``_compile_metrics``), or the model's own."""
-    return model._compile_metrics is not None or overrides(model, "compute_metrics")
+    return model._compile_metrics is not None or overrides(model, keras.Model, "compute_metrics")
 
 
-def overrides(model: keras.Model, name: str) -> bool:
-    """Return whether the model's method ``name`` is not that of ``keras.Model``."""
-    return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
+def overrides(item: Any, base: type[Any], name: str) -> bool:
+    """Return whether the method ``name`` of an object is not that of ``base``: its class or the object has another."""
+    own = vars(item).get(name)
+    found = getattr(type(item), name, None) if own is None else getattr(own, "__func__", own)
+    return found is not getattr(base, name, None)
+
+
+BEFORE_CLIPPING = (
+    "apply_gradients",
+    "apply",
+    "_filter_empty_gradients",
+    "_overwrite_variables_directly_with_gradients",
+    "_backend_apply_gradients",
+    "_clip_gradients",
+)
+"""Methods of an optimizer that may change gradients before they are clipped, or clip them."""
+
+
+def built_for(optimizer: Any) -> list[Any]:
+    """Return the variables for which an optimizer was built (``_trainable_variables``), in their order."""
+    return list(optimizer._trainable_variables)
+
+
+def as_tf_variable(variable: Any) -> Any:
+    """Return the tf.Variable of a Keras variable; a tf.Variable itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+MAKING_FUNCTIONS = ("_make_function", "_autoconvert_optionals")
+"""Methods of a model by which Keras makes the functions of a batch that ``fit`` and its like call."""
+
+
+def is_of_keras(function: Any) -> bool:
+    """Return whether Keras made a model's function of a batch, in ``make_train_function`` or its like."""
+    return str(getattr(function, "python_function", function).__module__).split(".")[0] == "keras"
 
 
 def has_strategy(item: Any) -> bool:

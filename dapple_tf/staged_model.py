@@ -133,7 +133,8 @@ def stage_model(
     optimizer.
     """
     stages = partition(layers, starts)
-    scaled = optimizer is not None and scales_loss(optimizer)
+    loss = captured.graph.type_of(captured.graph.outputs[0]).dtype.name
+    scaled = optimizer is not None and scales_loss(optimizer, loss)
     joint, gradients = differentiate(captured, stages, sparse=sparse, scaled=scaled)
     pruned = prune_gradients(joint, gradients)
     stages = send_captured(stages, joint, pruned)
@@ -149,6 +150,8 @@ def stage_model(
     use = find_variables(graph)
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
+    # No stage uses a variable whose gradient would be None: its averages are updated with the first stage's.
+    owner = dict.fromkeys(captured.trainable, 0) | {name: users[0] for name, users in use.users}
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
     return StagedModel(
@@ -161,7 +164,7 @@ def stage_model(
         loss="mean" if captured.dependence is None else captured.dependence.loss,
         exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
         aux=captured.aux,
-        updates=None if update is None else cut_updates(update.graph, {name: use.owner(name) for name in trained}),
+        updates=None if update is None else cut_updates(update.graph, owner),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,

@@ -31,6 +31,12 @@ from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
 """Whether a trace may run batches whose flattened tensors have these specs, with all inner lengths known."""
 
+TRAINED = "trained_variables"
+"""The attribute of a loss function that returns the variables to train, in the order in which its optimizer gets them.
+
+Without it all trainable variables that the function uses are trained, in the order of their first use.
+"""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -153,7 +159,7 @@ def capture(
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
     written = {} if trains else written_variables(graph)
-    trainable = inputs.trainable if trains else [name for name in inputs.variables if name not in written]
+    trainable = _in_order(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]
     if trains and not trainable:
         raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
     return Captured(
@@ -278,6 +284,15 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
             found.nodes[placeholder.op.name] = Node(label, "capture")
             found.constants[label] = outside
     return found
+
+
+def _in_order(inputs: _Inputs, loss_fn: Callable[..., Any]) -> list[str]:
+    """Return the names of the variables to train; those that ``loss_fn`` names, where it does (``TRAINED``)."""
+    if not hasattr(loss_fn, TRAINED):
+        return inputs.trainable
+    wanted = [id(internals.as_tf_variable(variable)) for variable in getattr(loss_fn, TRAINED)()]
+    names = {id(inputs.variables[name]): name for name in inputs.trainable}
+    return [names[item] for item in wanted if item in names]
 
 
 def _trainable_variables(func_graph: Any) -> set[int]:

@@ -30,29 +30,31 @@ class LossScale:
     func_graph: Any
 
 
-def scales_loss(optimizer: Any) -> bool:
-    """Return whether the optimizer scales the loss; False for an object that is no Keras optimizer."""
-    return isinstance(optimizer, keras.optimizers.Optimizer) and bool(_trace_factor(optimizer, "float32").outputs)
+def scales_loss(optimizer: Any, dtype: str) -> bool:
+    """Return whether the optimizer scales a loss of this dtype; False for an object that is no Keras optimizer."""
+    return isinstance(optimizer, keras.optimizers.Optimizer) and bool(_trace_factor(optimizer, dtype).outputs)
 
 
 def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str, tf.Variable]) -> LossScale:
     """Trace the gradient of ``optimizer.scale_loss(loss)`` for the loss ``captured``.
 
     ``variables``: the variables of the update, by the name of their node. The optimizer must be built, and must scale
-    the loss. Raises CaptureError where the factor depends on what is no variable of the optimizer, or the loss is
-    scaled already.
+    the loss. Raises CaptureError where the scaled loss is not the loss times a factor, or depends on what is no
+    variable of the optimizer, or where the loss is scaled already.
     """
     check_not_scaled(optimizer, captured.variables, captured.graph.name)
     func_graph = _trace_factor(optimizer, captured.graph.type_of(captured.graph.outputs[0]).dtype.name)
-    names = {id(variable.handle): name for name, variable in variables.items()}
+    names = {id(variable.handle): name for name, variable in variables.items() if name not in captured.variables}
     inputs: dict[str, Node] = {}
     for outside, placeholder in func_graph.captures:
         if id(outside) not in names:
             raise CaptureError(
                 f"{type(optimizer).__name__}.scale_loss uses a tensor that is no variable of the optimizer: give it a "
-                "variable made by add_variable"
+                "variable made by add_variable; what else is to be added to the loss belongs in the loss function"
             )
         inputs[placeholder.op.name] = Node(names[id(outside)], "variable")
+    loss = func_graph.inputs[0].op.name
+    inputs[loss] = Node(loss, "arg")
     graph = read_graph(func_graph, inputs, LOSS_SCALE_NAME)
     (result,) = (read_value(tensor, inputs) for tensor in func_graph.outputs)
 
@@ -60,6 +62,11 @@ def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str,
         return ("variable", value.node) if graph.node(value.node).op == "variable" else None
 
     members = ancestors(graph, [result.node])
+    if loss in members:
+        raise CaptureError(
+            f"{type(optimizer).__name__}.scale_loss returns something else than the loss times a factor: write what it "
+            "computes into the loss function, and return loss * factor"
+        )
     ports = [Port("combined", LOSS_SCALE_NAME, graph.type_of(result))]
     function = extract_function(LOSS_SCALE_NAME, graph, members, port_of, ports, [result])
     return LossScale(function, graph.library, func_graph)
@@ -68,14 +75,13 @@ def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str,
 def _trace_factor(optimizer: Any, dtype: str) -> Any:
     """Return the FuncGraph that computes the factor for a loss of this dtype; it has no output without a factor."""
 
-    def factor() -> Any:
-        loss = tf.zeros([], dtype)
+    def factor(loss: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(loss)
             scaled = optimizer.scale_loss(loss)
-        return None if scaled is loss else tape.gradient(scaled, loss)
+        return None if scaled is loss else tape.gradient(scaled, loss, unconnected_gradients="zero")
 
-    return tf.function(factor, autograph=False).get_concrete_function().graph
+    return tf.function(factor, autograph=False).get_concrete_function(tf.TensorSpec([], dtype)).graph
 
 
 def check_not_scaled(optimizer: Any, variables: Mapping[str, tf.Variable], name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -55,13 +56,15 @@ def trace_update(
     variables: Mapping[str, tf.Variable],
     sparse: Mapping[str, str] = MappingProxyType({}),
 ) -> TracedUpdate:
-    """Trace ``optimizer.apply`` for the ``variables`` called ``names``, building the optimizer if it is not built.
+    """Trace ``optimizer.apply_gradients``, as Keras calls it, for the ``variables`` called ``names``.
 
-    ``sparse``: the variables whose gradients are IndexedSlices, with the dtype of the indices. Clipping by the global
-    norm is left out: the pipelined graph clips over all stages. As Keras makes dense tensors of what it clips so, the
-    update then takes these. It is not left out where something else is done with the gradients before. Conditions that
-    write variables are open. Raises PlanError for an object that is not a Keras optimizer, and for an optimizer that
-    was built for other variables, or cannot take these gradients.
+    The optimizer is built if it is not. It gets the variables in the order for which it was built, and None as the
+    gradient of others that it was built for. ``sparse``: the variables whose gradients are IndexedSlices, with the
+    dtype of the indices. Clipping by the global norm is left out: the pipelined graph clips over all stages.
+    As Keras makes dense tensors of what it clips so, the update then takes these. It is not left out where something
+    else is done with the gradients before. Conditions that write variables are open. Raises PlanError for an object
+    that is not a Keras optimizer, and for an optimizer that was built for other variables, or cannot take these
+    gradients.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")
@@ -70,30 +73,75 @@ def trace_update(
             f"{type(optimizer).__name__} was made under a tf.distribute strategy: make it without, and give "
             "replicas=[...] for data parallelism"
         )
-    trained = internals.keras_variables([variables[name] for name in names])
-    with tf.init_scope():
-        if not optimizer.built:
-            optimizer.build(trained)
+    trained = tuple(internals.keras_variables([variables[name] for name in names]))
+    build_optimizer(optimizer, trained)
+    places = {id(internals.as_tf_variable(variable)): i for i, variable in enumerate(trained)}
+    known = [v for v in internals.built_for(optimizer) if v.trainable or id(internals.as_tf_variable(v)) in places]
+    given = [v for v in known if id(internals.as_tf_variable(v)) not in places]
+    given = known if len(known) - len(given) == len(trained) else [*trained, *given]
 
     with _without_global_clip(optimizer) as clip:
         arguments = _arguments(names, variables, {} if clip else sparse)
 
         def update(*tensors: Any) -> None:
+            gradients = _pack(arguments, tensors, variables)
+            found = [places.get(id(internals.as_tf_variable(variable))) for variable in given]
             with tf.name_scope("optimizer"):  # so that no op has the name of a variable
-                optimizer.apply(_pack(arguments, tensors, variables), list(trained))
+                optimizer.apply_gradients(
+                    zip([None if i is None else gradients[names[i]] for i in found], given, strict=True)
+                )
 
-        try:
+        with _errors_of_update(optimizer, sparse):
             specs = [argument.spec for argument in arguments]
             func_graph = tf.function(update, autograph=False).get_concrete_function(*specs).graph
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"{type(optimizer).__name__} cannot update these variables: {error}{_hint(optimizer, sparse)}"
-            ) from error
     inputs = _read_inputs(func_graph, optimizer, arguments, variables)
     graph = open_conditions(read_graph(func_graph, inputs.nodes, "optimizer"), func_graph)
     steps = getattr(optimizer.iterations, "value", None)  # a tensor where gradients are accumulated over steps
     counter = next((name for name, v in inputs.variables.items() if v is steps), "")
-    return TracedUpdate(graph, inputs.variables, inputs.constants, tuple(trained), clip, func_graph, counter)
+    return TracedUpdate(graph, inputs.variables, inputs.constants, trained, clip, func_graph, counter)
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build the optimizer where it is not built, as its first update of all ``variables`` does in Keras.
+
+    A class of the user's may build it for some of them, in ``apply_gradients`` or ``apply``: the update is traced for
+    that, and not run. Raises PlanError where it cannot be traced.
+    """
+    if optimizer.built:
+        return
+    own = [
+        name
+        for name in ("apply_gradients", "apply")
+        if internals.overrides(optimizer, keras.optimizers.Optimizer, name)
+    ]
+    with tf.init_scope():
+        if all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
+            optimizer.build(list(variables))
+            optimizer.built = True
+            return
+
+        def update(*gradients: Any) -> None:
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        with _errors_of_update(optimizer, {}):
+            specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+            tf.function(update, autograph=False).get_concrete_function(*specs)
+
+
+@contextlib.contextmanager
+def _errors_of_update(optimizer: Any, sparse: Mapping[str, str]) -> Iterator[None]:
+    """Raise PlanError in place of the errors of an update that cannot be traced, and silence a warning of Keras.
+
+    It is about gradients that are None; a step warns of these itself. ``sparse``: see ``trace_update``.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Gradients do not exist")
+            yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise PlanError(
+            f"{type(optimizer).__name__} cannot update these variables: {error}{_hint(optimizer, sparse)}"
+        ) from error
 
 
 @dataclass
@@ -120,8 +168,10 @@ def _arguments(
     return tuple(found)
 
 
-def _pack(arguments: Sequence[_Argument], tensors: Sequence[Any], variables: Mapping[str, tf.Variable]) -> list[Any]:
-    """Return a gradient for each variable: a tensor, or IndexedSlices of the shape that TensorFlow gives them."""
+def _pack(
+    arguments: Sequence[_Argument], tensors: Sequence[Any], variables: Mapping[str, tf.Variable]
+) -> dict[str, Any]:
+    """Return the gradient of each variable: a tensor, or IndexedSlices of the shape that TensorFlow gives them."""
     found: dict[str, Any] = {}
     for argument, tensor in zip(arguments, tensors, strict=True):
         if argument.role == "indices":
@@ -129,7 +179,7 @@ def _pack(arguments: Sequence[_Argument], tensors: Sequence[Any], variables: Map
             found[argument.variable] = tf.IndexedSlices(found[argument.variable], tensor, shape)
         else:
             found[argument.variable] = tensor
-    return list(found.values())
+    return found
 
 
 def _read_inputs(
@@ -141,12 +191,12 @@ def _read_inputs(
         role: dict[str, Attr] = {} if argument.role == "gradient" else {"role": argument.role}
         attrs = attributes({"port": argument.variable, **role})
         found.nodes[tensor.op.name] = Node(f"gradient/{i}", "arg", attrs=attrs)
-    trained = {id(variables[argument.variable].handle): argument.variable for argument in arguments}
+    of_model = {id(variable.handle): name for name, variable in variables.items()}
     others = [*func_graph.variables, *(variable.value for variable in optimizer.variables)]
     by_handle = {id(variable.handle): variable for variable in others}
     for outside, placeholder in func_graph.captures:
-        if id(outside) in trained:
-            node = Node(trained[id(outside)], "variable")
+        if id(outside) in of_model:
+            node = Node(of_model[id(outside)], "variable")
         elif id(outside) in by_handle:
             variable = by_handle[id(outside)]
             node = Node(unique_name(internals.variable_name(variable), found.variables), "variable")
@@ -163,9 +213,13 @@ def _without_global_clip(optimizer: Any) -> Iterator[float | None]:
     """Unset the optimizer's ``global_clipnorm`` in the block, which gets its value.
 
     It stays, and None is given, where the optimizer clips something else than the gradients that it gets: their mean
-    over several steps, or what is left after it has divided them by the scale of the loss.
+    over several steps, what is left after it has divided them by the scale of the loss, or what a method of the user's
+    class makes of them.
     """
-    if optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:
+    own = [
+        name for name in internals.BEFORE_CLIPPING if internals.overrides(optimizer, keras.optimizers.Optimizer, name)
+    ]
+    if own or optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:
         yield None
         return
     clip = optimizer.global_clipnorm

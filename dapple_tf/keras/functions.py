@@ -13,6 +13,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.frontend.capture import TRAINED
+from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras.batches import BatchNames
 
 Function = Callable[[dict[str, Any]], Any]
@@ -27,12 +29,12 @@ def training_function(model: keras.Model, names: BatchNames) -> Any:
 
     def train(batch: dict[str, Any]) -> Any:
         loss, aux = _compute(model, names.nest(batch), training=True)
-        with tf.init_scope():
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
+        build_optimizer(model.optimizer, model.trainable_weights)
         return loss, aux
 
-    return _named(train, model)
+    function = _named(train, model)
+    setattr(function, TRAINED, lambda: model.trainable_weights)
+    return function
 
 
 def evaluation_function(model: keras.Model, names: BatchNames) -> Any:

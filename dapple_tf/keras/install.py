@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,10 +20,25 @@ from dapple_tf.keras.read_ahead import METHODS, read_ahead
 from dapple_tf.pipeline import pipeline as pipeline_step
 from dapple_tf.runtime.step import PipelinedStep
 
-_STEPS = ("train_step", "test_step", "predict_step")
 _KINDS = ("train", "test", "predict")
 _STEP = "_pipelined_step"
 """The attribute of a model that holds the step of its pipeline."""
+
+_SETTINGS = ("optimizer", "run_eagerly", "jit_compile", "steps_per_execution")
+"""What ``compile`` sets on a model and a pipeline is made for."""
+
+_BY_LOSS = (
+    "override compute_loss and compute_metrics instead, or write the loss as a function of the batch and call "
+    "dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
+)
+_BY_CALLBACK = (
+    "do what it adds in a callback (on_train_batch_end, on_test_batch_end, on_predict_batch_end), or write the loss as "
+    "a function of the batch and call dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
+)
+REFUSED = {f"{kind}_step": _BY_LOSS for kind in _KINDS} | dict.fromkeys(
+    [*(f"make_{kind}_function" for kind in _KINDS), *internals.MAKING_FUNCTIONS], _BY_CALLBACK
+)
+"""The methods of a model that Keras calls and a pipeline does not, each with what to do instead."""
 
 
 def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, **options: Any) -> PipelinedStep:
@@ -41,26 +57,27 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
 
     Raises:
         UsageError: The model is not compiled.
-        CaptureError: The model overrides ``train_step``, ``test_step`` or ``predict_step``, which a pipeline would not
-            run.
+        CaptureError: The model overrides a method that a pipeline would not run, such as ``train_step`` or
+            ``make_train_function``.
         PlanError: The model is compiled with options that contradict a pipeline, or the ``options`` do.
     """
-    _check(model)
-    if _is_installed(model):
+    if isinstance(model, keras.Model) and _is_installed(model):
         restore(model)
+    _check(model)
     names = BatchNames()
     step: PipelinedStep = pipeline_step(training_function(model, names), optimizer=model.optimizer, **options)
     test = step.forward_of(evaluation_function(model, names))
     predict = step.forward_of(prediction_function(model, names))
     job = membership.current()
     check = None if job is None else BatchCheck(job)
-    setattr(model, _STEP, step)
+    own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
+    setattr(model, _STEP, _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own))
     loops = Loops(model, names, step, test, predict, check)
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
         setattr(model, f"make_{kind}_function", _maker(model, kind, function))
-    read_ahead(model)
+    read_ahead(model, lambda: _check_methods(model))
     if job is not None and check is not None:
         ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
@@ -76,48 +93,76 @@ def restore(model: keras.Model) -> None:
     """
     if not _is_installed(model):
         raise UsageError(f"{model.name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
-    step: PipelinedStep = getattr(model, _STEP)
-    if step.built:
-        step.release()
+    installed: _Installed = getattr(model, _STEP)
+    if installed.step.built:
+        installed.step.release()
     delattr(model, _STEP)
-    for name in {*METHODS, *ranks.METHODS}:
+    for name in _REPLACED:
         if name in vars(model):
             delattr(model, name)
+        if name in installed.own:
+            setattr(model, name, installed.own[name])
     for kind in _KINDS:
-        delattr(model, f"make_{kind}_function")
         setattr(model, f"{kind}_function", None)
 
 
+_REPLACED = (*(f"make_{kind}_function" for kind in _KINDS), *{*METHODS, *ranks.METHODS})
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
+
+    ``own``: attributes of the model itself that were replaced, by name.
+    """
+
+    step: PipelinedStep
+    settings: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
 def _is_installed(model: keras.Model) -> bool:
-    return "make_train_function" in vars(model)
+    return _STEP in vars(model)
 
 
 def _maker(model: keras.Model, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what Keras calls to make the function of this ``kind``, which is there already."""
 
     def make(force: bool = False) -> Callable[..., Any]:
-        if getattr(model, f"{kind}_function") != function:  # ``compile`` has removed it
-            raise UsageError(
-                f"{model.name} was compiled again after dapple.keras.pipeline: call dapple.keras.pipeline(model, ...) "
-                "again, or dapple.keras.restore(model) to train without it"
-            )
+        again = "call dapple.keras.pipeline(model, ...) again, or dapple.keras.restore(model) to train without it"
+        if getattr(model, f"{kind}_function") is None:  # ``compile`` has removed it
+            raise UsageError(f"{model.name} was compiled again after dapple.keras.pipeline: {again}")
+        if getattr(model, f"{kind}_function") != function:
+            raise UsageError(f"{model.name}.{kind}_function was replaced after dapple.keras.pipeline: {again}")
+        installed: _Installed = getattr(model, _STEP)
+        for name, value in installed.settings.items():
+            if getattr(model, name) != value:
+                raise UsageError(f"{model.name}.{name} was changed after dapple.keras.pipeline: {again}")
+        _check_methods(model)
         return function
 
+    make.__module__ = __name__
     return make
 
 
 def _check(model: keras.Model) -> None:
     """Raise the errors of ``pipeline`` for a model that cannot be pipelined."""
     if not isinstance(model, keras.Model):
-        raise UsageError(f"model is a {type(model).__name__}, not a keras.Model: dapple.pipeline takes any function")
+        kind = type(model).__name__
+        if any(base.__module__.split(".")[0] == "tf_keras" for base in type(model).__mro__):
+            raise UsageError(
+                f"{kind} is a model of Keras 2 (tf_keras), whose fit cannot run over a pipeline: write its loss as a "
+                "function of the batch that calls the model, and train by dapple.pipeline(loss_fn, optimizer=...)"
+            )
+        raise UsageError(f"model is a {kind}, not a keras.Model: dapple.pipeline takes any function")
     if not model.compiled or model.optimizer is None:
         raise UsageError(f"{model.name} has no optimizer: call model.compile(optimizer, loss, ...) before")
-    for name in _STEPS:
-        if internals.overrides(model, name):
+    _check_methods(model)
+    for kind in _KINDS:
+        function = getattr(model, f"{kind}_function")
+        if function is not None and not internals.is_of_keras(function):
             raise CaptureError(
-                f"{type(model).__name__} overrides {name}, which a pipeline would not run: override compute_loss and "
-                "compute_metrics instead, or write the loss as a function of the batch and call "
-                "dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
+                f"{model.name} has a {kind}_function of its own, which a pipeline would not run: {_BY_CALLBACK}"
             )
     if model.run_eagerly:
         raise PlanError(f"{model.name} is compiled with run_eagerly=True, but a pipeline is a graph: compile without")
@@ -126,3 +171,11 @@ def _check(model: keras.Model) -> None:
             f"{model.name} was made under a tf.distribute strategy: make it without, and give replicas=[...] for data "
             "parallelism"
         )
+
+
+def _check_methods(model: keras.Model) -> None:
+    """Raise CaptureError for a method of the user's that a pipeline would not run."""
+    for name, advice in REFUSED.items():
+        replaced = _is_installed(model) and name in _REPLACED and vars(model).get(name).__module__ == __name__
+        if not replaced and internals.overrides(model, keras.Model, name):
+            raise CaptureError(f"{type(model).__name__} overrides {name}, which a pipeline would not run: {advice}")

@@ -14,6 +14,7 @@ import keras
 
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_transfer import share_variables
+from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras.rank_batches import BatchCheck, align_randomness
 from dapple_tf.keras.rank_callbacks import GatherValues, adapted, reads_values
 from dapple_tf.runtime.step import PipelinedStep
@@ -69,8 +70,8 @@ class _RankMethods:
             self.gather()
             model, optimizer = self._model, self._model.optimizer
             self._job.run_on_rank_0(lambda: original(*args, **options) and None)
-            if self._job.broadcast(optimizer.built) and not optimizer.built:
-                optimizer.build(model.trainable_variables)
+            if self._job.broadcast(optimizer.built):
+                build_optimizer(optimizer, model.trainable_weights)
             variables = [*model.variables, *(optimizer.variables if optimizer.built else [])]
             share_variables(self._job, [variable.value for variable in variables])
 

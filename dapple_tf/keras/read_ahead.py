@@ -19,15 +19,19 @@ METHODS = ("fit", "evaluate", "predict")
 _BATCHES = 2  # with one, each step would wait whenever its batch takes a little longer than the step
 
 
-def read_ahead(model: keras.Model) -> None:
-    """Replace ``fit``, ``evaluate`` and ``predict`` on this model: they prefetch from every data set they are given."""
+def read_ahead(model: keras.Model, check: Callable[[], None]) -> None:
+    """Replace ``fit``, ``evaluate`` and ``predict`` on this model: they prefetch from every data set they are given.
+
+    ``check`` is called before each.
+    """
     for name in METHODS:
-        setattr(model, name, _reading_ahead(getattr(model, name)))
+        setattr(model, name, _reading_ahead(getattr(model, name), check))
 
 
-def _reading_ahead(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reading_ahead(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **options: Any) -> Any:
+        check()
         return method(*map(_prefetched, args), **{name: _prefetched(value) for name, value in options.items()})
 
     return run

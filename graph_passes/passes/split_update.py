@@ -10,7 +10,7 @@ the stages and their combination (see ``analysis.update_terms``), which all upda
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
@@ -47,13 +47,13 @@ class Updates:
 
 
 def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
-    """Cut ``graph`` by the ``owner`` of each variable.
+    """Cut ``graph`` by the ``owner`` of each variable of the model.
 
     Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and left out
     for a dense gradient. Conditions that write variables are open (see ``ir.conditions``).
 
-    Raises PartitionError if one op updates the variables of several stages, or terms cannot be cut (see
-    ``find_terms``).
+    Raises PartitionError if one op updates the variables of several stages, if what a stage writes depends on a
+    variable of another one, or if terms cannot be cut (see ``find_terms``).
     """
     graph = _remove_identity_n(graph)
     terms = find_terms(graph, owner)
@@ -67,14 +67,18 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
 
     stages = tuple((stage, update_function(at(stage, what=OpName.UPDATE), writes[stage])) for stage in sorted(writes))
     for stage, function in stages:
-        _check_order(graph, function, before, stage)
-    return Updates(
+        _check_order(graph, function, before, f"stage {stage}'s part of the optimizer")
+    updates = Updates(
         update_function("optimizer/before", before) if before else None,
         stages,
         update_function("optimizer/after", after) if after else None,
         tuple((stage, _terms_function(graph, terms, stage)) for stage in sorted({s for _, s in terms.partial})),
         _combine_function(graph, terms) if terms.combined else None,
     )
+    if updates.after is not None:
+        _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
+    _check_variables(updates, owner)
+    return updates
 
 
 def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> tuple[dict[int, set[str]], set[str]]:
@@ -172,9 +176,27 @@ def _unguarded(graph: Graph) -> Graph:
     )
 
 
-def _check_order(graph: Graph, function: Function, before: set[str], stage: int) -> None:
-    """Raise PartitionError where a stage's update reads what the shared writes ``before`` it have overwritten."""
-    written = (graph.node(name) for name in before if graph.node(name).effect == Effect.WRITE)
+def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
+    """Raise PartitionError where a function uses a variable that lives on a stage on which it does not run."""
+    at_stage = {function.name: stage for stage, function in (*updates.stages, *updates.terms)}
+    for function in updates.functions:
+        for _, port in function.input_ports("variable"):
+            here = at_stage.get(function.name)
+            if owner.get(port.name, here) != here:
+                place = "an update that all stages share" if here is None else f"an update of stage {here}"
+                raise PartitionError(
+                    f"the optimizer uses the variable {port.name!r}, which stage {owner[port.name]} holds, in {place}: "
+                    "use an optimizer that updates each variable by itself, or by numbers that it computes from the "
+                    "gradients or variables of all stages before it writes any"
+                )
+
+
+def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str) -> None:
+    """Raise PartitionError where ``part`` of the update, a function, reads what writes ``earlier`` overwrite too soon.
+
+    They run before the function, and in the optimizer after what it reads.
+    """
+    written = (graph.node(name) for name in sorted(earlier) if graph.node(name).effect == Effect.WRITE)
     overwritten = {target: node.name for node in written for target in node.strings("writes")}
     for node in function.graph.nodes:
         if node.effect != Effect.READ:
@@ -183,7 +205,7 @@ def _check_order(graph: Graph, function: Function, before: set[str], stage: int)
         for target in (value.node for value in original.inputs if value.node in overwritten):
             if overwritten[target] not in ancestors(graph, [node.name]):
                 raise PartitionError(
-                    f"stage {stage}'s part of the optimizer reads {target!r} ({node.name!r}) before the optimizer "
-                    f"writes it ({overwritten[target]!r}), and other parts read it after: use an optimizer that writes "
-                    "what all variables share before or after it updates them"
+                    f"{part} reads {target!r} ({node.name!r}) before the optimizer writes it "
+                    f"({overwritten[target]!r}), and other parts read it after: use an optimizer that writes what all "
+                    "variables share before or after it updates them"
                 )

@@ -874,18 +874,44 @@ def test_a_model_is_called_as_a_step_of_keras_calls_it() -> None:
     assert float(tf.reduce_sum(internals.call_model(dropout, tf.ones([1, 50]), training=True))) != 50
 
 
+def test_methods_that_keras_calls_are_where_they_were() -> None:
+    for name in internals.MAKING_FUNCTIONS:
+        assert callable(getattr(keras.Model, name))
+    for name in internals.BEFORE_CLIPPING:
+        assert callable(getattr(keras.optimizers.Optimizer, name))
+
+
+def test_an_optimizer_knows_the_variables_for_which_it_was_built() -> None:
+    kept, plain, optimizer = keras.Variable(1.0), tf.Variable(1.0), keras.optimizers.SGD()
+    assert internals.built_for(optimizer) == []
+    optimizer.build([kept, plain])
+    assert [id(variable) for variable in internals.built_for(optimizer)] == [id(kept), id(plain)]
+    assert internals.as_tf_variable(kept) is kept.value
+    assert internals.as_tf_variable(plain) is plain
+
+
+def test_functions_that_keras_makes_are_told_from_others() -> None:
+    model = two_losses()
+    model.compile("sgd", ["mse", "mae"])
+    for kind in ("train", "test", "predict"):
+        getattr(model, f"make_{kind}_function")()
+        assert internals.is_of_keras(getattr(model, f"{kind}_function"))
+    assert internals.is_of_keras(keras.optimizers.SGD().apply)
+    assert not internals.is_of_keras(lambda batches: None)
+
+
 def test_methods_and_metrics_of_ones_own_are_found() -> None:
     class Own(keras.Model):
         def compute_metrics(self, *args: object, **options: object) -> dict[str, object]:
             return {}
 
-    assert internals.overrides(Own(), "compute_metrics")
-    assert not internals.overrides(Own(), "train_step")
+    assert internals.overrides(Own(), keras.Model, "compute_metrics")
+    assert not internals.overrides(Own(), keras.Model, "train_step")
     assert internals.has_metrics(Own())
     model = two_losses()
     assert not internals.has_metrics(model)
     model.train_step = lambda data: {}
-    assert internals.overrides(model, "train_step")
+    assert internals.overrides(model, keras.Model, "train_step")
     model.compile("sgd", ["mse", "mae"], metrics=["mae", "mae"])
     assert internals.has_metrics(model)
 

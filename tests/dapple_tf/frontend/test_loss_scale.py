@@ -43,7 +43,7 @@ def factor(optimizer: Any, dtype: str = "float32") -> Any:
     ],
 )
 def test_an_optimizer_scales_the_loss_or_not(optimizer: Any, scales: bool) -> None:
-    assert scales_loss(optimizer) == scales
+    assert scales_loss(optimizer, "float32") == scales
 
 
 def test_the_factor_is_what_the_optimizer_says_now() -> None:
@@ -69,3 +69,18 @@ def test_a_factor_of_what_is_no_variable_of_the_optimizer_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"Scaling\.scale_loss uses a tensor that is no variable of the optimizer"):
         factor(built(Scaling(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("scale_loss", "message"),
+    [
+        (lambda self, loss: loss * loss, r"Scaling\.scale_loss returns something else than the loss times a factor"),
+        (lambda self, loss: loss + tf.square(W), r"uses a tensor that is no variable of the optimizer: .* the loss"),
+    ],
+    ids=["a square", "a regulariser"],
+)
+def test_what_does_more_than_scale_is_refused(scale_loss: Any, message: str) -> None:
+    optimizer = built(type("Scaling", (keras.optimizers.SGD,), {"scale_loss": scale_loss})(0.1))
+    variables = {"w": W} | {variable.path: variable.value for variable in optimizer.variables}
+    with pytest.raises(CaptureError, match=message):
+        trace_loss_scale(optimizer, captured(), variables)

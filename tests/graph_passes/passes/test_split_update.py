@@ -266,3 +266,33 @@ def test_an_update_that_reads_what_a_shared_write_before_it_overwrites_is_refuse
             %uv = AssignSubVariableOp(%v:0, %n:0) {writes=['v']} !write
             """
         )
+
+
+def test_an_update_that_uses_a_variable_of_another_stage_is_refused() -> None:
+    copied = """
+    %rv = ReadVariableOp(%v:0) -> (float32[4]) !read
+    %cw = AssignVariableOp(%w:0, %rv:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %gv:0) {writes=['v']} !write
+    """
+    with refused(PartitionError, "uses the variable 'v', which stage 1 holds, in an update of stage 0"):
+        cut(copied)
+    shared = """
+    %rw = ReadVariableOp(%w:0) -> (float32[4]) !read
+    %cs = AssignVariableOp(%slot:0, %rw:0) {writes=['slot']} !write
+    %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read ^%cs 'auto'
+    %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %rs:0) {writes=['v']} !write
+    """
+    with refused(PartitionError, "uses the variable 'w', which stage 0 holds, in an update that all stages share"):
+        cut(shared)
+
+
+def test_a_shared_update_that_reads_what_a_stage_has_overwritten_is_refused() -> None:
+    late = """
+    %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read
+    %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
+    %us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write
+    %at = AssignVariableOp(%step:0, %rs:0) {writes=['step']} !write
+    """
+    with refused(PartitionError, "what the stages share of the optimizer reads 'slot' ('rs') before", "('us')"):
+        cut(late)
