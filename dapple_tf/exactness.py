@@ -51,7 +51,7 @@ class Inexactness:
     ``layer``: the layer or op that causes it; ``why``: what it does; ``remedy``: what the user can do. ``documented``:
     a training step is allowed to differ for this reason (batch norm in training mode, draws without a seed); any other
     reason is an error unless the user allows it. ``uncut``: the step differs also where one micro-batch is the whole
-    batch.
+    batch, unless it is traced for that.
     """
 
     layer: str
@@ -97,6 +97,11 @@ class Exactness:
     def undocumented(self) -> tuple[Inexactness, ...]:
         """The reasons that are errors unless the user allows them."""
         return tuple(reason for reason in self.reasons if not reason.documented)
+
+    @property
+    def exact_uncut(self) -> bool:
+        """Whether a step of one micro-batch on one replica equals one device's: batch norm is no reason there."""
+        return not self.undocumented and not self.of_minibatches.reasons and not self.tried
 
     @property
     def of_minibatches(self) -> Exactness:

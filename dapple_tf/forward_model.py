@@ -38,6 +38,7 @@ def stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> 
         signature=captured.signature,
         example=captured.example,
         serves=captured.serves,
+        uncut=captured.uncut,
         merges=merge_kinds(captured),
         loss="mean" if dependence is None else dependence.loss,
         exactness=Exactness() if dependence is None else dependence.exactness,

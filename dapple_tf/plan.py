@@ -106,6 +106,11 @@ class Plan:
     micro_batch_sizes: tuple[int, ...] | None = None
     window: WindowPlan | None = None
 
+    @property
+    def uncut(self) -> bool:
+        """Whether each batch is one micro-batch on one replica of each stage, as on one device."""
+        return self.window is None and self.micro_batches == 1 and max(self.replicas) == 1
+
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan needs at least one stage")

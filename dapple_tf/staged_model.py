@@ -48,7 +48,8 @@ class StagedModel:
     other lengths (see ``Captured``); ``aux``, the nesting of the
     aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
     ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
-    device's.
+    device's; ``uncut``, whether the model is only for steps of one micro-batch on one replica (see
+    ``BatchDependence``).
 
     Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
     trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
@@ -94,10 +95,16 @@ class StagedModel:
     statistics: bool
     traces: tuple[Any, ...]
     serves: Serves | None = None
+    uncut: bool = False
     narrow: tuple[Narrow, ...] = ()
     skips: bool = False
     counter: str = ""
     backward_writes: tuple[tuple[int, Inexactness], ...] = ()
+
+    @property
+    def exact_uncut(self) -> bool:
+        """Whether a step of one micro-batch on one replica equals one device's."""
+        return self.uncut or self.exactness.exact_uncut
 
     @property
     def joins(self) -> bool:
@@ -160,6 +167,7 @@ def stage_model(
         signature=captured.signature,
         example=captured.example,
         serves=captured.serves,
+        uncut=captured.uncut,
         merges=merge_kinds(captured),
         loss="mean" if captured.dependence is None else captured.dependence.loss,
         exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,

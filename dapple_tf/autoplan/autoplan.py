@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.batch_fit import check_batch_size, fit_plan
 from dapple_tf.autoplan.decision import PlanDecision
 from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
@@ -145,6 +145,16 @@ class Autoplan:
         """Whether the gradients of embeddings stay sparse."""
         return self._request.keeps_slices
 
+    def runs_uncut(self, samples: int) -> bool:
+        """Return whether a batch of ``samples`` is one micro-batch on one replica of each stage, as far as is known.
+
+        Before there is a plan, also where the request leaves that open: ``decide`` then plans it for a model that needs
+        it.
+        """
+        if self._decision is not None:
+            return fit_plan(self._decision.plan, samples).uncut
+        return self._request.can_run_uncut
+
     def micro_batch_size(self, samples: int) -> int:
         """Return the samples of the largest micro-batch, at least 2, as far as the request tells without a plan."""
         return max(2, self._request.largest_micro_batch(samples))
@@ -167,7 +177,7 @@ class Autoplan:
         or batch, and the errors of the files that make it.
         """
         if not self.layer_names:
-            self._request = _settle_batch_loss(self._request, captured)
+            self._request = _settle_uncut(_settle_batch_loss(self._request, captured), captured)
             self._decide_first(captured, layers, shapes, batch)
         plan, names = self.plan, self.layer_names
         recomputed = {names[i] for i in plan.recomputed}
@@ -241,7 +251,7 @@ class Autoplan:
             optimizer_slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
             devices=len(list_devices(self._devices)) if self._job is None else self._job.size,
             cluster=self._cluster,
-            replicable=not captured.stateful,
+            replicable=not captured.stateful and not (self._request.can_run_uncut and captured.needs_uncut),
             ranks=self._job is not None,
         )
         if self._request.stages_are_auto:
@@ -297,6 +307,13 @@ def _settle_batch_loss(request: Request, captured: Captured) -> Request:
         return dataclasses.replace(request, batch_loss=False)
     schedule = "gpipe" if request.schedule_is_auto else request.schedule_name
     return dataclasses.replace(request, batch_loss=True, schedule=schedule)
+
+
+def _settle_uncut(request: Request, captured: Captured) -> Request:
+    """Return the request with M = 1 where M is open and only one micro-batch computes what one device does."""
+    if captured.needs_uncut and request.can_run_uncut:
+        return dataclasses.replace(request, micro_batches=1)
+    return request
 
 
 def _may_wait(request: Request, plan: Plan | None) -> bool:

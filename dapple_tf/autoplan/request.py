@@ -153,6 +153,16 @@ class Request:
         return self.window is not None and self.window.in_turn
 
     @property
+    def can_run_uncut(self) -> bool:
+        """Whether each batch is one micro-batch on one replica, or may be because M or the replicas are left open.
+
+        M is not left open where the user allows inexact steps, or gives a schedule for some M.
+        """
+        left_open = self.micro_batches_are_auto and self.inexact == "error" and not is_text(self.schedule)
+        one = left_open or self.micro_batches == 1 or len(self.given_sizes) == 1
+        return self.window is None and one and max(self.replicas or (1,)) == 1
+
+    @property
     def keeps_slices(self) -> bool:
         """Whether the gradients of embeddings stay sparse."""
         return self.sparse_gradients == "exact"

@@ -106,6 +106,13 @@ def batch_key(batch: Sequence[Any]) -> tuple[str, tuple[tf.TensorSpec, ...]]:
     return repr(tf.nest.map_structure(lambda leaf: None, tuple(batch))), batch_signature(batch)
 
 
+def sized_key(batch: Sequence[Any]) -> tuple[str, tuple[tf.TensorSpec, ...]]:
+    """Return the key of ``batch_key`` with the batch size in the specs."""
+    nesting, specs = batch_key(batch)
+    size = batch_size(batch)
+    return nesting, tuple(tf.TensorSpec((size, *spec.shape[1:]), spec.dtype) for spec in specs)
+
+
 def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
     """Return the specs of a batch's flattened tensors, with axis 0 unknown.
 

@@ -73,6 +73,17 @@ class Captured:
     dropped: frozenset[str] = frozenset()
 
     @property
+    def uncut(self) -> bool:
+        """Whether it is only for steps of one micro-batch on one replica."""
+        return self.dependence is not None and self.dependence.uncut
+
+    @property
+    def needs_uncut(self) -> bool:
+        """Whether one micro-batch on one replica computes what one device does only if it is traced for that."""
+        python = any(node.op == "EagerPyFunc" for node in self.graph.nodes)  # differentiated only so
+        return self.uncut or python or (self.dependence is not None and not self.dependence.exactness.exact_uncut)
+
+    @property
     def stateful(self) -> bool:
         """Whether micro-batches draw from a generator's hidden state or write variables, so that they are not equal."""
         changing = (node for node in self.graph.nodes if node.effect in (Effect.WRITE, Effect.RANDOM))
@@ -121,35 +132,29 @@ def capture(
     batch_norm: BatchNorm = "micro-batch",
     trains: bool = True,
     signature: Sequence[tf.TensorSpec] | None = None,
+    sized: bool = False,
 ) -> Captured:
     """Trace ``loss_fn(*batch)`` once and read the graph.
 
     ``batch_norm``: for "deferred", record the calls of batch norm layers in training mode, with what their statistics
     are made of; for "sync", let replicas join these. Without ``trains`` the function is only to run forward: every
     variable that it does not write counts as trainable, so that all that is computed from it stays in the
-    micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown.
+    micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown. ``sized``: trace
+    the function for the size of ``batch`` where it cannot be traced for an unknown one.
 
     Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
     LossError when the loss is not a floating-point scalar.
     """
     example = batch_signature(batch)
     specs = example if signature is None else tuple(signature)
-    arguments = tf.nest.pack_sequence_as(tuple(batch), list(specs))
     function = internals.clone_function(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
-    _check_signature(function)
-    name, recorder, norms = _function_name(loss_fn), LayerRecorder(), BatchNormRecorder()
+    if not sized:
+        _check_signature(function)
+    name, norms = _function_name(loss_fn), BatchNormRecorder()
     moments: dict[str, internals.Moments] = {"deferred": norms, "sync": join_moments}
     replaced = internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext()
-    try:
-        with internals.record_layers(recorder), replaced:
-            concrete = function.get_concrete_function(*arguments)
-    except (TypeError, ValueError) as error:
-        if not _depends_on_size(function, batch, specs):
-            raise CaptureError(f"{name} cannot be traced: {error}{_hint(batch, error)}") from error
-        raise CaptureError(
-            f"{name} cannot be traced with an unknown batch size on axis 0 ({specs}): {error}. Where it uses "
-            "x.shape[0], let it use tf.shape(x)[0]"
-        ) from error
+    with replaced:
+        concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
     func_graph = concrete.graph
     outputs, aux = _loss_and_aux(concrete, name)
     inputs = _read_inputs(func_graph, len(specs), name)
@@ -187,14 +192,34 @@ def read_again(captured: Captured, loss: Any, rows: Any) -> Captured:
     return replace(captured, graph=graph, rows=rows)
 
 
-def _depends_on_size(function: Any, batch: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> bool:
-    """Return whether the function can be traced where the batch size is known."""
+def _trace(
+    function: Any, name: str, batch: Sequence[Any], specs: tuple[tf.TensorSpec, ...], *, sized: bool
+) -> tuple[Any, LayerRecorder, tuple[tf.TensorSpec, ...]]:
+    """Return the trace of a tf.function, the Keras layers recorded meanwhile, and the specs that it was made for.
+
+    Raises CaptureError as ``capture`` does.
+    """
+
+    def trace(specs: Sequence[tf.TensorSpec]) -> tuple[Any, LayerRecorder]:
+        recorder = LayerRecorder()
+        arguments = tf.nest.pack_sequence_as(tuple(batch), list(specs))
+        with internals.record_layers(recorder):
+            return internals.clone_function(function).get_concrete_function(*arguments), recorder
+
     try:
-        known = [tf.TensorSpec((batch_size(batch), *spec.shape[1:]), spec.dtype) for spec in specs]
-        internals.clone_function(function).get_concrete_function(*tf.nest.pack_sequence_as(tuple(batch), known))
-    except (TypeError, ValueError):
-        return False
-    return True
+        return *trace(specs), specs
+    except (TypeError, ValueError) as error:
+        known = tuple(tf.TensorSpec((batch_size(batch), *spec.shape[1:]), spec.dtype) for spec in specs)
+        try:
+            found = *trace(known), known
+        except (TypeError, ValueError):
+            raise CaptureError(f"{name} cannot be traced: {error}{_hint(batch, error)}") from error
+        if sized:
+            return found
+        raise CaptureError(
+            f"{name} cannot be traced with an unknown batch size on axis 0 ({specs}): {error}. Where it uses "
+            "x.shape[0], let it use tf.shape(x)[0]; or use micro_batches=1 and one replica of each stage"
+        ) from error
 
 
 def _hint(batch: Sequence[Any], error: Exception) -> str:

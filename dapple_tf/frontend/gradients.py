@@ -46,7 +46,7 @@ def differentiate(
     tensors = CapturedTensors(captured)
     trained = _depend_on_training(captured)
     for node in captured.graph.nodes:
-        if node.op == "EagerPyFunc" and node.name in trained:
+        if node.op == "EagerPyFunc" and node.name in trained and not captured.uncut:
             raise CaptureError(
                 f"{node.name!r} is a tf.py_function between a variable and the loss. All its calls share one tape, so "
                 "micro-batches would take each other's gradients: write it in TensorFlow ops, or give "

@@ -19,7 +19,7 @@ from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
-from dapple_tf.frontend.dependence.decide import find_dependence
+from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.undecided import Experiments, example_rows
 from dapple_tf.frontend.dependence.weigh import weigh_terms
@@ -76,10 +76,36 @@ def trace_loss(
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.tail:
         graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
+    return _REWRITES[batch_norm](dataclasses.replace(_served(captured, analysed, find), graph=graph))
+
+
+def trace_uncut(loss_fn: Callable[..., Any], batch: Sequence[Any], batch_size: int, *, trains: bool = True) -> Captured:
+    """Return the captured loss as it is, for steps of one micro-batch on one replica: these are what one device runs.
+
+    The trace is for batches of ``batch_size`` samples only where it needs to know that number. Raises what ``capture``
+    raises.
+    """
+    loss_fn, signature = _with_rows(loss_fn, batch, batch_signature(batch))
+    captured = capture(loss_fn, batch, trains=trains, signature=signature, sized=True)
+    find = partial(_find_uncut, batch_size=batch_size)
+    dependence = find(captured)
+    graph = _mark(captured.graph, dependence)
+    return dataclasses.replace(_served(captured, [Analysed(captured, dependence)], find), graph=graph)
+
+
+def _served(captured: Captured, analysed: Sequence[Analysed], find: Callable[[Captured], BatchDependence]) -> Captured:
+    """Return the captured loss with the last of its analyses, and the lengths that it serves."""
     served = ServedLengths(tuple(analysed), find, {captured.example: True})
     serves = served.serves if has_open_lengths(captured.signature) else None
-    captured = dataclasses.replace(captured, graph=graph, dependence=dependence, serves=serves)
-    return _REWRITES[batch_norm](captured)
+    return dataclasses.replace(captured, dependence=analysed[-1].dependence, serves=serves)
+
+
+def _with_rows(
+    loss_fn: Callable[..., Any], batch: Sequence[Any], signature: Sequence[tf.TensorSpec]
+) -> tuple[Callable[..., Any], Sequence[tf.TensorSpec]]:
+    """Return the function that takes rows in place of ragged and sparse tensors, whose longest row is unknown."""
+    signature = with_unknown(signature, unknown_lengths(batch))
+    return (taking_rows(loss_fn) if takes_rows(batch) else loss_fn), signature
 
 
 def trace_batch(
@@ -102,9 +128,7 @@ def trace_batch(
     parameters: see ``trace_loss``.
     """
     known = batch_signature(batch)
-    opened = with_unknown(open_signature(loss_fn, known, () if compiled else earlier), unknown_lengths(batch))
-    if takes_rows(batch):
-        loss_fn = taking_rows(loss_fn)
+    loss_fn, opened = _with_rows(loss_fn, batch, open_signature(loss_fn, known, () if compiled else earlier))
 
     def trace(inexact: Inexact, signature: Sequence[tf.TensorSpec]) -> Captured:
         return trace_loss(
@@ -122,6 +146,11 @@ def trace_batch(
 def _find(captured: Captured, batch_size: int, experiments: Experiments, batch_loss: BatchLoss) -> BatchDependence:
     probe, shapes = probe_shapes(captured, batch_size)
     return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), experiments, batch_loss)
+
+
+def _find_uncut(captured: Captured, batch_size: int) -> BatchDependence:
+    probe, shapes = probe_shapes(captured, batch_size)
+    return find_uncut_dependence(captured, shapes, probe, partial(infer_shapes, captured))
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:

@@ -19,10 +19,11 @@ import tensorflow as tf
 
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
-from dapple_tf.errors import DappleWarning
+from dapple_tf.errors import CaptureError, DappleWarning
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from dapple_tf.profiling.one_device import describe_device, limit_to_one_device, roofline_of_device
@@ -85,7 +86,7 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow", batch_loss), size)
+        facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
@@ -109,11 +110,24 @@ def profile_layers(
     other_sizes = [n for n in batch_sizes if n != size]
     with progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(trace_loss(loss_fn, batch, size, "allow", batch_loss), size)
+        facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         show("tracing", 1)
         with unchanged_variables(facts.captured.variables.values()):
             return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
+
+
+def _trace(
+    loss_fn: Callable[..., Any], batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]
+) -> Captured:
+    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured."""
+    size = batch_size(batch)
+    try:
+        return trace_loss(loss_fn, batch, size, "allow", batch_loss)
+    except CaptureError:
+        if other_sizes:
+            raise
+        return trace_uncut(loss_fn, batch, size)
 
 
 def _warn_of_lists(facts: LayerFacts) -> None:

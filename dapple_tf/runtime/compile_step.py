@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,17 +16,20 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
-from dapple_tf.errors import DappleWarning, LossError, UsageError
-from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size
+from dapple_tf.errors import CaptureError, DappleWarning, LossError, UsageError
+from dapple_tf.exactness import Inexact
+from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size, sized_key
+from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import report_exactness, trace_batch
+from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.traced_shapes import Key, TracedShapes
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
-from graph_passes.analysis.layers import find_layers
+from graph_passes.analysis.layers import Layers, find_layers
+from graph_passes.ir.graph import Shape
 from profiler.units import format_samples
 
 T = TypeVar("T")
@@ -62,6 +65,15 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
+class TracedLoss:
+    """A captured loss with the shapes of all its values for a micro-batch, and its layers."""
+
+    captured: Captured
+    shapes: Mapping[str, Sequence[Shape]]
+    layers: Layers
+
+
+@dataclass(frozen=True)
 class CompiledStep:
     """The program of a step, and the planned model and the form of the batches that it was compiled for."""
 
@@ -74,6 +86,8 @@ class CompiledStep:
 class CompiledSteps:
     """Everything compiled for one loss: the ``models`` that were traced, and ``programs`` by what they run.
 
+    ``uncut``: the models that were traced for one micro-batch on one replica; their keys have the batch size too.
+
     The key of a program: identity of its model, M, replicas of each stage, sizes of micro-batches where they are given,
     variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
@@ -82,6 +96,7 @@ class CompiledSteps:
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
+    uncut: TracedShapes = field(default_factory=TracedShapes)
     programs: dict[tuple[_PlanKey, StepVariant, bool], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
@@ -91,10 +106,21 @@ class CompiledSteps:
 
     def add(self, key: Key, model: StagedModel) -> None:
         """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
-        dropped = self.models.add(key, model)
+        dropped = (self.uncut if model.uncut else self.models).add(key, model)
         for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
         self.compared.discard(id(dropped))
+
+    def find(self, batch: Sequence[Any], *, uncut: bool) -> StagedModel | None:
+        """Return a model that serves ``batch``, or None; ``uncut``: it is run by one micro-batch on one replica."""
+        model = self.models.find(batch_key(batch))
+        if uncut and (model is None or not model.exact_uncut):
+            return self.uncut.find(sized_key(batch))
+        return model
+
+    def all_models(self) -> list[StagedModel]:
+        """Return the models that are kept."""
+        return [*self.models.values(), *self.uncut.values()]
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
@@ -125,47 +151,105 @@ def compile_step(
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
     """
     check_eager()
-    key, size, times = batch_key(batch), batch_size(batch), compiled.times
-
-    def trace() -> StagedModel:
-        autoplan.check_first_batch(size)
-        with times.phase("trace"):
-            options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
-            earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
-            captured = trace_batch(loss_fn, batch, size, *options, earlier=earlier, compiled=by_xla)
-            if autoplan.runs_whole_minibatches and captured.dependence is not None:
-                reasons = captured.dependence.exactness.of_minibatches.undocumented
-                report_exactness(captured.graph.name, reasons, autoplan.user_inexact)
-            micro_batch = autoplan.micro_batch_size(size)
-            captured, shapes = infer_batch_axes(captured, micro_batch)
-        if not shapes and micro_batch != size:
-            raise LossError(
-                f"{captured.graph.name} cannot run on a micro-batch of {format_samples(micro_batch)}: it holds "
-                f"something with as many rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
-            )
-        with times.phase("layers"):
-            layers = find_layers(captured.graph)
-        with times.phase("profile"):
-            cuts = autoplan.decide(captured, layers, shapes, batch)
-        with times.phase("differentiate"):
-            kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
-            model = stage_model(captured, layers, cuts.starts, optimizer, cuts.recomputed, **kinds)
-        autoplan.choose_schedule(model, size)
-        return model
-
-    model = compiled.models.find(key)
-    if model is None:
-        target.announce("trace the model", size, key[1])
-        model = target.run_on_all(trace)
-        compiled.add(key, model)
-        _warn_of_untrained(model)
-        if note := model.exactness.note:
-            times.note(f"{model.graph.name}: {note}")
+    size = batch_size(batch)
+    model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=autoplan.runs_uncut(size))
     plan = fit_plan(autoplan.plan, size)
+    if plan.uncut and not model.exact_uncut:
+        model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=True)
     target.check_plan(autoplan.plan, plan, size)
     planned = PlannedModel(model, plan, size)
     _report_writes(planned, autoplan, compiled)
     return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch, model.signature))
+
+
+def _find_model(
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    optimizer: Any,
+    autoplan: Autoplan,
+    target: Target,
+    compiled: CompiledSteps,
+    *,
+    uncut: bool,
+) -> StagedModel:
+    """Return the model for batches like ``batch``; a new one is traced and added to ``compiled``.
+
+    ``uncut``: one micro-batch on one replica may run the batch, so no model is refused because it cannot be cut.
+    """
+    if (known := compiled.find(batch, uncut=uncut)) is not None:
+        return known
+    key, size, times = batch_key(batch), batch_size(batch), compiled.times
+
+    def trace() -> StagedModel:
+        autoplan.check_first_batch(size)
+        to_plan, to_run = trace_loss_of(loss_fn, batch, autoplan, compiled, uncut=uncut)
+        captured, name = to_run.captured, to_run.captured.graph.name
+        if autoplan.runs_whole_minibatches and captured.dependence is not None:
+            reasons = captured.dependence.exactness.of_minibatches.undocumented
+            report_exactness(name, reasons, autoplan.user_inexact)
+        micro_batch = autoplan.micro_batch_size(size)
+        if not to_run.shapes and micro_batch != size and not uncut:
+            raise LossError(
+                f"{name} cannot run on a micro-batch of {format_samples(micro_batch)}: it holds something with as many "
+                f"rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
+            )
+        with times.phase("profile"):
+            if not autoplan.planned:
+                autoplan.decide(to_plan.captured, to_plan.layers, to_plan.shapes, batch)
+            cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch)
+        with times.phase("differentiate"):
+            kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
+            model = stage_model(captured, to_run.layers, cuts.starts, optimizer, cuts.recomputed, **kinds)
+        autoplan.choose_schedule(model, size)
+        return model
+
+    target.announce("trace the model", size, key[1])
+    model = target.run_on_all(trace)
+    compiled.add(sized_key(batch) if model.uncut else key, model)
+    _warn_of_untrained(model)
+    if note := model.exactness.note:
+        times.note(f"{model.graph.name}: {note}")
+    return model
+
+
+def trace_loss_of(
+    function: Callable[..., Any],
+    batch: Sequence[Any],
+    autoplan: Autoplan,
+    compiled: CompiledSteps,
+    *,
+    uncut: bool,
+    trains: bool = True,
+) -> tuple[TracedLoss, TracedLoss]:
+    """Return the traced function on which to plan, and the one to run: it is the same in most cases.
+
+    ``uncut``: one micro-batch on one replica may run the batch. What is not exact otherwise is then run as it is.
+    Raises what ``trace_batch`` raises.
+    """
+    key, size, times = batch_key(batch), batch_size(batch), compiled.times
+    captured, cut = None, None
+    if not (uncut and compiled.models.find(key)):  # else it is known that the model must run as it is
+        inexact: Inexact = "allow" if uncut else autoplan.inexact
+        options = inexact, autoplan.batch_loss, autoplan.batch_norm
+        earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
+        with times.phase("trace"), contextlib.suppress(CaptureError) if uncut else contextlib.nullcontext():
+            captured = trace_batch(function, batch, size, *options, trains=trains, earlier=earlier, compiled=by_xla)
+    if captured is not None:
+        cut = _with_layers(captured, autoplan.micro_batch_size(size), times)
+        if not uncut or not captured.needs_uncut:
+            return cut, cut
+    with times.phase("trace"):
+        captured = trace_uncut(function, batch, size, trains=trains)
+    whole = _with_layers(captured, size, times)
+    return cut or whole, whole
+
+
+def _with_layers(captured: Captured, samples: int, times: BuildTimes) -> TracedLoss:
+    """Return the captured loss with its layers, and its shapes for that many samples."""
+    with times.phase("trace"):
+        captured, shapes = infer_batch_axes(captured, samples)
+    with times.phase("layers"):
+        return TracedLoss(captured, shapes, find_layers(captured.graph))
 
 
 def compile_for_rows(

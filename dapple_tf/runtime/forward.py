@@ -15,19 +15,16 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import UsageError
 from dapple_tf.forward_model import stage_forward
-from dapple_tf.frontend.batch import batch_form, batch_key, batch_size
+from dapple_tf.frontend.batch import batch_form, batch_key, batch_size, sized_key
 from dapple_tf.frontend.composite import as_rows
-from dapple_tf.frontend.shapes import infer_batch_axes
-from dapple_tf.frontend.trace import report_exactness, trace_batch
+from dapple_tf.frontend.trace import report_exactness
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
-from dapple_tf.runtime.traced_shapes import Key
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.xla.choice import Xla, make_xla
-from graph_passes.analysis.layers import find_layers
 
 
 @dataclass
@@ -59,7 +56,7 @@ class Forward:
     @property
     def models(self) -> list[StagedModel]:
         """All that was traced and is still used."""
-        return self._compiled.models.values()
+        return self._compiled.all_models()
 
     def run(self, batch: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
@@ -78,36 +75,46 @@ class Forward:
             raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
-        key, size = batch_key(batch), batch_size(batch)
-        model = self._compiled.models.find(key)
-        if model is None:
-            target.announce("trace the model to run forward", size, key[1])
-            model, made = target.run_on_all(lambda: self._trace(key, batch, size))
-            self._compiled.add(key, model)
-            self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
-            self._plans[id(model)] = made
+        size = batch_size(batch)
+        model = self._find(batch, size, target, uncut=self.autoplan.runs_uncut(size))
         whole = self._plans[id(model)]
         plan = fit_plan(whole, size)
+        if plan.uncut and not model.exact_uncut:
+            model = self._find(batch, size, target, uncut=True)
+            whole = self._plans[id(model)]
+            plan = fit_plan(whole, size)
         target.check_plan(whole, plan, size)
         planned = PlannedModel(model, plan, size)
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
         return CompiledStep(planned, program, batch_form(batch, model.signature))
 
-    def _trace(self, key: Key, batch: Sequence[Any], size: int) -> tuple[StagedModel, Plan]:
+    def _find(self, batch: Sequence[Any], size: int, target: Target, *, uncut: bool) -> StagedModel:
+        """Return the model for batches like this one, traced if there is none; ``uncut``: see ``compile_step``."""
+        model = self._compiled.find(batch, uncut=uncut)
+        if model is None:
+            key = batch_key(batch)
+            target.announce("trace the model to run forward", size, key[1])
+            model, made = target.run_on_all(lambda: self._trace(batch, uncut=uncut))
+            self._compiled.add(sized_key(batch) if model.uncut else key, model)
+            self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
+            self._plans[id(model)] = made
+        return model
+
+    def _trace(self, batch: Sequence[Any], *, uncut: bool) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan
-        options = autoplan.inexact, autoplan.batch_loss, autoplan.batch_norm
-        with self.times.phase("trace"):
-            earlier, by_xla = self._compiled.models.alike(key), self._compiled.xla is not None
-            captured = trace_batch(self.function, batch, size, *options, trains=False, earlier=earlier, compiled=by_xla)
-            captured, shapes = infer_batch_axes(captured, autoplan.micro_batch_size(size))
-        with self.times.phase("layers"):
-            layers = find_layers(captured.graph)
+        to_cut, traced = trace_loss_of(self.function, batch, autoplan, self._compiled, uncut=uncut, trains=False)
         with self.times.phase("profile"):
-            plan = autoplan.plan_forward(layers, shapes)
-        if autoplan.window is not None and captured.dependence is not None:
-            exactness = captured.dependence.exactness
-            if exactness.reasons:  # which minibatches do not have, and which the whole batch has not if it is not cut
+            plan = autoplan.plan_forward(traced.layers, traced.shapes)
+        dependence = to_cut.captured.dependence
+        if traced.captured.uncut and max(plan.replicas) > 1:
+            traced, plan = to_cut, autoplan.plan_forward(to_cut.layers, to_cut.shapes)
+            if dependence is not None:
+                report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.inexact)
+        elif traced.captured.uncut:
+            plan = without_cuts(plan)
+        if autoplan.window is not None and dependence is not None:
+            if dependence.exactness.reasons:  # the minibatches have none, nor has the whole batch if it is not cut
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
-                report_exactness(captured.graph.name, exactness.undocumented, autoplan.user_inexact)
-        return stage_forward(captured, layers, plan.starts), plan
+                report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
+        return stage_forward(traced.captured, traced.layers, plan.starts), plan

@@ -189,7 +189,7 @@ class PipelinedStep:
         """The model's variables and the optimizer's, by names that are the same under every plan."""
         self._compiled_last()
         if self._variables is None:
-            self._variables = name_variables(self._compiled.models.values(), self._optimizer)
+            self._variables = name_variables(self._compiled.all_models(), self._optimizer)
         return self._variables
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
@@ -319,7 +319,7 @@ class PipelinedStep:
 
     @property
     def _models(self) -> list[StagedModel]:
-        return [*self._compiled.models.values(), *(model for forward in self._forwards for model in forward.models)]
+        return [*self._compiled.all_models(), *(model for forward in self._forwards for model in forward.models)]
 
     # --- recorded steps
 

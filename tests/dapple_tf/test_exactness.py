@@ -26,6 +26,11 @@ def test_documented_reasons_are_inexact_but_no_errors() -> None:
     assert Exactness((NORM, PAIRS)).undocumented == (PAIRS,)
 
 
+def test_batch_norm_is_no_reason_where_one_micro_batch_is_the_whole_batch() -> None:
+    draw = Inexactness("net/draw", "draws a number in each stage", "give a seed", documented=True, uncut=True)
+    assert [Exactness((reason,)).exact_uncut for reason in (NORM, PAIRS, draw)] == [True, False, False]
+
+
 def test_a_reason_as_a_sentence() -> None:
     assert str(PAIRS) == "net/pairs: multiplies samples with each other. pass batch_loss=True"
 

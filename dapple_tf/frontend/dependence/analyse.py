@@ -89,9 +89,9 @@ class Analysis:
     is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state. ``combined``: values
     in which samples are combined, and which must be computed from the whole batch. ``partials``: the nodes of
     those whose values on disjoint rows can be combined, and the operation that does it (see ``COMBINES``).
-    ``experiments``: decide what no rule does; ``decided``: the nodes, by name, and the forms that were found.
-    ``waits``: what is computed from undecided tensors is not taken for a statistic of the whole batch, since an op
-    that uses it may be decided.
+    ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by name, and the forms that
+    were found. ``waits``: what is computed from undecided tensors is not taken for a statistic of the whole batch,
+    since an op that uses it may be decided.
     """
 
     func_graph: Any
@@ -101,7 +101,7 @@ class Analysis:
     once_written: Collection[str]
     batch: int
     shapes_at: ShapesAt
-    experiments: Experiments
+    experiments: Experiments | None
     waits: bool = False
     divided: frozenset[int] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
@@ -199,7 +199,7 @@ class Analysis:
         """Return the kinds ``found`` of a node's outputs, with the result of an experiment for those undecided."""
         if _may_be_undecided(node, kinds):
             found = [dataclasses.replace(k, undecided=True) if k.coupled and k.node == node.name else k for k in found]
-        if not any(kind.undecided for kind in found):
+        if self.experiments is None or not any(kind.undecided for kind in found):
             return list(found)
         tried = self.experiments.decide(scope, node)
         scope.tried |= {value for value, kind in zip(node.values(), tried, strict=True) if kind}

@@ -23,9 +23,12 @@ from graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
     "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True (with mode='sync'), or "
-    "inexact='allow'"
+    "micro_batches=1 (with one replica of each stage), or inexact='allow'"
 )
-_WRITE = "write it outside of the loss, or write a value that does not depend on samples; or pass inexact='allow'"
+_WRITE = (
+    "write it outside of the loss, or write a value that does not depend on samples; or pass micro_batches=1 (with one "
+    "replica of each stage), or inexact='allow'"
+)
 _BATCH_NORM_REMEDY = (
     "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch, batch_norm='sync' "
     "takes statistics over replicas; layer norm and group norm normalise each sample by itself"
@@ -51,11 +54,21 @@ def find_dependence(
     ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
     ``shapes_at``: infers the shapes for another batch size, where they decide. ``experiments``: of this trace.
     """
-    found = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=False)
+    found = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=False).result()
     if not found.exactness.undocumented or not any(kind.undecided for kind in found.kinds.values()):
         return found
-    other = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=True)
+    other = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=True).result()
     return found if other.exactness.undocumented else other
+
+
+def find_uncut_dependence(
+    captured: Captured, shapes: Mapping[str, Sequence[Shape]], batch: int, shapes_at: ShapesAt
+) -> BatchDependence:
+    """Return the decisions for one micro-batch on one replica that is the whole batch: nothing is rewritten.
+
+    Parameters: see ``find_dependence``.
+    """
+    return _decide(captured, shapes, batch, shapes_at, None, False, waits=False).uncut()
 
 
 def _decide(
@@ -63,11 +76,11 @@ def _decide(
     shapes: Mapping[str, Sequence[Shape]],
     batch: int,
     shapes_at: ShapesAt,
-    experiments: Experiments,
+    experiments: Experiments | None,
     batch_loss: BatchLoss,
     *,
     waits: bool,
-) -> BatchDependence:
+) -> _Decision:
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
@@ -93,7 +106,7 @@ def _decide(
         once_written -= per_micro_batch
         whole |= both
         divided |= analysis.mixed_norms
-    return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss).result()
+    return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss)
 
 
 def _writes_once(scope: Scope, node: Node) -> bool:
@@ -151,7 +164,8 @@ class _Decision:
             nested = self.graph.by_name.get(node.name) is not node  # in a custom gradient or a loop
             if nested or node.name in self.live:
                 why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"
-                self._add(Inexactness(_layer(node), why, _DRAW, documented=True))
+                # Each stage that uses a draw that runs once would draw for itself.
+                self._add(Inexactness(_layer(node), why, _DRAW, documented=True, uncut=node.name in self.once))
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
         self._check_writes()
         self._check_reads()
@@ -159,7 +173,7 @@ class _Decision:
         return BatchDependence(
             loss="sum" if kind.form is Form.SUM else "mean",
             mixed=kind.form is Form.SUM and kind.mixed and not self.tail,
-            grows=kind.form is Form.SUM and not self._divided(loss),
+            grows=self._grows(),
             aux=merges,
             adds=frozenset(self.adds),
             once=self.once,
@@ -181,6 +195,47 @@ class _Decision:
             if (nested or node.name in self.live) and node.name not in self.once:
                 found.append(Tried(_layer(node), node.op, " and ".join(_GIVES[form] for form in forms)))
         return tuple(dict.fromkeys(found))
+
+    def uncut(self) -> BatchDependence:
+        """Return the decisions for one micro-batch on one replica that is the whole batch.
+
+        What runs once a step still does, so that the model can be cut between its users (seeds that several layers
+        draw from). But what must keep its place in the program, or would need a rewritten size, stays in the stages.
+        """
+        return BatchDependence(
+            loss="mean",
+            mixed=False,
+            grows=self._grows(),
+            aux=tuple("first" for _ in self.graph.outputs[1:]),
+            adds=frozenset(),
+            once=self._once_uncut(),
+            draws=(),
+            sizes=(),
+            shapes=(),
+            squeezed=MappingProxyType({}),
+            exactness=Exactness(),
+            kinds=MappingProxyType({}),
+            uncut=True,
+        )
+
+    def _once_uncut(self) -> frozenset[str]:
+        """Return the nodes of ``once`` whose results are those of the program, wherever they run before its stages."""
+        once = self.once
+        while True:
+            fixed = {node.name for node in self.graph.nodes if node.effect in (Effect.SIDE, Effect.RANDOM)}
+            fixed |= {size.node for size in self._shapes(once)}
+            fixed |= {write.name for write, _, _ in self._read_too_early(once)}
+            for node in self.graph.nodes:
+                if not fixed.isdisjoint(node.predecessors()):
+                    fixed.add(node.name)
+            if once.isdisjoint(fixed):
+                return once
+            once -= fixed
+
+    def _grows(self) -> bool:
+        """Return whether the loss is a sum over the batch that nothing divides."""
+        loss = self.graph.outputs[0]
+        return self.scope.kinds[loss].form is Form.SUM and not self._divided(loss)
 
     def _couples(self) -> bool:
         """Return whether the loss, or an aux output, does not add up over micro-batches."""
@@ -234,7 +289,7 @@ class _Decision:
             found[key] = WholeSize(key[0], key[1], scale, offset)
         return tuple(found.values())
 
-    def _shapes(self, once: frozenset[str]) -> tuple[WholeSize, ...]:
+    def _shapes(self, once: Set[str]) -> tuple[WholeSize, ...]:
         """Return the shapes of activations that nodes which run once need, as functions of the batch size."""
         scope, found = self.scope, []
         activations = {
@@ -348,7 +403,14 @@ class _Decision:
 
     def _check_reads(self) -> None:
         """Add a reason for each read before a write that runs once a step: micro-batches would read the new value."""
-        once = self.once
+        for _, node, name in self._read_too_early(self.once):
+            why = f"reads {name} before the loss writes it; micro-batches run after that write"
+            remedy = f"read {name} after it is written, or write it outside of the loss"
+            self._add(Inexactness(_layer(node), why, remedy, uncut=True))
+
+    def _read_too_early(self, once: Set[str]) -> list[tuple[Node, Node, str]]:
+        """Return each write of ``once`` before which stages read its variable, with the read and the variable."""
+        found = []
         acting = [n.name for n in self.graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
         read = ancestors(self.graph, [*(v.node for v in self.graph.outputs), *acting], stop=once)
         for write in self.writes:
@@ -359,10 +421,8 @@ class _Decision:
                 if not direct or node.name not in read or node.effect is not Effect.READ:
                     continue
                 if write.name not in ancestors(self.graph, [node.name]):
-                    name = ", ".join(sorted(direct))
-                    why = f"reads {name} before the loss writes it; micro-batches run after that write"
-                    remedy = f"read {name} after it is written, or write it outside of the loss"
-                    self._add(Inexactness(_layer(node), why, remedy, uncut=True))
+                    found.append((write, node, ", ".join(sorted(direct))))
+        return found
 
     def _draws(self) -> tuple[RowDraw, ...]:
         found = []

@@ -68,7 +68,8 @@ class BatchDependence:
     removes from the whole batch; from a single sample it would remove more. ``exactness``: the remaining reasons why a
     step differs from one device's. ``kinds``: of all values. ``tail``: the end of the loss that runs once, on the rows
     of all micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be combined,
-    and the operation that does it (see ``graph_passes.passes.combine_statistics``).
+    and the operation that does it (see ``graph_passes.passes.combine_statistics``). ``uncut``: the decisions hold only
+    where one micro-batch on one replica of each stage is the whole batch: nothing is rewritten.
     """
 
     loss: Literal["mean", "sum"]
@@ -85,3 +86,4 @@ class BatchDependence:
     kinds: Mapping[Value, Kind] = field(repr=False)
     tail: Tail | None = None
     partials: Mapping[str, str] = field(default_factory=dict)
+    uncut: bool = False

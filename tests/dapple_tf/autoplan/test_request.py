@@ -143,3 +143,21 @@ def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
     assert (sliced.schedule, sliced.schedule_name, sliced.schedule_is_auto) == ("auto", "dapple-a", False)
     assert dataclasses.replace(sliced, slice=None).schedule_is_auto
     assert Request(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"
+
+
+@pytest.mark.parametrize(
+    ("options", "possible"),
+    [
+        ({"micro_batches": 1}, True),
+        ({"micro_batches": 1, "replicas": [1, 1], "inexact": "allow"}, True),
+        ({"micro_batches": [8]}, True),
+        ({"micro_batches": "auto"}, True),
+        ({"micro_batches": "auto", "inexact": "allow"}, False),
+        ({"micro_batches": 1, "replicas": [1, 2]}, False),
+        ({"micro_batches": 2}, False),
+    ],
+)
+def test_a_batch_can_be_one_micro_batch_on_one_replica_where_nothing_else_is_asked_for(
+    options: dict[str, Any], possible: bool
+) -> None:
+    assert Request(**options).can_run_uncut == possible

@@ -348,6 +348,12 @@ def test_a_static_batch_size_is_refused_with_a_hint(make: Callable[[tf.Tensor], 
         capture(make, (X,))
 
 
+def test_a_static_batch_size_is_known_where_the_whole_batch_runs_at_once() -> None:
+    captured = capture(lambda x: tf.reduce_sum(x @ weight_of_two) / x.shape[0], (X,), sized=True)
+    assert captured.signature == (tf.TensorSpec(X.shape, X.dtype),)
+    assert capture(lambda x: tf.reduce_sum(x @ weight_of_two), (X,), sized=True).signature[0].shape[0] is None
+
+
 def test_a_function_of_other_arguments_is_refused() -> None:
     def takes_two(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(x @ weight_of_two + y)

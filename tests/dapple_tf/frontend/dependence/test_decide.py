@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
 
+from dapple_tf.frontend.dependence.decide import find_uncut_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
-from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, analyse, decide, make_loss
+from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, N, analyse, decide, make_loss
 
 
 def reasons(found: BatchDependence) -> str:
@@ -201,6 +205,55 @@ def test_a_read_before_a_write_once_a_step_is_a_reason() -> None:
 def test_a_read_after_a_write_once_a_step_is_exact() -> None:
     count = tf.Variable(1.0, name="count", dtype=tf.float64, trainable=False)
     assert decide(lambda b: tf.reduce_mean(b.z * count.assign_add(1.0))).exactness
+
+
+# --- one micro-batch
+
+
+def uncut(compute: Compute) -> BatchDependence:
+    captured, dependence = analyse(make_loss(compute))
+    assert not dependence.exactness.exact
+    probe, shapes = probe_shapes(captured, N)
+    return find_uncut_dependence(captured, shapes, probe, partial(infer_shapes, captured))
+
+
+def test_what_one_micro_batch_computes_is_not_rewritten() -> None:
+    found = uncut(
+        lambda b: tf.sqrt(tf.reduce_mean(b.z * tf.random.stateless_uniform([b.n, 4], [1, 2], dtype="float64")))
+    )
+    assert found.uncut
+    assert found.exactness.exact
+    assert (found.loss, found.aux) == ("mean", ())
+    assert (found.draws, found.sizes, found.shapes, found.adds, found.tail) == ((), (), (), frozenset(), None)
+
+
+def test_a_seed_still_advances_once_where_layers_of_several_stages_draw_from_it() -> None:
+    seed = tf.Variable([1, 2], name="seed", trainable=False)
+
+    def draw(b: Batch) -> Any:
+        return tf.random.stateless_uniform([b.n, 4], seed.assign_add([0, 1]), dtype="float64")
+
+    assert any("Assign" in name for name in uncut(lambda b: tf.sqrt(tf.reduce_mean(draw(b) * b.z))).once)
+
+
+def test_a_write_after_a_read_and_a_draw_from_a_hidden_state_stay_where_the_program_has_them() -> None:
+    def compute(b: Batch) -> Any:
+        kept = tf.reduce_sum(tf.cast(b.mask, tf.float64), name="kept")
+        drawn = tf.random.uniform([], dtype=tf.float64, name="drawn")
+        before = tf.sqrt(tf.reduce_mean(b.z * b.w * kept * drawn))
+        with tf.control_dependencies([before]):
+            b.u.assign(b.u + 1)
+        return before * b.u[0]
+
+    def read_first(b: Batch) -> Any:
+        before = b.z * tf.sqrt(b.u) * b.w
+        with tf.control_dependencies([before]):
+            b.u.assign(b.u + 1)
+        return compute(dataclasses.replace(b, z=before))
+
+    once = uncut(read_first).once
+    assert "kept" in once
+    assert not any("drawn" in name for name in once)
 
 
 # --- aux outputs
