@@ -72,9 +72,6 @@ class Tried:
     op: str
     gives: str
 
-    def __str__(self) -> str:
-        return f"{self.layer} ({self.op}) gives {self.gives}"
-
 
 @dataclass(frozen=True)
 class Exactness:
@@ -110,12 +107,16 @@ class Exactness:
 
     @property
     def note(self) -> str:
-        """The ops that were tried, in one line; "" where there are none."""
+        """The ops that were tried and what they give, in one line; "" where there are none."""
         if not self.tried:
             return ""
+        layers: dict[tuple[str, str], list[str]] = {}
+        for tried in self.tried:
+            layers.setdefault((tried.op, tried.gives), []).append(tried.layer)
+        found = [f"{op} ({_shortened(names)}) gives {gives}" for (op, gives), names in layers.items()]
         return (
-            f"found by experiment, since no rule describes these ops: {', '.join(map(str, self.tried))}; the loss of "
-            "the first step is compared with that of the whole batch"
+            f"found by experiment, since no rule describes these ops: {', '.join(found)}; the loss of the "
+            "first step is compared with that of the whole batch"
         )
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -135,3 +136,8 @@ class Exactness:
             return "exact: loss, gradients, variables and state equal those of one device"
         rows: Sequence[Sequence[str]] = [(reason.layer, reason.why, reason.remedy) for reason in self.reasons]
         return "\n".join(format_table(("layer", "why the step differs", "remedy"), rows, left=3, width=_WIDTH))
+
+
+def _shortened(names: Sequence[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first

@@ -59,7 +59,7 @@ def test_exactness_and_one_line_on_stderr_name_the_tried_ops(capfd: pytest.Captu
     assert step.exactness.exact
     assert [(tried.op, tried.gives) for tried in step.exactness.tried] == [("Cross", "a row for each sample")]
     assert "Cross" in str(step.exactness)
-    assert capfd.readouterr().err.count("(Cross) gives a row for each sample") == 1
+    assert capfd.readouterr().err.count("Cross (second/Cross) gives a row for each sample") == 1
 
 
 def couples_large_numbers(h: Any) -> Any:
