@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: ``python -m benchmarks exactness --help``.
+``build_time``, ``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: see ``python -m benchmarks NAME --help``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dapple_tf as dapple
 from benchmarks import (
     all_reduce,
     asynchronous,
+    build_time,
     challenger,
     compare,
     contention,
@@ -100,10 +101,12 @@ BENCHMARKS = {
     "all_reduce": all_reduce,
     "fit": fit,
     "first_step": first_step,
+    "build_time": build_time,
 }
 
 # Those with options of their own.
 OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "build_time": build_time.main,
     "challenger": challenger.main,
     "exactness": exactness.main,
     "fuzz": fuzz.main,

@@ -40,6 +40,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "all_reduce": find_missing_for_native_exchanges,
     "startup": find_missing_for_ranks,
     "first_step": find_missing_for_first_step,
+    "build_time": find_missing_for_first_step,
     "hosts": find_missing_for_hosts,
     "more_hosts": find_missing_for_hosts,
     "contention": find_missing_for_hosts,

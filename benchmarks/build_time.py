@@ -1,0 +1,120 @@
+"""CPU seconds of building a step of BERT, a GPT and ResNet-50, beside an earlier commit.
+
+``python -m benchmarks build_time --against COMMIT [--turns N]``: each build is a process of its own, in turn with the
+same build of the other commit, whose files are checked out into a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row
+
+STAGES, MICRO_BATCHES, MOST_RATIO = 2, 8, 1.03
+_ROOT = Path(__file__).parents[1]
+_TIMEOUT_SECONDS = 1800.0
+Training = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+
+
+def run() -> Iterator[Row]:
+    """Yield the seconds of each model, built once at the present commit."""
+    for model in MODELS:
+        yield Row(f"{model}: building a step", "", f"{measure_in_process(model, _ROOT):.1f} s of CPU", ok=True)
+
+
+def compare(commit: str, turns: int) -> Iterator[Row]:
+    """Yield the seconds of each model over those of an earlier commit: medians of so many turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        other = Path(folder) / "other"
+        subprocess.run(["git", "-C", str(_ROOT), "worktree", "add", "--detach", str(other), commit], check=True)
+        try:
+            for model in MODELS:
+                pairs = [(measure_in_process(model, _ROOT), measure_in_process(model, other)) for _ in range(turns)]
+                now, then = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+                ratio = statistics.median(one / two for one, two in pairs)
+                found = f"{ratio:.3f}x: {now:.1f} s and {then:.1f} s of CPU, medians of {turns} turns"
+                yield Row(
+                    f"{model}: building a step, over {commit}", f"at most {MOST_RATIO}x", found, ratio <= MOST_RATIO
+                )
+        finally:
+            subprocess.run(["git", "-C", str(_ROOT), "worktree", "remove", "--force", str(other)], check=True)
+
+
+def measure_in_process(model: str, root: Path) -> float:
+    """Return the CPU seconds of building a step of the model with the files in ``root``."""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
+    command = [sys.executable, __file__, model]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=root, timeout=_TIMEOUT_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"building {model} with the files in {root} failed:\n{done.stderr[-3000:]}")
+    return float(sum(json.loads(done.stdout.splitlines()[-1]).values()))
+
+
+def build(model: str) -> Mapping[str, float]:
+    """Return the CPU seconds of each phase of building a step of the model in this process."""
+    import dapple_tf as dapple
+
+    dapple.init(STAGES)
+    loss_fn, optimizer, batch = MODELS[model]()
+    step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=STAGES, micro_batches=MICRO_BATCHES)
+    step.build(*batch)
+    return step.build_cpu_times
+
+
+def _bert() -> Training:
+    from benchmarks.first_step import Size, make_training
+
+    return make_training(Size(layers=12))
+
+
+def _gpt() -> Training:
+    from models.gpt import gpt
+
+    return _of_workload(gpt(batch_size=16))
+
+
+def _resnet() -> Training:
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(0)
+    model = keras.applications.ResNet50(weights=None, input_shape=(64, 64, 3), classes=10)
+    crossentropy = keras.losses.SparseCategoricalCrossentropy()
+    batch = tf.random.stateless_uniform([16, 64, 64, 3], [1, 2]), tf.range(16) % 10
+    return lambda x, y: crossentropy(y, model(x, training=False)), keras.optimizers.SGD(0.1), batch
+
+
+def _of_workload(workload: Any) -> Training:
+    return workload.loss_fn, workload.optimizer, tuple(next(iter(workload.dataset)))
+
+
+MODELS: Mapping[str, Callable[[], Training]] = {"BERT": _bert, "gpt": _gpt, "ResNet-50": _resnet}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table of ``compare``; return 1 where a build takes longer than it may."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks build_time", description=__doc__)
+    parser.add_argument("--against", metavar="COMMIT", required=True, help="the earlier commit")
+    parser.add_argument("--turns", type=int, default=5, help="builds of each model at each commit (default 5)")
+    options = parser.parse_args(arguments)
+    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
+    missed = 0
+    for row in compare(options.against, options.turns):
+        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
+        missed += not row.ok
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(build(sys.argv[1]))))
