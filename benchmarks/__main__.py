@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: see ``python -m benchmarks NAME --help``.
+``build_time``, ``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations

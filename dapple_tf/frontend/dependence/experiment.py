@@ -8,6 +8,7 @@ changed. It is a sum or a mean if the results of the parts add up to it, or aver
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ Prepare = Callable[[Sequence[Any]], Sequence[Any] | None]
 _SAMPLES = 4
 _UNKNOWN_LENGTH = 3
 _LEAST_DRAWS = 2  # of those on which the function can run
+_MANY_ENTRIES, _MOST_ENTRIES = 2**18, 2**24  # of all operands, for a sample: more draws would take seconds
 _WORDS = np.array([b"a", b"b c", b"the cat", b"", b"7", b"-2.5", b"a b a", b"Zq,x!"], object)
 # Parts may be computed by other vector instructions than the whole, and so be rounded otherwise.
 _TOLERANCE = {"float64": 1e-9, "complex128": 1e-9, "float16": 3e-2, "bfloat16": 1e-1}
@@ -50,6 +52,14 @@ class Operand:
     once: bool = False
     example: Any = field(default=None, compare=False)
 
+    @property
+    def entries(self) -> int:
+        """The number of entries to draw: for a sample, or of a value that all samples share."""
+        if self.value is not None or self.size is not None or self.once:
+            return 0
+        lengths = [_UNKNOWN_LENGTH if dim is None else dim for axis, dim in enumerate(self.dims) if axis != self.axis]
+        return math.prod(lengths) * (1 if self.axis is None else self.inner)
+
 
 def decide(
     function: Function, prepare: Prepare, operands: Sequence[Operand], outputs: int, *, loops: bool, threshold: int = 0
@@ -61,6 +71,11 @@ def decide(
     """
     trials = []
     draws = _MODERATE if loops else _DRAWS
+    entries = sum(operand.entries for operand in operands)
+    if entries > _MOST_ENTRIES:
+        return [None] * outputs
+    if entries > _MANY_ENTRIES:
+        draws = draws[:_LEAST_DRAWS]
     for style in range(len(draws)):
         trial = _Trial(function, prepare, operands, draws, style)
         if trial.whole is not None:
@@ -285,20 +300,6 @@ def _replace_sample(operand: Operand, value: Any, other: Any, sample: int) -> An
     return result
 
 
-def _cast(values: Any, dtype: str) -> Any:
-    if dtype in ("string", "bool"):
-        return values
-    return values.astype(_numpy_type(dtype))
-
-
-def _numpy_type(dtype: str) -> Any:
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    return np.dtype("float16" if dtype == "half" else dtype)
-
-
 def _style(floats: Callable[[Any, tuple[int, ...]], Any], largest: int, smallest: int = 0) -> _Draw:
     """Return a draw of floats by ``floats``, of integers from ``smallest`` to ``largest``, of booleans and words."""
 
@@ -307,13 +308,11 @@ def _style(floats: Callable[[Any, tuple[int, ...]], Any], largest: int, smallest
             return _WORDS[rng.integers(0, len(_WORDS), shape)]
         if dtype == "bool":
             return rng.integers(0, 2, shape).astype(bool)
-        if np.issubdtype(_numpy_type(dtype), np.integer):
-            low = 0 if _numpy_type(dtype).kind == "u" else smallest
-            return _cast(rng.integers(low, largest + 1, shape), dtype)
+        if "int" in dtype:
+            limits = np.iinfo(dtype)
+            return rng.integers(max(smallest, limits.min), min(largest, limits.max) + 1, shape).astype(dtype)
         values = floats(rng, shape)
-        if dtype.startswith("complex"):
-            values = values + 1j * floats(rng, shape)
-        return _cast(values, dtype)
+        return values + 1j * floats(rng, shape) if dtype.startswith("complex") else values
 
     return draw
 

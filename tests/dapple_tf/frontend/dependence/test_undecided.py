@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from dapple_tf.frontend.dependence.experiment import Operand, decide
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.undecided import Experiments
 from tests.dapple_tf.frontend.dependence.evaluation import (
@@ -116,3 +117,21 @@ def test_a_statistic_that_is_computed_once_is_the_whole_batchs_in_an_experiment(
 
     kind = assert_kind_is_true(compute)
     assert (kind.form, kind.axis) == (Form.ROWS, 0), kind
+
+
+def test_rows_of_many_entries_are_tried_with_fewer_draws_and_the_largest_not_at_all() -> None:
+    sizes = []
+
+    def function(values: Any) -> Any:
+        sizes.append(values[0].size)
+        return [values[0] + 1]
+
+    def tried(width: int) -> Any:
+        sizes.clear()
+        (kind,) = decide(function, lambda values: [], [Operand("float32", (None, width), axis=0)], 1, loops=False)
+        return kind and kind.form, len(sizes)
+
+    few, many, most = tried(2), tried(2**19), tried(2**25)
+    assert few[0] is many[0] is Form.ROWS
+    assert many[1] < few[1]
+    assert most == (None, 0)
