@@ -333,6 +333,11 @@ def is_op(name: str) -> bool:
     return op_def_registry.get(name) is not None
 
 
+def op_definition(name: str) -> Any:
+    """Return the definition of an op, an ``OpDef``, or None (``op_def_registry``)."""
+    return op_def_registry.get(name)
+
+
 def op_names() -> list[str]:
     """Return the names of all ops of the installed TensorFlow (``TF_GetAllOpList``)."""
     listed = op_def_pb2.OpList()

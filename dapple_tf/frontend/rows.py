@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ import tensorflow as tf
 from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
 from dapple_tf.frontend.row_draws import draw_rows
 from dapple_tf.frontend.traced_nodes import replacement_nodes
+from graph_passes.analysis.layers import TAKES_ROWS
 from graph_passes.ir.graph import Graph, Node, Value, tensor
 
 ROWS_NAME = "micro_batch/rows"
@@ -23,19 +24,20 @@ _ROWS = tensor("int64", 3)
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     """Return the graph in which a random draw gives the micro-batch's rows of the whole batch's draw.
 
-    Sizes of the micro-batch that the loss computes with are replaced by those of the whole batch. A Squeeze without
-    axes removes the axes that it removes from the whole batch.
+    A micro-batch takes its rows of what is computed on the whole batch (``sliced``). Sizes of the micro-batch that the
+    loss computes with are replaced by those of the whole batch. A Squeeze without axes removes the axes that it removes
+    from the whole batch.
 
     Raises CaptureError for a draw that cannot be given rows.
     """
     if dependence is None:
         return graph
     graph = _name_squeezed(graph, dependence.squeezed)
-    if not (dependence.draws or dependence.sizes or dependence.shapes):
+    if not (dependence.draws or dependence.sizes or dependence.shapes or dependence.sliced):
         return graph
     if ROWS_NAME not in graph.by_name:
         graph = graph.replace(nodes=(Node(ROWS_NAME, ROWS_OP, (), (_ROWS,)), *graph.nodes))
-    graph = _use_whole_sizes(graph, dependence)
+    graph = _slice_rows(_use_whole_sizes(graph, dependence), dependence.sliced)
     # A draw outside of Keras layers becomes a layer of its own, so that the ops that pick its rows stay with it.
     named = {draw.node for draw in dependence.draws if not _has_layer(graph.node(draw.node))}
     nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
@@ -83,6 +85,47 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
         *added, last = _size_nodes(graph, Node(name, "Cast", (), (graph.type_of(value),)), size)
         nodes += [*added, last.with_attrs(stands_for=str(value))]
     return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
+    """Return the graph in which the values ``sliced`` are the micro-batch's rows of what runs on the whole batch.
+
+    The node that runs on the whole batch gets another name.
+    """
+    names = {value.node for value in sliced}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name not in names:
+            nodes.append(node)
+            continue
+        whole = dataclasses.replace(node, name=whole_name(node.name))
+        place = {key: value for key, value in node.attrs if key in ("layer", "within")}
+        parts: list[Value] = []
+        found: list[Node] = []
+        for value in node.values():
+            source, kind = Value(whole.name, value.index), graph.type_of(value)
+            if value not in sliced:
+                parts.append(source)
+                continue
+            name = node.name if len(node.outputs) == 1 else f"{node.name}/rows{value.index}"
+            result = Node(name, "StridedSlice", (), (kind,)).with_attrs(**place)
+            *added, last = replacement_nodes(result, _take_rows, [(source, kind), (Value(ROWS_NAME), _ROWS)], names)
+            found += [*added, last.with_attrs(**{TAKES_ROWS: True})]
+            parts.append(Value(name))
+        if len(node.outputs) > 1:
+            types = tuple(kind.dtype for kind in node.outputs)
+            found.append(Node(node.name, "IdentityN", tuple(parts), node.outputs).with_attrs(T=types, **place))
+        nodes += [whole, *found]
+    return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the node that computes on the whole batch what the node ``name`` gives a micro-batch."""
+    return f"{name}/whole"
+
+
+def _take_rows(whole: Any, rows: Any) -> Any:
+    return whole[rows[0] : rows[1]]
 
 
 def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:

@@ -26,6 +26,9 @@ from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 CAPTURED_INPUTS = frozenset({"arg", "rows", "variable", "capture"})
 """Ops of the inputs of a captured graph."""
 
+TAKES_ROWS = "takes_rows"
+"""Attribute of a node that gives a micro-batch its rows of what is computed once: like an argument, it has a place."""
+
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 """Ops whose results depend on the shapes of their inputs only."""
 
@@ -137,6 +140,8 @@ def find_floating(graph: Graph) -> frozenset[str]:
     args = {node.name for node in graph.nodes if node.op == "arg"}
     for node in graph.nodes:
         if node.op in CAPTURED_INPUTS or node.name in once or node.effect not in (Effect.PURE, Effect.READ):
+            continue
+        if node.has(TAKES_ROWS):
             continue
         sources = set(node.predecessors())
         if sources & args and (node.op not in SHAPE_OPS or not sources <= args):

@@ -143,6 +143,8 @@ class Analysis:
         results = self._try_undecided(scope, node, kinds, results[: len(node.outputs)])
         for value, kind in zip(node.values(), results, strict=False):
             scope.kinds[value] = self._complete(scope, node, value, kind, kinds)
+        if not scope.nested and any(map(_of_whole_batch, map(scope.kinds.__getitem__, node.values()))):
+            self._take_rows(scope, node, kinds)
 
     def _input_kind(self, node: Node) -> Kind:
         match node.op:
@@ -199,7 +201,9 @@ class Analysis:
         """Return the kinds ``found`` of a node's outputs, with the result of an experiment for those undecided."""
         if _may_be_undecided(node, kinds):
             found = [dataclasses.replace(k, undecided=True) if k.coupled and k.node == node.name else k for k in found]
-        if self.experiments is None or not any(kind.undecided for kind in found):
+        undecided = [value for value, kind in zip(node.values(), found, strict=True) if kind.undecided]
+        once = bool(undecided) and not scope.nested and self._runs_once(scope, node, kinds, undecided)
+        if self.experiments is None or not undecided or once:
             return list(found)
         tried = self.experiments.decide(scope, node)
         scope.tried |= {value for value, kind in zip(node.values(), tried, strict=True) if kind}
@@ -225,7 +229,8 @@ class Analysis:
         self.hidden_draws.append(node)
         axes = scope.batch_axes(Value(node.name))
         if node.op == "RandomShuffle" or any(not kind.shared and kind.form is not Form.SIZE for kind in kinds):
-            return scope.couple(node, "draws random numbers with parameters that depend on samples")
+            why = "draws random numbers with parameters that depend on samples"
+            return dataclasses.replace(scope.couple(node, why), trained=True)  # no two stages draw the same
         if not axes:
             return shared(once=True)
         return rows(axes[0][0], 1, axes[0][1], trained=True)
@@ -239,7 +244,36 @@ class Analysis:
         if key not in self._bodies:
             self._bodies[key] = read_body(owner, name, shapes)
         found = self._visit_body(self._bodies[key], operands)
-        return [self._leave(inner, node, value) for inner, value in found]
+        results = [self._leave(inner, node, value) for inner, value in found]
+        if not scope.nested and self._repeatable(node, [scope.kinds[value] for value in node.inputs]):
+            return [dataclasses.replace(kind, trained=False) if kind.coupled else kind for kind in results]
+        return results
+
+    def _take_rows(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
+        """Let micro-batches take their rows of results that combine samples, and depend on no trained variable.
+
+        The node then runs once, on the whole batch: all its results that have a row for each sample are sliced.
+        """
+        if not self._repeatable(node, kinds):
+            return
+        own = [value for value in node.values() if not _opaque(scope, value) and scope.has_a_row_a_sample(value)]
+        others = [scope.kinds[value] for value in node.values() if value not in own]
+        if any(_of_whole_batch(scope.kinds[value]) for value in own) and not any(kind.rows for kind in others):
+            scope.sliced.update(own)
+            scope.kinds.update(dict.fromkeys(own, rows()))
+            self.combined.difference_update(own)
+
+    def _runs_once(self, scope: Scope, node: Node, kinds: Sequence[Kind], values: Sequence[Value]) -> bool:
+        """Return whether these results of a node can be computed once, on the whole batch: no experiment is needed."""
+        known = (scope.fixed(v) or (not _opaque(scope, v) and scope.has_a_row_a_sample(v)) for v in values)
+        return self._repeatable(node, kinds) and all(known)
+
+    def _repeatable(self, node: Node, kinds: Sequence[Kind]) -> bool:
+        """Return whether a node can run once on the whole batch, in each stage that uses it, with equal results."""
+        written = {name for name in self.written if name not in self.once_written}
+        reads = node.effect is Effect.PURE or (node.effect is Effect.READ and node.op != "ReadVariableOp")
+        inputs = all(not kind.trained and kind.form is not Form.ROW_BOUNDS for kind in kinds)
+        return reads and inputs and not any(value.node in written for value in node.inputs)
 
     def _kinds_of_body(self, body: Body, operands: Sequence[Kind]) -> list[Kind]:
         return [inner.kinds.get(value, CONSTANT) for inner, value in self._visit_body(body, operands)]
@@ -326,6 +360,15 @@ def _may_be_undecided(node: Node, kinds: Sequence[Kind]) -> bool:
     if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
+
+
+def _of_whole_batch(kind: Kind) -> bool:
+    """Return whether it is, or could be, computed once on the whole batch."""
+    return not kind.trained and ((kind.coupled and not kind.documented) or (kind.shared and kind.once))
+
+
+def _opaque(scope: Scope, value: Value) -> bool:
+    return scope.graph.type_of(value).dtype.name in ("resource", "variant")
 
 
 def _evaluate(scope: Scope, node: Node) -> None:

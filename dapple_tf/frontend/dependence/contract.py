@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows
+from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import Node, Value
 
@@ -18,10 +18,10 @@ COMBINED_BY: Mapping[str, str] = MappingProxyType(
 )
 """The operation that combines a reduction's values on disjoint rows (see ``COMBINES``); sums have their own kind."""
 _ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
-_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement", "SoftmaxGrad"})
+_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement"})
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
 _ENTRY_BY_ENTRY = op_names(
-    "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad BiasAdd Conv1D Conv2D Conv2DBackpropInput Conv3D Conv "
+    "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad Conv2D Conv2DBackpropInput Conv3D Conv "
     "Conv3DBackpropInputV2 DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
     "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
     "HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 LRN LRNGrad MaxPool MaxPool3D MaxPoolGrad "
@@ -44,7 +44,7 @@ _ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
 _MATRICES = op_names(
     "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
     "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
-    "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad BatchMatMulGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"
+    "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"
 )
 
 
@@ -232,7 +232,7 @@ def _last_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[K
 
 
 def _same_rows(found: Sequence[Kind]) -> bool:
-    return len({kind.axis for kind in found}) == 1 and len({kind.layout for kind in found if kind.outer}) <= 1
+    return len({kind.axis for kind in found}) == 1 and same_order(found)
 
 
 def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
@@ -257,6 +257,34 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     return kind
 
 
+def _bias_add(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a sum of entries and a bias for each channel; all axes but the channels' are independent."""
+    data, bias = kinds
+    if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
+        return scope.couple(node, "applies BiasAdd to a sum or mean over the batch")
+    if not only_rows(kinds):
+        return shared()
+    rank = scope.rank(node.inputs[0])
+    channels = 1 if attr(node, "data_format", b"NHWC") == b"NCHW" else (rank or 0) - 1
+    if rank is None or not data.rows or bias.rows or data.axis == channels or data.slope:
+        return scope.couple(node, "adds a bias for each sample, or to each sample as a channel")
+    return data
+
+
+def _search(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of the places of values in sorted rows: row i of the values is looked for in row i."""
+    ordered, values = kinds
+    if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
+        return scope.couple(node, "looks for places in, or of, a sum or mean over the batch")
+    if not only_rows(kinds):
+        return shared()
+    own = ordered.rows and values.rows and ordered.axis == values.axis == 0 and same_order(kinds)
+    one_row = ordered.shared and values.rows and values.axis == 1
+    if (own or one_row) and not ordered.slope and not values.slope:
+        return values if values.outer or one_row else ordered
+    return scope.couple(node, "looks for places among other samples")
+
+
 def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     found = only_rows(kinds)
     if any(kind.total for kind in kinds):
@@ -264,8 +292,12 @@ def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Ki
     if not found:
         return shared()
     rank = scope.rank(node.inputs[0])
-    if any(scope.rank(value) != rank for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows):
+    diagonal = node.op == "MatrixSetDiagV3"  # the operand after the matrices may have an axis less
+    ranks = {scope.rank(value) for value, kind in zip(node.inputs, kinds, strict=False) if kind.rows}
+    if not ranks <= {rank, *([(rank or 0) - 1] if diagonal else [])}:
         return scope.couple(node, f"applies {node.op} to operands of different ranks")
+    if diagonal and not kinds[1].rows:
+        return scope.couple(node, PAIRS_SHARED)
     others = [value for value, kind in zip(node.inputs, kinds, strict=True) if not kind.rows]
     if not all(scope.repeats(value, found[0].axis - (rank or 0)) for value in others):
         return scope.couple(node, PAIRS_SHARED)
@@ -282,6 +314,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(_LAST_AXIS, _last_axis),
         **dict.fromkeys(_ENTRY_BY_ENTRY, _entry_by_entry),
         **dict.fromkeys(_MATRICES, _matrices),
+        "BiasAdd": _bias_add,
+        "LowerBound": _search,
+        "UpperBound": _search,
         "L2Loss": _l2_loss,
         "MatMul": _matmul,
         "BatchMatMul": _matmul,

@@ -180,6 +180,7 @@ class _Decision:
             draws=self._draws(),
             sizes=self._sizes(),
             shapes=self._shapes(self.once),
+            sliced=tuple(sorted(value for value in self.scope.sliced if value.node in self.live)),
             squeezed=MappingProxyType(self.scope.squeezed),
             exactness=Exactness(tuple(self.reasons), tried=self._tried()),
             kinds=self.scope.kinds,
@@ -377,7 +378,8 @@ class _Decision:
             shared = all(kind.shared or (kind.form is Form.SIZE and not kind.trained) for kind in kinds_of)
             if node.effect is Effect.SIDE and node.name in self.live and shared:
                 found.add(node.name)
-        found |= {value.node for value in self.scope.once_sizes if value.node in self.live}
+        whole = self.scope.once_sizes | self.scope.sliced
+        found |= {value.node for value in whole if value.node in self.live}
         wanted = self._used(self.live)
         for node in self.graph.nodes:
             used = [value for value in node.values() if value in wanted] or node.values()
@@ -427,8 +429,10 @@ class _Decision:
     def _draws(self) -> tuple[RowDraw, ...]:
         found = []
         for node in self.graph.nodes:
-            kind = self.scope.kinds.get(Value(node.name))
-            if node.name in self.live and is_stateless_draw(node.op) and kind is not None and kind.rows:
+            value = Value(node.name)
+            kind = self.scope.kinds.get(value)
+            draws = node.name in self.live and is_stateless_draw(node.op) and value not in self.scope.sliced
+            if draws and kind is not None and kind.rows:
                 found.append(RowDraw(node.name, kind.axis, kind.outer, kind.inner))
         return tuple(found)
 

@@ -11,25 +11,28 @@ from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import Node, TensorType, Value
 
 UNARY = op_names(
-    "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0e BesselI1e BesselI0 BesselI1 Bitcast Cast Ceil "
-    "CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh DeepCopy Digamma Elu Enter Erf Erfc Erfinv Exp Expm1 "
-    "Floor Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike "
-    "PreventGradient QuantizeAndDequantizeV4Grad Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign "
-    "Sin Sinh Snapshot Softplus Softsign Sqrt Square StopGradient StringLength Tan Tanh ZerosLike EnsureShape "
-    "FakeQuantWithMinMaxArgs AsString StringLower StringUpper StringStrip StringToHashBucketFast StringToNumber"
+    "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 "
+    "BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Bucketize Cast Ceil CheckNumerics CheckNumericsV2 "
+    "ComplexAbs Conj Cos Cosh Dawsn DeepCopy Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expint Expm1 "
+    "FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu "
+    "Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PopulationCount PreventGradient QuantizeAndDequantizeV4Grad "
+    "Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt "
+    "Square StopGradient Tan Tanh ZerosLike AsString RegexFullMatch RegexReplace StaticRegexFullMatch "
+    "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
+    "StringToHashBucketStrong StringToNumber StringUpper UnicodeTranscode"
 )
 BINARY = op_names(
-    "Add AddN AddV2 ApproximateEqual Atan2 Betainc BiasAddV1 BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex "
-    "Div DivNoNan Equal FakeQuantWithMinMaxVars FloorDiv FloorMod Greater GreaterEqual Igamma IgammaGradA Igammac "
-    "LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma "
-    "Pow QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RealDiv RightShift Select "
-    "SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta EluGrad InvGrad "
-    "LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
-    "SqrtGrad TanhGrad"
+    "AccumulateNV2 Add AddN AddV2 ApproximateEqual Atan2 Betainc BiasAddV1 BitwiseAnd BitwiseOr BitwiseXor "
+    "ClipByValue Complex Div DivNoNan Equal FakeQuantWithMinMaxVars FloorDiv FloorMod Greater GreaterEqual Igamma "
+    "IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter "
+    "NotEqual Polygamma Pow QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RealDiv "
+    "RightShift Select SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta EluGrad "
+    "InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad "
+    "SoftsignGrad SqrtGrad StringJoin TanhGrad"
 )
 ELEMENTWISE = UNARY | BINARY
 
-_ADDING = frozenset({"Add", "AddV2", "AddN", "Sub"})
+_ADDING = frozenset({"AccumulateNV2", "Add", "AddV2", "AddN", "Sub"})
 _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
 _QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")

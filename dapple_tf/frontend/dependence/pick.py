@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows
+from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.ragged import reduce_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.analysis.layers import CAPTURED_INPUTS
@@ -42,8 +42,7 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
             return scope.couple(node, PAIRS_SHARED)
         return index.at(axis + index.axis - batch_dims)
     if source.axis < min(batch_dims, axis):
-        fits = index.layout == source.layout or 0 in (index.outer, source.outer)
-        if index.rows and index.axis == source.axis and fits and not index.slope:
+        if index.rows and index.axis == source.axis and same_order([index, source]) and not index.slope:
             return (source if source.outer else index).plain()
         return scope.couple(node, "picks entries of other samples")
     if source.axis != axis:
@@ -113,7 +112,7 @@ def _crop(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     images, boxes, index, size = kinds
     if not only_rows(kinds):
         return scope.couple(node, "crops a sum or mean over the batch") if any(k.total for k in kinds) else shared()
-    aligned = boxes.rows and boxes.axis == 0 and boxes.layout == index.layout and not boxes.slope and size.shared
+    aligned = boxes.rows and boxes.axis == 0 and same_order([boxes, index]) and not boxes.slope and size.shared
     if aligned and images.rows and not images.axis and index.slope and _names_own(images, index, index.slope[0]):
         return boxes if boxes.outer else index.plain()
     return scope.couple(node, "picks images of the batch by index")
@@ -198,8 +197,12 @@ def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     values, weights = kinds[0], kinds[2]
     weighted = weights.rows and weights.axis == values.axis and weights.layout == values.layout and not weights.slope
     unweighted = weights.shared and 0 in (scope.dims(node.inputs[2]) or ())
-    counts = values.rows and scope.rank(node.inputs[0]) == 1 and not attr(node, "binary_output", False)
-    if counts and (weighted or unweighted) and kinds[1].shared and not values.slope:
+    rank = scope.rank(node.inputs[0])
+    if not values.rows or not (weighted or unweighted) or not kinds[1].shared or values.slope or rank is None:
+        return scope.couple(node, "counts values of the samples")
+    if rank == 2 and values.axis == 0:  # each row by itself
+        return values
+    if rank == 1 and not attr(node, "binary_output", False):
         return Kind(Form.SUM)
     return scope.couple(node, "counts values of the samples")
 
@@ -224,7 +227,7 @@ def _scatter_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if index.shared and updates.rows and target.rows and depth is not None and depth <= target.axis:
         rank = scope.rank(node.inputs[0 if node.op == "ScatterNd" else 1])
         aligned = rank is not None and updates.axis == target.axis - depth + rank - 1
-        if aligned and (updates.layout == target.layout or 0 in (updates.outer, target.outer)):
+        if aligned and same_order([updates, target]):
             return target if target.outer else dataclasses.replace(target, outer=updates.outer, inner=updates.inner)
     return scope.couple(node, "writes samples to positions of others")
 

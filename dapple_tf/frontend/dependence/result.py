@@ -64,7 +64,8 @@ class BatchDependence:
     None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes that
     run once a step on the whole batch. ``draws``: stateless draws of which each micro-batch takes its rows. ``sizes``:
     sizes that the loss computes with, to be replaced by the whole batch's. ``shapes``: shapes of activations (a node,
-    and the position of an output) that nodes of ``once`` need. ``squeezed``: the axes that each Squeeze without axes
+    and the position of an output) that nodes of ``once`` need. ``sliced``: results of nodes of ``once`` of which each
+    micro-batch takes its rows. ``squeezed``: the axes that each Squeeze without axes
     removes from the whole batch; from a single sample it would remove more. ``exactness``: the remaining reasons why a
     step differs from one device's. ``kinds``: of all values. ``tail``: the end of the loss that runs once, on the rows
     of all micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be combined,
@@ -81,6 +82,7 @@ class BatchDependence:
     draws: tuple[RowDraw, ...]
     sizes: tuple[WholeSize, ...]
     shapes: tuple[WholeSize, ...]
+    sliced: tuple[Value, ...]
     squeezed: Mapping[str, tuple[int, ...]]
     exactness: Exactness
     kinds: Mapping[Value, Kind] = field(repr=False)

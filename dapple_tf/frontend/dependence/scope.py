@@ -24,7 +24,8 @@ class Scope:
     so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
     the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
     sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
-    mean; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
+    mean; ``sliced``: values that are computed once, on the whole batch, and of which each micro-batch takes its rows;
+    ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
     the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
     other operands. ``tried``: the values whose kinds were found by experiment. ``shapes_of_twice``: returns the shapes
     for twice as many samples.
@@ -39,6 +40,7 @@ class Scope:
     sizes: dict[tuple[str, int], Value] = field(default_factory=dict)
     mean_sizes: set[Value] = field(default_factory=set)
     once_sizes: set[Value] = field(default_factory=set)
+    sliced: set[Value] = field(default_factory=set)
     squeezed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: frozenset[Value] = frozenset()
     nested: bool = False
@@ -117,6 +119,12 @@ class Scope:
         if scale + offset < 0:  # of one sample: it is no affine length, such as that of all pairs of samples
             return None
         return tuple(scale * multiple * self.batch + offset for multiple in MULTIPLES)
+
+    def has_a_row_a_sample(self, value: Value) -> bool:
+        """Return whether axis 0 of ``value``, whatever its kind is, has as many entries as there are samples."""
+        dims = self.dims(value)
+        numbers = self._length_numbers(value, 0, dims[0]) if dims and dims[0] == self.batch else None
+        return numbers == tuple(self.batch * multiple for multiple in MULTIPLES)
 
     def fixed(self, value: Value) -> bool:
         """Return whether the shape of ``value`` is known and does not depend on the batch."""

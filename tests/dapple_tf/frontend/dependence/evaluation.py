@@ -17,7 +17,7 @@ from dapple_tf.frontend.dependence.kinds import Form, Kind
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.names import tensor_name
-from dapple_tf.frontend.rows import ROWS_NAME, use_rows
+from dapple_tf.frontend.rows import ROWS_NAME, use_rows, whole_name
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from dapple_tf.frontend.write_graph import write_graph
 from graph_passes.ir.graph import Graph, Node, Value
@@ -108,12 +108,13 @@ class Evaluation:
             if node.op == "ReadVariableOp"
         }
         self.given |= {f"{name}:0": value.numpy() for name, value in captured.constants.items()}
-        values = [value for name in once for value in graph.node(name).values()]
+        whole = [whole_name(name) if whole_name(name) in graph.by_name else name for name in once]
+        values = [value for name in whole for value in graph.node(name).values()]
         values = [
             v for v in values if graph.type_of(v).dtype.name not in _NO_VALUE and tensor_name(v) not in self.given
         ]
-        whole = self.run(values, 0, N)
-        self.given |= {tensor_name(value): found for value, found in zip(values, whole, strict=True)}
+        found = self.run(values, 0, N)
+        self.given |= {tensor_name(value): result for value, result in zip(values, found, strict=True)}
 
     def run(self, values: Sequence[Value], first: int, end: int) -> list[Any]:
         """Return the values for the samples [first, end)."""

@@ -92,6 +92,20 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     ),
     "cross-entropy": (lambda b: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(b.x), b.z), Form.ROWS),
     "bias_add": (lambda b: tf.nn.bias_add(b.z, b.w + 0.0), Form.ROWS),
+    "bias_add of time-major rows": (
+        lambda b: tf.nn.bias_add(tf.transpose(matrices(b), [1, 0, 2]), b.w[:2]),
+        Form.ROWS,
+    ),
+    "bias_add, channels first": (
+        lambda b: tf.nn.bias_add(tf.transpose(images(b), [0, 3, 1, 2]), tf.cast(b.w[:1], tf.float32), "NCHW"),
+        Form.ROWS,
+    ),
+    "places in each sample's row": (lambda b: tf.searchsorted(tf.sort(b.x, 1), b.z), Form.ROWS),
+    "places in one row": (
+        lambda b: tf.searchsorted(tf.constant([-1.0, 0, 1], tf.float64), b.z[:, 0], "right"),
+        Form.ROWS,
+    ),
+    "each sample's diagonal, set": (lambda b: tf.linalg.set_diag(matrices(b), b.x[:, :2]), Form.ROWS),
     "convolution": (lambda b: tf.nn.conv2d(images(b), kernel(b), 1, "SAME"), Form.ROWS),
     "max pooling": (lambda b: tf.nn.max_pool2d(images(b), 2, 1, "SAME"), Form.ROWS),
     "average pooling": (lambda b: tf.nn.avg_pool2d(images(b), 2, 1, "SAME"), Form.ROWS),
@@ -128,10 +142,6 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "a matrix and a broadcast one": (
         lambda b: tf.linalg.triangular_solve(matrices(b), matrices(b)[:, None] + tf.zeros([1, 2, 1, 1], tf.float64)),
         "operands of different ranks",
-    ),
-    "a sum of positions": (
-        lambda b: tf.reduce_sum(tf.stack([tf.range(b.n), tf.range(b.n)], 1), 1),
-        "positions of samples",
     ),
     "the l2 loss of positions": (
         lambda b: tf.raw_ops.L2Loss(t=tf.cast(tf.range(b.n) + tf.cast(b.z[:, 0], tf.int32), tf.float64)),
@@ -201,9 +211,21 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.compat.v1.nn.fused_batch_norm(images(b), [1.0], [0.0], is_training=True)[0],
         "normalises by the mean and variance of the batch",
     ),
+    "places among other samples": (
+        lambda b: tf.searchsorted(tf.transpose(b.z), tf.transpose(b.x)),
+        "looks for places among other samples",
+    ),
+    "a diagonal that all matrices share": (
+        lambda b: tf.linalg.set_diag(tf.reshape(tf.ensure_shape(b.z, [9, 4]), [9, 2, 2]), tf.ones([9, 2], tf.float64)),
+        "with entries of a tensor that all micro-batches share",
+    ),
+    "a bias for each sample": (
+        lambda b: tf.nn.bias_add(tf.transpose(tf.ensure_shape(b.z, [9, 4])), tf.ones([9], tf.float64)),
+        "adds a bias for each sample",
+    ),
     "crops by index": (
         lambda b: tf.image.crop_and_resize(images(b), [[0.0, 0.0, 1.0, 1.0]] * 9, b.y, [2, 2]),
-        "picks images of the batch by index|entries",
+        "picks images of the batch by index",
     ),
     "the inverse of a matrix of samples": (
         lambda b: tf.linalg.inv(tf.ensure_shape(tf.concat([b.z, b.z, b.z[:, :1]], 1), [9, 9])),

@@ -43,6 +43,13 @@ TRUE: dict[str, tuple[Compute, Form]] = {
         ),
         Form.ROWS,
     ),
+    "buckets": (lambda b: tf.raw_ops.Bucketize(input=b.z, boundaries=[-1.0, 0.0, 1.0]), Form.ROWS),
+    "strings": (
+        lambda b: tf.strings.to_hash_bucket_fast(
+            tf.strings.regex_replace(tf.strings.join([tf.as_string(b.y), "a"]), "1", "b"), 100
+        ),
+        Form.ROWS,
+    ),
     "select by rows": (lambda b: tf.where(b.mask[:, None], b.z, 0.0), Form.ROWS),
     "rows over the sum of a mask": (lambda b: b.z / tf.reduce_sum(tf.cast(b.mask, tf.float64)), Form.ROWS),
     "rows less the mean of the input": (lambda b: b.z - tf.reduce_mean(b.x, 0), Form.ROWS),
@@ -134,17 +141,10 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.tile(b.z, [2, 1]) * tf.repeat(b.x, 2, axis=0),
         "different orders|repeat|Repeat|inferred|samples",
     ),
-    "positions of neighbours": (lambda b: tf.range(b.n) - b.y, "adds data to positions of samples"),
     "positions as numbers": (lambda b: tf.cast(tf.range(b.n), tf.float64) * b.z[:, 0], "positions of samples"),
-    "positions compared with a number": (lambda b: tf.range(b.n) < 3, "positions of samples"),
-    "the sign of positions": (lambda b: tf.sign(tf.range(b.n) - 2), "positions of samples"),
     "as many constants as samples": (
         lambda b: tf.ensure_shape(b.z, [9, 4]) * tf.ones([9, 1], tf.float64),
         "with entries of a tensor that all micro-batches share",
-    ),
-    "rows and a tensor with a length that the batch sets": (
-        lambda b: b.z * tf.math.top_k(tf.range(20.0, dtype=tf.float64), b.n).values[:, None],
-        "size of the micro-batch",
     ),
     "old-style select of constants by a vector": (
         lambda b: tf.raw_ops.Select(

@@ -120,6 +120,36 @@ def chosen(b: Batch) -> tf.Tensor:
     return tf.boolean_mask(b.z, b.mask)
 
 
+OF_THE_WHOLE_BATCH: dict[str, Compute] = {
+    "samples backwards": lambda b: tf.reverse(b.x, [0]),
+    "neighbours": lambda b: tf.roll(b.x, 1, 0),
+    "samples in order": lambda b: tf.sort(b.x, 0),
+    "sums so far": lambda b: tf.cumsum(b.x, 0),
+    "a softmax over the batch": lambda b: tf.nn.softmax(b.x, 0),
+    "the most similar samples": lambda b: tf.argmax(b.x @ tf.transpose(b.x) - 9 * tf.eye(b.n, dtype=tf.float64), 1),
+    "the number of each distinct label": lambda b: tf.gather(tf.unique_with_counts(b.y).count, tf.unique(b.y).idx),
+    "samples that a nested function moves": lambda b: tf.function(lambda x: tf.reverse(x, [0]))(b.x),
+    "every label's best": lambda b: tf.math.top_k(b.x[:, 0], b.n).indices,
+    "constants by the batch size": lambda b: tf.math.top_k(tf.range(4000), b.n).values,
+    "positions of neighbours": lambda b: tf.range(b.n) - b.y,
+    "positions compared with a number": lambda b: tf.range(b.n) < 3,
+    "the sign of positions": lambda b: tf.sign(tf.range(b.n) - 2),
+    "a sum of positions": lambda b: tf.reduce_sum(tf.stack([tf.range(b.n), tf.range(b.n)], 1), 1),
+    "one_hot of positions": lambda b: tf.one_hot(tf.range(b.n), 9),
+    "one_hot of the batch size": lambda b: tf.one_hot(b.y, b.n),
+    "eye of the batch size": lambda b: tf.eye(b.n, dtype=tf.float64) + b.x[:, :1],
+    "a position in a table": lambda b: tf.gather(tf.constant([1, 5, 3, 2]), tf.range(b.n) % 4),
+    "rows moved by one": lambda b: tf.concat([b.x[1:], b.x[:1]], 0),
+    "a draw for each pair of samples": lambda b: tf.random.stateless_normal([b.n, b.n], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", OF_THE_WHOLE_BATCH)
+def test_what_combines_samples_of_the_arguments_is_computed_once_and_micro_batches_take_their_rows(case: str) -> None:
+    kind = assert_kind_is_true(OF_THE_WHOLE_BATCH[case])
+    assert (kind.form, kind.axis, kind.outer, kind.inner) == (Form.ROWS, 0, 1, 1)
+
+
 COUPLED: dict[str, tuple[Compute, str]] = {
     "the first samples": (lambda b: b.z[:2], "slices the batch"),
     "all but the first": (lambda b: b.z[1:], "slices the batch"),
@@ -167,17 +197,12 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "pairs by broadcast_to": (lambda b: tf.broadcast_to(b.z[:, :1], [b.n, b.n]), "pairs each sample with others"),
     "a reshape that shares samples": (lambda b: tf.reshape(b.z, [4, -1]), "reshapes the batch"),
     "a reshape of transposed rows": (lambda b: tf.reshape(tf.transpose(b.z), [-1, 4]), "reshapes the batch"),
-    "a tensor of the batch's size twice": (
-        lambda b: tf.zeros([b.n, b.n]),
-        "makes a tensor whose batch axis cannot be inferred",
-    ),
     "a mean, once for each sample": (
         lambda b: tf.broadcast_to(tf.reduce_mean(b.z, 0), tf.shape(b.z)),
         "repeats or cuts a sum or mean",
     ),
     "two rows in turn": (lambda b: b.z[:, :1] - tf.tile(b.w[:2, None], [b.n, 1])[: b.n], "differently"),
     "a table's first rows": (lambda b: b.z - (tf.ones([2000, 1], tf.float64) * b.w)[: b.n], "cannot be inferred"),
-    "rows moved by one": (lambda b: b.z - tf.concat([b.x[1:], b.x[:1]], 0), "slices the batch|differently"),
     "a window that is longer than most batches": (lambda b: tf.reduce_sum(b.z[:1500], 1), "differently"),
     "columns by the batch size": (lambda b: b.z[:, : b.n % 3 + 1], "cannot be inferred|another axis"),
     "a matrix of the batch's size, filled": (lambda b: tf.fill([b.n * b.n], tf.reduce_sum(b.w)), "cannot be inferred"),

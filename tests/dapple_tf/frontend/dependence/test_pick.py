@@ -66,6 +66,23 @@ TRUE: dict[str, tuple[Compute, Form]] = {
         lambda b: tf.tensor_scatter_nd_update(b.z, own(b)[:, None], b.x),
         Form.ROWS,
     ),
+    "a count of each sample's values": (
+        lambda b: tf.math.bincount(tf.stack([b.y, b.y], 1), minlength=4, maxlength=4, axis=-1),
+        Form.ROWS,
+    ),
+    "a count of each sample's values, weighted": (
+        lambda b: tf.raw_ops.DenseBincount(input=tf.stack([b.y, b.y], 1), size=4, weights=b.z[:, :2]),
+        Form.ROWS,
+    ),
+    "crops of each sample's image": (
+        lambda b: tf.image.crop_and_resize(
+            tf.cast(tf.reshape(b.z, [-1, 2, 2, 1]), tf.float32),
+            tf.broadcast_to([[0.0, 0.0, 1.0, 1.0]], [b.n, 4]),
+            own(b),
+            [3, 3],
+        ),
+        Form.ROWS,
+    ),
     "bincount": (lambda b: tf.math.bincount(b.y, minlength=4, maxlength=4), Form.SHARED),
 }
 
@@ -93,7 +110,6 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     ),
     "columns of all samples by every label": (lambda b: tf.gather(b.z, b.y, axis=1), "pairs each sample with others"),
     "rows by gather_nd": (lambda b: tf.gather_nd(b.z, b.y[:, None]), "picks samples of the batch by index"),
-    "a position in a table": (lambda b: tf.gather(b.w + 0.0, own(b) % 4), "positions of samples"),
     "a position in a table by gather_nd": (lambda b: tf.gather_nd(b.w + 0.0, own(b)[:, None]), "positions of samples"),
     "a position in a variable": (lambda b: tf.gather(b.w, own(b)), "positions of samples"),
     "a sum over the batch by labels": (lambda b: tf.gather(by_label(b), b.y), "entries of a sum or mean"),
@@ -105,18 +121,12 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.gather(tf.tile(b.z, [2, 1]), tf.repeat(b.y, 2)[:, None], batch_dims=1),
         "picks entries of other samples",
     ),
-    "one_hot of the batch size": (lambda b: tf.one_hot(b.y, b.n), "one_hot or eye of the batch's size"),
-    "one_hot of positions": (lambda b: tf.one_hot(own(b), 9), "one_hot or eye of the batch's size"),
     "an entry named by a sum": (
         lambda b: tf.gather(b.w, tf.reduce_sum(tf.cast(b.z > 0, tf.int32)) % 1),
         "sum or mean",
     ),
     "a column named by the batch size": (lambda b: tf.gather(b.z, b.n % 4, axis=1), "size of the micro-batch"),
     "one_hot of a sum": (lambda b: tf.one_hot(tf.reduce_sum(tf.cast(b.z > 0, tf.int32)), 20), "a sum over the batch"),
-    "eye of the batch size": (
-        lambda b: tf.eye(b.n, dtype=tf.float64) + b.z[:, :1],
-        "size of the micro-batch|MatrixDiagV3",
-    ),
     "rows that another mask chose": (
         lambda b: tf.boolean_mask(b.z, b.mask) * tf.boolean_mask(b.x, tf.roll(b.mask, 1, 0)),
         "chosen by different data|coupled|batch",

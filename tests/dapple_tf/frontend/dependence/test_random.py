@@ -69,7 +69,6 @@ def test_a_draw_by_a_seed_of_the_whole_batch_is_made_once_known() -> None:
 
 COUPLED: dict[str, tuple[Compute, str]] = {
     "several rows a sample in an unknown order": (lambda b: draw(2 * b.n, 3), "in an order that cannot be inferred"),
-    "the batch on two axes": (lambda b: draw(b.n, b.n), "in a shape that cannot be inferred"),
     "a seed of samples": (
         lambda b: tf.random.stateless_normal([b.n], tf.argmax(b.z, 1)[:2]),
         "slices the batch|seed or with parameters that depend on samples",
