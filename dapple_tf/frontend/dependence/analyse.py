@@ -136,6 +136,7 @@ class Analysis:
             return
         kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
         _evaluate(scope, node)
+        _note_positional(scope, node, kinds)
         found = self._find(scope, node, kinds)
         results = found if isinstance(found, list) else [found] * len(node.outputs)
         if len(results) < len(node.outputs):
@@ -256,7 +257,7 @@ class Analysis:
         """
         if not self._repeatable(node, kinds):
             return
-        own = [value for value in node.values() if not _opaque(scope, value) and scope.has_a_row_a_sample(value)]
+        own = [value for value in node.values() if _has_own_rows(scope, value)]
         others = [scope.kinds[value] for value in node.values() if value not in own]
         if any(_of_whole_batch(scope.kinds[value]) for value in own) and not any(kind.rows for kind in others):
             scope.sliced.update(own)
@@ -265,7 +266,7 @@ class Analysis:
 
     def _runs_once(self, scope: Scope, node: Node, kinds: Sequence[Kind], values: Sequence[Value]) -> bool:
         """Return whether these results of a node can be computed once, on the whole batch: no experiment is needed."""
-        known = (scope.fixed(v) or (not _opaque(scope, v) and scope.has_a_row_a_sample(v)) for v in values)
+        known = (scope.fixed(value) or _has_own_rows(scope, value) for value in values)
         return self._repeatable(node, kinds) and all(known)
 
     def _repeatable(self, node: Node, kinds: Sequence[Kind]) -> bool:
@@ -316,7 +317,7 @@ class Analysis:
         weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
         # Another output may hold a row a sample; then what is computed from both may do so too.
         waits = self.waits and kind.undecided and (len(node.outputs) > 1 or kind.node != node.name)
-        fixed = kind.coupled and not waits and scope.fixed(value)
+        fixed = kind.coupled and not waits and scope.fixed(value) and not _opaque(scope, value)
         if (kind.total or fixed) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
@@ -367,8 +368,24 @@ def _of_whole_batch(kind: Kind) -> bool:
     return not kind.trained and ((kind.coupled and not kind.documented) or (kind.shared and kind.once))
 
 
+def _has_own_rows(scope: Scope, value: Value) -> bool:
+    """Return whether micro-batches may take their rows of ``value``: not of positions, which index the micro-batch."""
+    index = elementwise.is_integer(scope.graph.type_of(value)) and value in scope.positional
+    if index or _opaque(scope, value):
+        return False
+    return scope.has_a_row_a_sample(value)
+
+
 def _opaque(scope: Scope, value: Value) -> bool:
+    """Return whether ``value`` is no tensor of numbers or strings, but holds such: a list, or a resource."""
     return scope.graph.type_of(value).dtype.name in ("resource", "variant")
+
+
+def _note_positional(scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
+    """Note results that are computed of positions of samples: as integers they may be indices into the micro-batch."""
+    makes = node.op == "Range" and any(kind.form is Form.SIZE for kind in kinds)
+    if makes or any(kind.slope for kind in kinds) or any(value in scope.positional for value in node.inputs):
+        scope.positional.update(node.values())
 
 
 def _evaluate(scope: Scope, node: Node) -> None:

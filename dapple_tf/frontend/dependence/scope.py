@@ -24,10 +24,11 @@ class Scope:
     so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
     the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
     sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
-    mean; ``sliced``: values that are computed once, on the whole batch, and of which each micro-batch takes its rows;
-    ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
-    the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
-    other operands. ``tried``: the values whose kinds were found by experiment. ``shapes_of_twice``: returns the shapes
+    mean; ``positional``: what is computed of positions of samples; ``sliced``: values that are computed once, on the
+    whole batch, and of which each micro-batch takes its rows; ``squeezed``: the axes that a Squeeze without axes
+    removes from the whole batch; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``:
+    this is the body of a function, whose ops cannot be given other operands. ``tried``: the values whose kinds were
+    found by experiment. ``shapes_of_twice``: returns the shapes
     for twice as many samples.
     """
 
@@ -40,6 +41,7 @@ class Scope:
     sizes: dict[tuple[str, int], Value] = field(default_factory=dict)
     mean_sizes: set[Value] = field(default_factory=set)
     once_sizes: set[Value] = field(default_factory=set)
+    positional: set[Value] = field(default_factory=set)
     sliced: set[Value] = field(default_factory=set)
     squeezed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: frozenset[Value] = frozenset()

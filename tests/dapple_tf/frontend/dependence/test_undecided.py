@@ -64,7 +64,6 @@ COUPLED: dict[str, Compute] = {
     "a loop without an end": lambda b: tf.while_loop(lambda t: tf.reduce_max(t) > -1, lambda t: (tf.abs(t),), [b.z])[0],
     "only the gradient": centered_by_stop_gradient,
     "more samples than any experiment has": lambda b: tf.map_fn(tf.identity, b.z)[:1500],
-    "rows before a position": lambda b: b.z * tf.cast(tf.range(b.n) < 700, tf.float64)[:, None],
     "the next sample": lambda b: tf.roll(b.z, 1, 0),
 }
 
