@@ -213,6 +213,7 @@ class _Decision:
             draws=(),
             sizes=(),
             shapes=(),
+            sliced=(),
             squeezed=MappingProxyType({}),
             exactness=Exactness(),
             kinds=MappingProxyType({}),
