@@ -35,6 +35,10 @@ NO_AUTOMATIC_CONTROL = "_disable_acd"
 
 CALL_OPS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 """Types of the ops that call a function."""
+CONDITION_OPS = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+"""Types of the ops that call one of several functions; their first input says which."""
+LOOP_OPS = frozenset({"While", "StatelessWhile"})
+"""Types of the ops that call a function again and again."""
 
 
 def tensorflow_has_started() -> bool:

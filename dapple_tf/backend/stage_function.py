@@ -10,7 +10,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.foreign_reads import pass_values
 from dapple_tf.frontend.write_graph import import_graph, needed_library
-from graph_passes.ir.graph import Function, Port
+from graph_passes.ir.graph import OTHER, Function, Port
 
 Constants = Mapping[str, Any]
 Library = Mapping[str, bytes]
@@ -77,5 +77,6 @@ def _build(function: Function, constants: Constants, library: Library, *, whole:
 
 
 def _port_spec(port: Port) -> tf.TensorSpec:
-    dtype = port.type.dtype.name
-    return tf.TensorSpec([] if dtype == "resource" else None, tf.as_dtype(dtype))
+    dims = port.type.shape.dims
+    lengths = None if dims is None else [None if dim == OTHER else dim for dim in dims]
+    return tf.TensorSpec(lengths, tf.as_dtype(port.type.dtype.name))

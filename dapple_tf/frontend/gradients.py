@@ -30,6 +30,7 @@ from graph_passes.passes.combine_statistics import COMBINES
 from graph_passes.passes.partition import Stage, StageGraph
 
 _ACTING = (Effect.WRITE, Effect.SIDE)
+_HANDLES = ("resource", "variant")  # of variables and lists
 _KEPT_ATTRIBUTES = frozenset({"adds", COMBINES})
 
 
@@ -112,10 +113,15 @@ def _described_as_in(captured: Graph, joint: Graph) -> Graph:
 
 
 def _depend_on_training(captured: Captured) -> set[str]:
-    """Return the names of the nodes that depend on a trainable variable: only these need gradients."""
-    found = set(captured.trainable)
-    for node in captured.graph.nodes:
-        if any(value.node in found for value in node.inputs):
+    """Return the names of the nodes that depend on a trainable variable: only these need gradients.
+
+    No gradient passes through integers, such as the shape of a random draw. The nodes that draw the rows of a
+    micro-batch are not in the trace.
+    """
+    found, graph = set(captured.trainable), captured.graph
+    for node in graph.nodes:
+        entering = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
+        if any(dtype.differentiable or dtype.name in _HANDLES for dtype in entering):
             found.add(node.name)
     return found
 
@@ -158,7 +164,7 @@ def _differentiate_stage(
         tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
     ]
     before = len(captured.func_graph.get_operations())
-    stops = [tensors[value] for value in stage.inputs if captured.graph.type_of(value).dtype.differentiable]
+    stops = [tensors[value] for value in entering]
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(
             [tensors[value] for value in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients"

@@ -32,18 +32,7 @@ HIDDEN_DRAWS = frozenset(
 )
 """Ops that draw from a generator's hidden state."""
 
-_CALLS = frozenset(
-    {
-        "While",
-        "StatelessWhile",
-        "If",
-        "StatelessIf",
-        "Case",
-        "StatelessCase",
-        "PartitionedCall",
-        "StatefulPartitionedCall",
-    }
-)
+_CALLS = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 # Ops that TensorFlow calls stateful, so that it does not fold them, and that have no effect: memory to be filled.
 _STATELESS = frozenset({"Empty"})
 # Attributes that are valid only in the graph in which the op was created.

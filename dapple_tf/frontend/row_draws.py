@@ -29,7 +29,7 @@ from dapple_tf.frontend.draw_layouts import (
 )
 from dapple_tf.frontend.traced_nodes import replacement_nodes
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.ir.graph import Graph, Node, Opaque, TensorType, Value
+from graph_passes.ir.graph import Graph, Node, Opaque, Shape, TensorType, Value
 
 _PHILOX = (1, 3)  # RNG_ALG_PHILOX and RNG_ALG_AUTO_SELECT, which is Philox on CPUs and GPUs (rng_alg.h)
 
@@ -202,7 +202,8 @@ def _parameter_axes(node: Node, draw: RowDraw, kinds: Mapping[str, TensorType]) 
 def _draw_again(node: Node, kinds: Mapping[str, TensorType], inputs: Tensors) -> Any:
     """Add the op of ``node`` to the TensorFlow graph under construction, with other ``inputs`` of the same dtypes."""
     holders = tuple(Node(name, "arg", outputs=(kind,)) for name, kind in kinds.items())
-    copy = dataclasses.replace(node, name="draw", inputs=tuple(Value(name) for name in kinds), controls=())
+    drawn = (TensorType(node.outputs[0].dtype, Shape(None)),)
+    copy = dataclasses.replace(node, name="draw", inputs=tuple(map(Value, kinds)), outputs=drawn, controls=())
     graph = Graph("draw", (*holders, copy), outputs=(Value("draw"),))
     return import_graph(graph, {name: inputs[name] for name in kinds}, "drawn")[0]
 

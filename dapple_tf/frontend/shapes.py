@@ -4,54 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.read_graph import read_shape, read_shapes
+from dapple_tf.frontend.inference import Shapes, import_for_shapes
+from dapple_tf.frontend.read_graph import read_shape
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.tables import with_known_shapes
-from dapple_tf.frontend.write_graph import import_graph
+from dapple_tf.frontend.write_graph import write_graph
 from graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
 
-_SCOPE = "inferred"
 
-
-def infer_shapes(captured: Captured, batch_size: int) -> dict[str, tuple[Shape, ...]]:
+def infer_shapes(captured: Captured, batch_size: int) -> Shapes:
     """Return the output shapes of every node for ``batch_size`` samples, as far as TensorFlow can infer them.
 
     Inner lengths that the signature leaves unknown are those of the example. Empty where the model does not accept
     that batch size.
     """
-    found: dict[str, tuple[Shape, ...]] = {}
-    graph_of_shapes = with_known_shapes(captured.graph)
-
-    def import_captured(*batch: Any) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        inputs = dict(zip(captured.graph.inputs, batch, strict=True))
-        inputs |= {name: internals.capture_of(graph, v.handle) for name, v in captured.variables.items()}
-        inputs |= {name: internals.capture_of(graph, value) for name, value in captured.constants.items()}
+    with tf.Graph().as_default():
+        inputs = {
+            name: tf.compat.v1.placeholder(spec.dtype, (batch_size, *spec.shape[1:]))
+            for name, spec in zip(captured.graph.inputs, captured.example, strict=True)
+        }
+        inputs |= {name: internals.placeholder_like(v.handle, []) for name, v in captured.variables.items()}
+        inputs |= {name: internals.placeholder_like(v, v.shape) for name, v in captured.constants.items()}
         inputs |= {ROWS_NAME: tf.constant([0, batch_size, batch_size], tf.int64)}
-        import_graph(graph_of_shapes, inputs, _SCOPE)
-        found.update(read_shapes(graph, f"{_SCOPE}/"))  # input nodes: placeholders without a shape, replaced below
-        found.update({name: (read_shape(tensor),) for name, tensor in inputs.items()})
-        found.update({name: (read_shape(variable),) for name, variable in captured.variables.items()})
-
-    specs = [tf.TensorSpec((batch_size, *spec.shape[1:]), spec.dtype) for spec in captured.example]
-    try:
-        tf.function(import_captured, autograph=False, input_signature=specs).get_concrete_function()
-    except ValueError:  # the model does not accept this batch size; no shapes is always safe
-        return {}
-    return found
+        definition = write_graph(with_known_shapes(captured.graph), shapes=True)
+        try:
+            found = import_for_shapes(definition, inputs, captured.func_graph).shapes
+        except ValueError:  # the model does not accept this batch size; no shapes is always safe
+            return Shapes()
+    variables = {name: (read_shape(variable),) for name, variable in captured.variables.items()}
+    return Shapes({**found, **variables}, found.bodies)
 
 
 PROBE = 1009
 """A batch size that divides no other length in a model: it is prime, and no usual width of a layer is a multiple."""
 
 
-def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, dict[str, tuple[Shape, ...]]]:
+def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, Shapes]:
     """Return a batch size that tells the lengths that depend on the batch from others, and the shapes for it.
 
     ``batch_size``: one that the model accepts, for a model whose batches must be multiples of a number.
@@ -62,7 +55,7 @@ def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, dict[str, tu
     return batch_size, infer_shapes(captured, batch_size)
 
 
-def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, dict[str, tuple[Shape, ...]]]:
+def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, Shapes]:
     """Return the captured loss with its batch axes marked (see ``mark_batch``), and all shapes at ``batch_size``."""
     shapes = infer_shapes(captured, batch_size)
     # An unknown inner length may be equal to the size of this micro-batch.

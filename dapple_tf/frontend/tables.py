@@ -12,9 +12,6 @@ FIND = "LookupTableFindV2"
 TABLE_READS = frozenset({FIND, "LookupTableSizeV2", "LookupTableExportV2"})
 """The ops that read a lookup table and do not change it."""
 
-# Ops whose first input is no argument of the functions that they call.
-_CONDITIONALS = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-
 
 def with_known_shapes(graph: Graph) -> Graph:
     """Return a copy of the graph for shape inference, in which the result of a lookup has the shape of its keys.
@@ -54,7 +51,7 @@ def find_misuse(tensor: Any) -> str | None:
         if op.type == "Identity":
             found = find_misuse(op.outputs[0])
         else:
-            position = index - (op.type in _CONDITIONALS)
+            position = index - (op.type in internals.CONDITION_OPS)
             inner = [internals.function_graph(tensor.graph, name).inputs[position] for name in _called(op)]
             found = next(filter(None, map(find_misuse, inner)), None) if inner else op.type
         if found:

@@ -12,19 +12,21 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
 from dapple_tf.frontend.read_graph import called_functions
-from graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque
+from graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque, Value
 
 # Attributes that only the IR has.
 _IR_ATTRS = frozenset(
     {"adds", "batch_norm", "combines", "frontier", "guard", "join", "layer", "once", "open", "stands_for", "statistic"}
     | {"tail", "within", "writes"}
 )
+_FROM_DIAGONALS = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 
 
-def write_graph(graph: Graph) -> graph_pb2.GraphDef:
+def write_graph(graph: Graph, *, shapes: bool = False) -> graph_pb2.GraphDef:
     """Return the GraphDef of an op-level graph and its library.
 
-    Input nodes become placeholders, which ``import_graph`` replaces.
+    Input nodes become placeholders, which ``import_graph`` replaces. ``shapes``: an import is to know the shapes of the
+    graph, also where Python code set them when it was traced.
     """
     result = graph_pb2.GraphDef()
     result.versions.producer = tf.version.GRAPH_DEF_VERSION
@@ -39,6 +41,8 @@ def write_graph(graph: Graph) -> graph_pb2.GraphDef:
         for key, value in node.attrs:
             if key not in _IR_ATTRS:
                 write_attribute(proto.attr[key], value)
+        if shapes:
+            write_attribute(proto.attr["_output_shapes"], tuple(kind.shape for kind in node.outputs))
     for _, body in graph.library:
         result.library.function.append(function_pb2.FunctionDef.FromString(body))
     return result
@@ -50,7 +54,7 @@ def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any
     ``inputs``: the tensors that replace input nodes, by node name; these nodes are not imported: XLA has no
     placeholders. ``name`` is the scope of the imported ops.
     """
-    nodes = tuple(node for node in graph.nodes if node.name not in inputs)
+    nodes = tuple(node for node in with_known_diagonals(graph).nodes if node.name not in inputs)
     used = {value.node for node in nodes for value in node.inputs}  # TensorFlow refuses to map what no op takes
     definition = write_graph(graph.replace(nodes=nodes))
     computed = [value for value in graph.outputs if value.node not in inputs]
@@ -64,6 +68,23 @@ def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any
         )
     by_value = dict(zip(computed, tensors, strict=True))
     return [inputs[value.node] if value.node in inputs else by_value[value] for value in graph.outputs]
+
+
+def with_known_diagonals(graph: Graph) -> Graph:
+    """Return the graph with an EnsureShape before each op that makes matrices from diagonals of a known length.
+
+    TensorFlow refuses the op where it cannot infer that length. It cannot in a function that takes the shape of a
+    tensor as an argument, as backward does.
+    """
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op in _FROM_DIAGONALS:
+            kind = graph.type_of(node.inputs[0])
+            known = Node(f"{node.name}/known", "EnsureShape", node.inputs[:1], (kind,))
+            nodes.append(known.with_attrs(T=kind.dtype, shape=kind.shape))
+            node = dataclasses.replace(node, inputs=(Value(known.name), *node.inputs[1:]))
+        nodes.append(node)
+    return graph.replace(nodes=tuple(nodes)) if len(nodes) > len(graph.nodes) else graph
 
 
 def needed_library(graph: Graph, library: Mapping[str, bytes]) -> tuple[tuple[str, bytes], ...]:

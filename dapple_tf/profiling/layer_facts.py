@@ -101,23 +101,23 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
     joint = joint.replace(inputs=captured.graph.inputs)
     gradients = prune_gradients(joint, found)
     ((forward, backward),) = split_backward(stages, joint, gradients)
-    shapes = {**shapes, **infer_shapes(replace(captured, graph=joint), batch_size)}
+    known = {**shapes, **infer_shapes(replace(captured, graph=joint), batch_size)}
     forward_layers = {name: i for i, layer in enumerate(layers.layers) for name in layer.nodes}
     backward_layers = _assign_backward(joint, backward, forward_layers, gradients[0])
-    stash, lists = _stash_bytes(joint, forward, backward, forward_layers, backward_layers, shapes, batch_size)
+    stash, lists = _stash_bytes(joint, forward, backward, forward_layers, backward_layers, known, batch_size)
     return LayerFacts(
         captured=captured,
         layers=layers,
         batch_size=batch_size,
         activation_bytes=(
-            *(float(sum(value_bytes(joint, v, shapes, batch_size) for v in cut.crossing)) for cut in layers.cuts),
+            *(float(sum(value_bytes(joint, v, known, batch_size) for v in cut.crossing)) for cut in layers.cuts),
             0.0,
         ),
         stash_bytes=stash,
         parameter_bytes=_parameter_bytes(captured, layers, gradients[0].trained),
         lists=tuple(layers.layers[i].name for i in lists),
         _joint=joint,
-        _shapes=shapes,
+        _shapes=known,
         _backward_layers=backward_layers,
     )
 

@@ -182,3 +182,24 @@ def test_a_py_function_that_needs_a_gradient_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"is a tf\.py_function between a variable and the loss"):
         dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=1, micro_batches=2, inexact="allow")(X, Y)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda h: tf.linalg.trace(h)[:, tf.newaxis],
+        lambda h: tf.reduce_sum(tf.linalg.diag_part(h), 1, keepdims=True),
+        lambda h: tf.reduce_sum(tf.linalg.diag(h[:, 0]), [1, 2])[:, tf.newaxis],
+        lambda h: tf.reduce_sum(tf.linalg.diag(tf.broadcast_to(h[:, :1, 0], [tf.shape(h)[0], 3])), [1, 2])[:, None],
+    ],
+    ids=["trace", "diag_part", "diag", "diag of a broadcast"],
+)
+def test_diagonals_have_their_length_in_backward(reduce: Any) -> None:
+    w, v = matrix(4, 9, "w"), matrix(1, 1, "v")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        hidden = tf.reshape(tf.tanh(x @ w), [-1, 3, 3])
+        return tf.reduce_mean(tf.square(reduce(hidden) @ v - y))
+
+    options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 3}
+    assert dapple.verify(loss_fn, batch=(X, Y), **options).ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,9 @@ from dapple_tf.frontend.dependence.numbers import (
 )
 from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope, op_names
 from dapple_tf.frontend.dependence.undecided import Experiments
+from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
 from graph_passes.analysis.layers import SHAPE_OPS
-from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value
+from graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value
 
 _RULES = {
     **layout.RULES,
@@ -52,28 +53,23 @@ _TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
     | {"OneHot", "Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
     | {"DepthwiseConv2dNativeBackpropInput", "AvgPoolGrad", "AvgPool3DGrad", "UnsortedSegmentSum"}
 )
+_CALLING = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
 _SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
-RULED = frozenset(
-    {*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"}
-    | control_flow.CALLS
-    | control_flow.CONDITIONS
-    | control_flow.LOOPS
-    | control_flow.TENSOR_LISTS
-)
+RULED = frozenset({*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"} | _CALLING | control_flow.TENSOR_LISTS)
 """Ops that have a rule. Draws have rules too: see ``random.is_stateless_draw``."""
 
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
 
 
 # Ops whose rules always tell how they combine samples. Of integers they may make indices, of which others make rows.
-_DECIDED = control_flow.CONDITIONS | op_names(
+_DECIDED = internals.CONDITION_OPS | op_names(
     "All Any ArgMax ArgMin BatchMatMul BatchMatMulV2 BatchMatMulV3 Cumprod Cumsum CumulativeLogsumexp Einsum "
     "EuclideanNorm L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum"
 )
 
 
-ShapesAt = Callable[[int], Mapping[str, Sequence[Shape]]]
+ShapesAt = Callable[[int], Shapes]
 """A function of a batch size: returns the shapes of the outputs of all nodes at that size."""
 
 
@@ -111,11 +107,11 @@ class Analysis:
     decided: dict[str, tuple[Node, tuple[Form, ...]]] = field(default_factory=dict)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
-    _other_shapes: Mapping[str, Sequence[Shape]] | None = None
+    _other_shapes: Shapes | None = None
     _owner: Any = None  # the FuncGraph of the body that is being looked at
-    _bodies: dict[tuple[str, tuple[Shape, ...]], Body] = field(default_factory=dict)
+    _bodies: dict[BodyShapes, Body] = field(default_factory=dict)
 
-    def run(self, graph: Graph, shapes: Mapping[str, Sequence[Shape]], whole: frozenset[Value]) -> Scope:
+    def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
         scope = Scope(graph, shapes, self.batch, whole=whole, shapes_of_twice=self._shapes_of_twice)
         for node in graph.nodes:
@@ -167,13 +163,8 @@ class Analysis:
             return self._read(node, kinds)
         if node.effect is Effect.RANDOM:
             return self._hidden_draw(scope, node, kinds)
-        if node.op in control_flow.CALLS:
-            name = dict(node.attrs)["f"].name  # type: ignore[union-attr]  # a call names its function
-            return self._call_body(scope, node, name, kinds)
-        if node.op in control_flow.CONDITIONS:
-            return control_flow.condition(scope, node, kinds, self._call_body)
-        if node.op in control_flow.LOOPS:
-            return control_flow.loop(scope, node, kinds, self._call_body)
+        if node.op in _CALLING or not internals.is_op(node.op):
+            return self._call(scope, node, kinds)
         if node.op in control_flow.TENSOR_LISTS:
             return control_flow.tensor_list(scope, node, kinds)
         # What is computed from a coupled tensor is coupled too, except its shape.
@@ -186,8 +177,6 @@ class Analysis:
                 return scope.couple(node, "draws random numbers for samples inside a nested function or loop")
             return found
         rule = _RULES.get(node.op)
-        if rule is None and not internals.is_op(node.op):  # an old-style call: the op has the name of the function
-            return self._call_body(scope, node, node.op, kinds)
         if any(kind.form is Form.SIZE for kind in kinds) and node.op not in _TAKE_SIZES:
             if all(kind.form is Form.SIZE or kind.shared for kind in kinds) and all(map(scope.fixed, node.values())):
                 return SIZE
@@ -236,19 +225,49 @@ class Analysis:
             return shared(once=True)
         return rows(axes[0][0], 1, axes[0][1], trained=True)
 
-    def _call_body(self, scope: Scope, node: Node, name: str, operands: Sequence[Kind]) -> list[Kind]:
-        """Return the kinds of the outputs of the function ``name``; ``operands``: of the last inputs of ``node``."""
+    def _call(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
+        """Return the kinds of the outputs of an op that calls functions, and note their numbers and layouts."""
+        if node.op in internals.CONDITION_OPS:
+            results = control_flow.condition(scope, node, kinds, self._call_body)
+        elif node.op in internals.LOOP_OPS:
+            results = control_flow.loop(scope, node, kinds, self._call_body)
+        else:  # an old-style call has the name of the function
+            function = dict(node.attrs)["f"] if node.op in internals.CALL_OPS else FunctionRef(node.op)
+            results = self._call_body(scope, node, function.name, kinds)  # type: ignore[union-attr]
+        for value, result in zip(node.values(), results, strict=False):
+            if result.numbers is not None:
+                scope.numbers[value] = result.numbers
+            if result.layout is not None:
+                scope.layouts[value] = result.layout
+        return [result.kind for result in results]
+
+    def _call_body(self, scope: Scope, node: Node, name: str, operands: Sequence[Kind]) -> list[control_flow.Output]:
+        """Return the outputs of the function ``name``; ``operands``: the kinds of the last inputs of ``node``."""
         values = node.inputs[len(node.inputs) - len(operands) :]
-        shapes = tuple(Shape(scope.dims(value)) for value in values)
-        owner = self._owner if scope.nested else self.func_graph
-        key = (name, shapes)
-        if key not in self._bodies:
-            self._bodies[key] = read_body(owner, name, shapes)
-        found = self._visit_body(self._bodies[key], operands)
-        results = [self._leave(inner, node, value) for inner, value in found]
+        shapes = scope.shapes.bodies.get((node.name, name))
+        if shapes is None:  # the op was refused in shape inference
+            owner = self._owner if scope.nested else self.func_graph
+            dims = [Shape(scope.dims(value)) for value in values]
+            kept = node.op not in internals.LOOP_OPS
+            shapes = infer_body(internals.function_graph(owner, name), dims, kept=kept)
+        if shapes not in self._bodies:
+            self._bodies[shapes] = read_body(shapes, name)
+        body = self._bodies[shapes]
+        inner = Scope(body.graph, body.shapes, self.batch, nested=True)
+        inner.shapes_of_twice = lambda: scope.shapes_of_twice().of_body(node.name, name)
+        for i, (argument, value) in enumerate(zip(body.graph.inputs, values, strict=True)):
+            if i in body.kept and value in scope.numbers:
+                inner.numbers[Value(argument)] = scope.numbers[value]
+            if i in body.kept and value in scope.layouts:
+                inner.layouts[Value(argument)] = scope.layouts[value]
+        self._visit_body(inner, body, operands)
+        kinds = [_leave(inner, node, value) for value in body.graph.outputs]
         if not scope.nested and self._repeatable(node, [scope.kinds[value] for value in node.inputs]):
-            return [dataclasses.replace(kind, trained=False) if kind.coupled else kind for kind in results]
-        return results
+            kinds = [dataclasses.replace(kind, trained=False) if kind.coupled else kind for kind in kinds]
+        return [
+            control_flow.Output(kind, inner.numbers.get(value), inner.layouts.get(value))
+            for kind, value in zip(kinds, body.graph.outputs, strict=True)
+        ]
 
     def _take_rows(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
         """Let micro-batches take their rows of results that combine samples, and depend on no trained variable.
@@ -277,25 +296,18 @@ class Analysis:
         return reads and inputs and not any(value.node in written for value in node.inputs)
 
     def _kinds_of_body(self, body: Body, operands: Sequence[Kind]) -> list[Kind]:
-        return [inner.kinds.get(value, CONSTANT) for inner, value in self._visit_body(body, operands)]
-
-    def _visit_body(self, body: Body, operands: Sequence[Kind]) -> list[tuple[Scope, Value]]:
-        """Find the kinds of a function's values; return its outputs, each with the scope that holds its kind."""
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
+        self._visit_body(inner, body, operands)
+        return [inner.kinds.get(value, CONSTANT) for value in body.graph.outputs]
+
+    def _visit_body(self, inner: Scope, body: Body, operands: Sequence[Kind]) -> None:
+        """Find the kinds of the values of a function's body, whose scope is ``inner``."""
         for argument, kind in zip(body.graph.inputs, operands, strict=True):
             inner.kinds[Value(argument)] = kind
         before, self._owner = self._owner, body.func_graph
         for inside in body.graph.nodes:
             self._visit(inner, inside)
         self._owner = before
-        return [(inner, value) for value in body.graph.outputs]
-
-    def _leave(self, inner: Scope, node: Node, value: Value) -> Kind:
-        """Return the kind that an output of a nested function has in its caller: its terms cannot be weighted."""
-        kind = inner.kinds.get(value, CONSTANT)
-        if kind.form is Form.SUM and kind.mixed:
-            return coupled(node.name, "adds sums and means inside a nested function or loop", trained=kind.trained)
-        return kind
 
     def _complete(self, scope: Scope, node: Node, value: Value, kind: Kind, kinds: Sequence[Kind]) -> Kind:
         """Return ``kind`` with what follows from the operands: ``trained``, ``once``, or that it is batch norm's."""
@@ -340,7 +352,7 @@ class Analysis:
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
 
-    def _shapes_of_twice(self) -> Mapping[str, Sequence[Shape]]:
+    def _shapes_of_twice(self) -> Shapes:
         if self._other_shapes is None:
             self._other_shapes = self.shapes_at(2 * self.batch)
         return self._other_shapes
@@ -386,6 +398,14 @@ def _note_positional(scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
     makes = node.op == "Range" and any(kind.form is Form.SIZE for kind in kinds)
     if makes or any(kind.slope for kind in kinds) or any(value in scope.positional for value in node.inputs):
         scope.positional.update(node.values())
+
+
+def _leave(inner: Scope, node: Node, value: Value) -> Kind:
+    """Return the kind that an output of a nested function has in its caller: its terms cannot be weighted."""
+    kind = inner.kinds.get(value, CONSTANT)
+    if kind.form is Form.SUM and kind.mixed:
+        return coupled(node.name, "adds sums and means inside a nested function or loop", trained=kind.trained)
+    return kind
 
 
 def _evaluate(scope: Scope, node: Node) -> None:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from tensorflow.core.framework import attr_value_pb2
 
 from dapple_tf.frontend.dependence.elementwise import whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, shared
-from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
-from graph_passes.ir.graph import FunctionRef, Node, Opaque
+from dapple_tf.frontend.dependence.numbers import Numbers
+from dapple_tf.frontend.dependence.scope import Layout, Scope, attr, op_names
+from dapple_tf.frontend.inference import chosen_branch
+from graph_passes.ir.graph import FunctionRef, Node, Opaque, Value
 
-CallBody = Callable[[Scope, Node, str, Sequence[Kind]], list[Kind]]
-"""Returns the kinds of the outputs of the function with this name, called with operands of these kinds."""
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-CONDITIONS = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-LOOPS = frozenset({"While", "StatelessWhile"})
+@dataclass(frozen=True)
+class Output:
+    """The kind of an output of a function, and its numbers and layout where these are known (see ``Scope``)."""
+
+    kind: Kind
+    numbers: Numbers | None = None
+    layout: Layout | None = None
+
+    def has_numbers(self, numbers: Numbers | None) -> bool:
+        """Return whether the numbers are known and equal to these."""
+        if self.numbers is None or numbers is None:
+            return False
+        return all(map(np.array_equal, self.numbers, numbers))
+
+
+CallBody = Callable[[Scope, Node, str, Sequence[Kind]], list[Output]]
+"""Returns the outputs of the function with this name, called with operands of these kinds."""
 
 _MOST_ROUNDS = 8  # a loop variable's kind changes a few times at most
 
@@ -47,22 +63,31 @@ def join(first: Kind, second: Kind, node: str) -> Kind:
     return coupled(node, "gives samples in one case and something else in another", trained=trained)
 
 
-def condition(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Kind]:
-    """Return the kinds of a condition's outputs; the condition must be the same for all micro-batches."""
+def condition(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Output]:
+    """Return the outputs of a condition, which must be the same for all micro-batches."""
     decides, operands = kinds[0], kinds[1:]
     if decides.form is Form.SIZE:
         decides = whole_size(scope, node, 0)
     if decides.coupled:
-        return [decides]
+        return [Output(decides)]
     if not decides.shared:
-        return [scope.couple(node, "decides by samples of the batch, so micro-batches may decide differently")]
-    found: list[Kind] | None = None
-    for name in _branches(node):
-        branch = call_body(scope, node, name, operands)
-        found = branch if found is None else [join(a, b, node.name) for a, b in zip(found, branch, strict=True)]
-    if found is None:
-        return [scope.couple(node, "is a condition whose branches cannot be read")]
-    return [_with(kind, decides) for kind in found]
+        return [Output(scope.couple(node, "decides by samples of the batch, so micro-batches may decide differently"))]
+    branches = _branches(node)
+    if not branches:
+        return [Output(scope.couple(node, "is a condition whose branches cannot be read"))]
+    decided = scope.number(node.inputs[0])
+    if decided is not None:
+        branches = [branches[chosen_branch(node.op, decided, len(branches))]]
+    found, *others = (call_body(scope, node, name, operands) for name in branches)
+    for other in others:
+        found = [_join_outputs(one, another, node.name) for one, another in zip(found, other, strict=True)]
+    return [dataclasses.replace(output, kind=_with(output.kind, decides)) for output in found]
+
+
+def _join_outputs(one: Output, other: Output, node: str) -> Output:
+    kind = join(one.kind, other.kind, node)
+    same = one.has_numbers(other.numbers)
+    return Output(kind, one.numbers if same else None, one.layout if one.layout == other.layout else None)
 
 
 def _with(kind: Kind, decides: Kind) -> Kind:
@@ -79,23 +104,35 @@ def _branches(node: Node) -> list[str]:
     return [ref.name for ref in found if isinstance(ref, FunctionRef)]
 
 
-def loop(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Kind]:
-    """Return the kinds of a loop's variables at its end; the number of rounds must not depend on samples."""
+def loop(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Output]:
+    """Return a loop's variables at its end; the number of rounds must not depend on samples."""
     cond, body = attr(node, "cond", ()), attr(node, "body", ())
     found = list(kinds)
     if not isinstance(cond, FunctionRef) or not isinstance(body, FunctionRef):
-        return [scope.couple(node, "is a loop whose body cannot be read")]
+        return [Output(scope.couple(node, "is a loop whose body cannot be read"))]
     for _ in range(_MOST_ROUNDS):
-        after = [join(a, b, node.name) for a, b in zip(found, call_body(scope, node, body.name, found), strict=True)]
+        results = call_body(scope, node, body.name, found)
+        after = [join(kind, result.kind, node.name) for kind, result in zip(found, results, strict=True)]
         if after == found:
             break
         found = after
     else:
-        return [scope.couple(node, "is a loop whose variables change how they depend on the batch")]
+        return [Output(scope.couple(node, "is a loop whose variables change how they depend on the batch"))]
     (goes_on,) = call_body(scope, node, cond.name, found)
-    if not goes_on.shared:
-        return [scope.couple(node, "loops until samples of the batch meet a condition: for each micro-batch by itself")]
-    return found
+    if not goes_on.kind.shared:
+        why = "loops until samples of the batch meet a condition: for each micro-batch by itself"
+        return [Output(scope.couple(node, why))]
+    return [
+        _end_of_loop(scope, value, kind, result)
+        for value, kind, result in zip(node.inputs, found, results, strict=True)
+    ]
+
+
+def _end_of_loop(scope: Scope, value: Value, kind: Kind, result: Output) -> Output:
+    """Return a loop variable, with numbers where each round, of which ``result`` is the last, leaves those it had."""
+    if not result.has_numbers(scope.numbers.get(value)):
+        return Output(kind)
+    return Output(kind, result.numbers, scope.layouts.get(value))
 
 
 def tensor_list(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:

@@ -14,9 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence.bodies import Body, read_function
+from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
 from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.inference import infer_body
 from graph_passes.ir.graph import Node, Shape, Value
 
 KindsOfBody = Callable[[Body, Sequence[Kind]], list[Kind]]
@@ -53,7 +54,7 @@ def check_gradient(
     shapes = [Shape(scope.dims(value)) for value in node.values()]
     for value, tensor in zip(outer, gradients.captured, strict=True):
         shapes.append(Shape(tuple(tensor.shape) if value is None else scope.dims(value)))
-    found = of_body(read_function(gradients.func_graph, node.name, shapes), [*incoming, *captured])
+    found = of_body(read_body(infer_body(gradients.func_graph, shapes), node.name), [*incoming, *captured])
     results = zip(gradients.places, found, gradients.func_graph.outputs, strict=True)
     return all(_is_zero(tensor) or _fits(kinds[place], kind) for place, kind, tensor in results)
 

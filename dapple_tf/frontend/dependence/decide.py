@@ -16,9 +16,10 @@ from dapple_tf.frontend.dependence.random import is_stateless_draw
 from dapple_tf.frontend.dependence.result import BatchDependence, Tail, WholeSize
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
+from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
 from graph_passes.analysis.layers import SHAPE_OPS, live_nodes, written_variables
-from graph_passes.ir.graph import Effect, Graph, Node, Shape, Value, ancestors
+from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 from graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
@@ -43,7 +44,7 @@ _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stat
 
 def find_dependence(
     captured: Captured,
-    shapes: Mapping[str, Sequence[Shape]],
+    shapes: Shapes,
     batch: int,
     shapes_at: ShapesAt,
     experiments: Experiments,
@@ -61,9 +62,7 @@ def find_dependence(
     return found if other.exactness.undocumented else other
 
 
-def find_uncut_dependence(
-    captured: Captured, shapes: Mapping[str, Sequence[Shape]], batch: int, shapes_at: ShapesAt
-) -> BatchDependence:
+def find_uncut_dependence(captured: Captured, shapes: Shapes, batch: int, shapes_at: ShapesAt) -> BatchDependence:
     """Return the decisions for one micro-batch on one replica that is the whole batch: nothing is rewritten.
 
     Parameters: see ``find_dependence``.
@@ -73,7 +72,7 @@ def find_uncut_dependence(
 
 def _decide(
     captured: Captured,
-    shapes: Mapping[str, Sequence[Shape]],
+    shapes: Shapes,
     batch: int,
     shapes_at: ShapesAt,
     experiments: Experiments | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,14 @@ import numpy as np
 
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Kind, coupled
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
-from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, Value
+from dapple_tf.frontend.inference import Shapes
+from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value
 
 MULTIPLES = (1, 2, 3)
 """Small integers are evaluated for these multiples of the batch size at which shapes were inferred."""
+
+Layout = tuple[tuple[int, int] | None, ...]
+"""For a vector of sizes, the ``outer`` and ``inner`` of each entry, where it is known."""
 
 
 @dataclass
@@ -21,23 +25,22 @@ class Scope:
     """A graph, or the body of a function, in which kinds are found.
 
     ``shapes``: of every node's outputs for a batch of ``batch`` samples. ``kinds`` and ``numbers``: of the values found
-    so far. ``layouts``: for vectors of sizes, the ``outer`` and ``inner`` of each entry, where it is known. ``sizes``:
-    the operands (node, position) that take a size of the whole batch in place of the micro-batch's; ``once_sizes``:
-    sizes that are computed once, on the whole batch; ``mean_sizes``: sizes by which a sum is divided, so that it is a
-    mean; ``positional``: what is computed of positions of samples; ``sliced``: values that are computed once, on the
-    whole batch, and of which each micro-batch takes its rows; ``squeezed``: the axes that a Squeeze without axes
-    removes from the whole batch; ``whole``: sizes that must be the whole batch's wherever they are used. ``nested``:
-    this is the body of a function, whose ops cannot be given other operands. ``tried``: the values whose kinds were
-    found by experiment. ``shapes_of_twice``: returns the shapes
+    so far. ``layouts``: of vectors of sizes. ``sizes``: the operands (node, position) that take a size of the whole
+    batch in place of the micro-batch's; ``once_sizes``: sizes that are computed once, on the whole batch;
+    ``mean_sizes``: sizes by which a sum is divided, so that it is a mean; ``positional``: what is computed of positions
+    of samples; ``sliced``: values that are computed once, on the whole batch, and of which each micro-batch takes its
+    rows; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
+    the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
+    other operands. ``tried``: the values whose kinds were found by experiment. ``shapes_of_twice``: returns the shapes
     for twice as many samples.
     """
 
     graph: Graph
-    shapes: Mapping[str, Sequence[Shape]]
+    shapes: Shapes
     batch: int
     kinds: dict[Value, Kind] = field(default_factory=dict)
     numbers: dict[Value, Numbers] = field(default_factory=dict)
-    layouts: dict[Value, tuple[tuple[int, int] | None, ...]] = field(default_factory=dict)
+    layouts: dict[Value, Layout] = field(default_factory=dict)
     sizes: dict[tuple[str, int], Value] = field(default_factory=dict)
     mean_sizes: set[Value] = field(default_factory=set)
     once_sizes: set[Value] = field(default_factory=set)
@@ -47,7 +50,7 @@ class Scope:
     whole: frozenset[Value] = frozenset()
     nested: bool = False
     tried: set[Value] = field(default_factory=set)
-    shapes_of_twice: Callable[[], Mapping[str, Sequence[Shape]]] = dict
+    shapes_of_twice: Callable[[], Shapes] = Shapes
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:
         """Return the lengths of the axes of ``value``, None where one is unknown; None for an unknown rank."""

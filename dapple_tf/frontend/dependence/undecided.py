@@ -21,7 +21,7 @@ from tensorflow.core.framework import function_pb2
 
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.dependence.control_flow import CALLS, LOOPS, TENSOR_LISTS
+from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
 from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
@@ -30,7 +30,8 @@ from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_
 from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 
-_LISTED = CALLS | LOOPS | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
+_LOOPING = internals.CALL_OPS | internals.LOOP_OPS
+_LISTED = _LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
 _MOST_NODES = 250
 _SECONDS = 2.0  # for a run of a loop, which takes milliseconds if it ends at all
 _MOST_TRIALS = 96
@@ -136,7 +137,7 @@ class _Region:
     @property
     def loops(self) -> bool:
         """Whether a node may hold a loop."""
-        return any(node.op in CALLS | LOOPS for node in (*self.nodes, *self.before))
+        return any(node.op in _LOOPING for node in (*self.nodes, *self.before))
 
 
 def _find_region(scope: Scope, node: Node, captured: Captured) -> _Region | None:

@@ -66,6 +66,34 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "a nested function": (lambda b: tf.function(lambda v: tf.tanh(v) * 2)(b.z), Form.ROWS),
     "a sum in a nested function": (lambda b: tf.function(tf.reduce_sum)(b.z), Form.SUM),
     "map_fn over columns": (lambda b: tf.map_fn(tf.tanh, tf.transpose(b.z)), Form.ROWS),
+    "sizes from a nested function": (
+        lambda b: tf.reshape(b.z, tf.stack([*tf.function(lambda v: (tf.shape(v)[0], 2, 2))(b.z)])),
+        Form.ROWS,
+    ),
+    "a size given to a nested function": (
+        lambda b: tf.function(lambda v, n: tf.reshape(v, [n, 2, 2]))(b.z, b.n),
+        Form.ROWS,
+    ),
+    "sizes in a branch": (
+        lambda b: tf.cond(positive(b), lambda: tf.reshape(b.z, [b.n, 2, 2]), lambda: tf.ones([b.n, 2, 2], tf.float64)),
+        Form.ROWS,
+    ),
+    "the branch of a length": (
+        lambda b: tf.cond(tf.shape(b.x)[1] > 3, lambda: b.z, lambda: tf.transpose(b.z)),
+        Form.ROWS,
+    ),
+    "a loop that keeps a size": (
+        lambda b: tf.while_loop(
+            lambda i, v, n: i < 3, lambda i, v, n: (i + 1, tf.reshape(v, [n, 4]) + 1, n), (tf.constant(0), b.z, b.n)
+        )[1],
+        Form.ROWS,
+    ),
+    "a draw behind a loop": (
+        lambda b: (
+            b.z * tf.random.stateless_uniform(tf.shape(tf.transpose(by_steps(b, tf.abs))), [1, 2], dtype=tf.float64)
+        ),
+        Form.ROWS,
+    ),
     "scan over columns": (lambda b: tf.scan(lambda a, v: a + tf.tanh(v), tf.transpose(b.z)), Form.ROWS),
 }
 
@@ -82,6 +110,10 @@ def decides_and_indexes(b: Batch) -> tf.Tensor:
 
 
 COUPLED: dict[str, tuple[Compute, str]] = {
+    "a loop that changes a size": (
+        lambda b: tf.reshape(b.z, [tf.while_loop(lambda n: n < 1000, lambda n: (n * 2,), (b.n,))[0] // 4, -1]),
+        "shape that cannot be inferred|loops until samples|decides",
+    ),
     "a condition on rows": (
         lambda b: tf.cond(tf.reduce_max(b.z) > 0, lambda: b.z, lambda: -b.z),
         "decides by samples|takes the max over the batch",
