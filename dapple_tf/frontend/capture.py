@@ -22,6 +22,7 @@ from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
+from dapple_tf.frontend.node_attributes import read_attribute
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
@@ -108,6 +109,9 @@ class CapturedTensors:
             self._add(captured.graph.node(name), self.handles[name])
         for name, constant in captured.constants.items():
             self._add(captured.graph.node(name), internals.capture_of(self._graph, constant))
+        for name, tensor in _small_constants(self._graph):
+            if name in captured.graph.by_name:  # gradients may add others
+                self._add(captured.graph.node(name), tensor)
         if captured.rows is not None:
             self._add(captured.graph.node(ROWS_NAME), captured.rows)
 
@@ -267,6 +271,15 @@ def _skip_identities(tensor: Any) -> Any:
     return tensor
 
 
+def _small_constants(func_graph: Any) -> list[tuple[str, Any]]:
+    """Return the tensors from outside of which TensorFlow made a Const in the trace, each with a name for its node.
+
+    TensorFlow's own names of these differ from process to process.
+    """
+    found = [tensor for _, tensor in func_graph.captures if tensor.op.type == "Const"]
+    return [(f"constant/{i}", tensor) for i, tensor in enumerate(found)]
+
+
 @dataclass
 class _Inputs:
     """The inputs of a trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
@@ -290,7 +303,12 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
     trainable = _trainable_variables(func_graph)
     # A variable may have the name of an op.
     op_names = {op.name for op in func_graph.get_operations() if op.type != "Placeholder"}
+    for label, tensor in _small_constants(func_graph):
+        attrs = {key: read_attribute(value) for key, value in tensor.op.node_def.attr.items()}
+        found.nodes[tensor.op.name] = Node(label, "Const", attrs=attributes(attrs))
     for outside, placeholder in func_graph.captures:
+        if placeholder.op.name in found.nodes:
+            continue
         variable = by_handle.get(id(outside))
         if variable is not None:
             label = unique_name(internals.variable_name(variable), op_names | found.variables.keys())

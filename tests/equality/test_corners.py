@@ -203,3 +203,38 @@ def test_diagonals_have_their_length_in_backward(reduce: Any) -> None:
 
     options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 3}
     assert dapple.verify(loss_fn, batch=(X, Y), **options).ok
+
+
+def causal(hidden: Any) -> Any:
+    """Attention as in Whisper's decoder: a mask by a condition on the length, tiled to the batch."""
+    samples, length = tf.shape(hidden)[0], tf.shape(hidden)[1]
+
+    def mask() -> Any:
+        later = tf.where(tf.range(length) < tf.range(1, length + 1)[:, None], tf.constant(0.0, tf.float64), -1e4)
+        return tf.tile(later[tf.newaxis], [samples, 1, 1])
+
+    scores = tf.cond(length > 1, mask, lambda: tf.zeros([samples, length, length], tf.float64))
+    return tf.matmul(tf.nn.softmax(scores + tf.matmul(hidden, hidden, transpose_b=True)), hidden)
+
+
+def padded(hidden: Any) -> Any:
+    """A padding to a multiple of a window as in Swin, whose size is an eager tensor."""
+    amount = (WINDOW - tf.shape(hidden)[1] % WINDOW) % WINDOW
+    return tf.reshape(tf.pad(hidden, [[0, 0], [0, amount], [0, 0]]), [tf.shape(hidden)[0], 2, WINDOW * 3])
+
+
+WINDOW = tf.constant(4)
+
+
+@pytest.mark.parametrize("compute", [causal, padded])
+@pytest.mark.parametrize("micro_batches", [3, 8])
+def test_lengths_that_do_not_depend_on_the_batch_may_decide(compute: Any, micro_batches: int) -> None:
+    w, v = matrix(4, 3, "w"), matrix(1, 5, "v")
+    x = tf.constant(np.random.default_rng(2).normal(size=(8, 5, 4)))
+
+    def loss_fn(x: Any) -> Any:
+        found = compute(tf.tanh(x @ w))
+        return tf.reduce_mean(tf.square(tf.reduce_sum(found, [1, 2])[:, tf.newaxis] * v - 1.0))
+
+    options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": micro_batches}
+    assert dapple.verify(loss_fn, batch=(x,), **options).ok

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, LossError
-from dapple_tf.frontend.capture import capture
-from graph_passes.ir.graph import Effect, Graph, Node
+from dapple_tf.frontend.capture import CapturedTensors, capture
+from dapple_tf.frontend.dependence.numbers import constant_value
+from graph_passes.ir.graph import Effect, Graph, Node, Value
 from graph_passes.ir.verify import verify
 
 X = np.ones((4, 2), np.float32)
@@ -103,6 +104,16 @@ def test_large_eager_tensors_are_constants_not_variables() -> None:
     assert list(captured.constants) == ["capture/0"]
     np.testing.assert_array_equal(captured.constants["capture/0"], table)
     assert captured.graph.node("capture/0").op == "capture"
+
+
+def test_small_eager_tensors_are_ops_with_names_that_every_process_gives() -> None:
+    padding, scale = tf.constant(3), tf.constant(2.0)
+    captured = capture(lambda x: tf.reduce_mean(tf.pad(x, [[0, 0], [0, padding]])) * scale * weight_of_one, (X,))
+    assert not captured.constants
+    values = {name: constant_value(captured.graph.node(name)) for name in ("constant/0", "constant/1")}
+    assert values == {"constant/0": 3, "constant/1": 2.0}
+    again = CapturedTensors(captured)[Value("constant/0")]
+    assert tf.get_static_value(again) == 3
 
 
 weight_of_one = tf.Variable(1.0, name="one")
