@@ -25,7 +25,7 @@ from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
 from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
-from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
 from graph_passes.analysis.layers import CAPTURED_INPUTS
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
@@ -33,6 +33,10 @@ from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 _LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _LISTED = _LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
 _MOST_NODES = 250
+# With a tensor that has no entries TensorFlow's kernels of these do not raise an error: they end the process.
+_ABORTING = op_names(
+    "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT IRFFT2D IRFFT3D IRFFTND"
+)
 _SECONDS = 2.0  # for a run of a loop, which takes milliseconds if it ends at all
 _MOST_TRIALS = 96
 """Experiments of one trace; each takes some hundredths of a second. Further ops stay undecided."""
@@ -177,7 +181,7 @@ class _Search:
         names, pending = {node.name for node in nodes}, list(nodes)
         while pending:
             inside = pending.pop()
-            if inside.effect not in (Effect.PURE, Effect.READ) or len(names) > _MOST_NODES:
+            if inside.effect not in (Effect.PURE, Effect.READ) or inside.op in _ABORTING or len(names) > _MOST_NODES:
                 return None
             for value in inside.inputs:
                 source = self.scope.graph.by_name.get(value.node)
