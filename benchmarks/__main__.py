@@ -1,6 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz`` and ``kills`` take options: give ``--help`` after the name.
+``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills`` and ``op_census`` take options: give ``--help`` after
+the name.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks import (
     memory,
     more_hosts,
     never_slower,
+    op_census,
     order,
     overhead,
     pipedream_table1,
@@ -96,6 +98,7 @@ BENCHMARKS = {
     "table6": table6,
     "exactness": exactness,
     "fuzz": fuzz,
+    "op_census": op_census,
     "kills": kills,
     "exchange": exchange,
     "all_reduce": all_reduce,
@@ -111,6 +114,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "exactness": exactness.main,
     "fuzz": fuzz.main,
     "kills": kills.main,
+    "op_census": op_census.main,
 }
 
 

@@ -142,6 +142,10 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         "different orders|repeat|Repeat|inferred|samples",
     ),
     "positions as numbers": (lambda b: tf.cast(tf.range(b.n), tf.float64) * b.z[:, 0], "positions of samples"),
+    "rows that are equal to a tensor of another shape": (
+        lambda b: tf.cast(b.z == tf.ones([3], tf.float64), tf.float64),
+        "shapes do not fit",
+    ),
     "as many constants as samples": (
         lambda b: tf.ensure_shape(b.z, [9, 4]) * tf.ones([9, 1], tf.float64),
         "with entries of a tensor that all micro-batches share",
