@@ -20,6 +20,7 @@ from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native_exchange import NativeExchange
+from dapple_tf.distributed.optimizer_settings import OptimizerSettings
 from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
@@ -44,12 +45,14 @@ _LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
 class RankProgram(Program):
     """A rank's program: it counts the steps of its ``job``, and reports a step that fails to the other ranks.
 
-    ``needs``: the variables that the program needs on each rank; a step first places them. ``number``: of the program
-    in this process, from 1. ``batch_types``: dtypes and shapes of a batch, for error messages.
+    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: of the
+    optimizer. ``number``: of the program in this process, from 1. ``batch_types``: dtypes and shapes of a batch, for
+    error messages.
     """
 
     job: Job = field(kw_only=True)
     needs: VariableNeeds = field(kw_only=True)
+    settings: OptimizerSettings = field(kw_only=True)
     number: int = field(kw_only=True)
     batch_types: str = field(kw_only=True)
 
@@ -58,6 +61,7 @@ class RankProgram(Program):
         is_local = BATCH_SIZE_NAME in self.graph.inputs
         progress, samples = self.job.progress, int(batch[-1]) if is_local else int(batch[0].shape[0])
         what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
+        what += "".join(f", {name} set to {value}" for name, value in self.settings.changes().items())
         progress.announce_call(what, f" of {self.batch_types}")
         place_variables(self.job, self.needs)
         with progress.step_running(self.number):
@@ -96,6 +100,7 @@ class RankTarget:
         self._home = home
         self._buffers = Buffers(home)
         self._synchronized = False
+        self._settings = OptimizerSettings()
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Announce a call that every rank must make, for a batch of ``batch_size`` samples; ``what``: an imperative."""
@@ -155,6 +160,7 @@ class RankTarget:
             }
         )
         needs = find_variable_needs(model, graphs)
+        self._settings.add(self._job, model)
         # Each process has drawn initial values of its own when it made the model.
         place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
@@ -179,6 +185,7 @@ class RankTarget:
             replayable=False,
             job=self._job,
             needs=needs,
+            settings=self._settings,
             number=progress.programs,
             batch_types=_describe_types(model.signature),
         )

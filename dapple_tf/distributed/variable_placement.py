@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from dapple_tf import internals
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.optimizer_settings import find_settings
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.staged_model import StagedModel
@@ -20,8 +21,12 @@ _ADVICE = "other ranks of the job hold and train it; call step.gather() on every
 
 
 def find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> VariableNeeds:
-    """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part."""
-    held = [resident_variables(graph) for graph in graphs]
+    """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part.
+
+    Every rank needs the settings of the optimizer.
+    """
+    settings = find_settings(model)
+    held = [resident_variables(graph) | settings.keys() for graph in graphs]
     return VariableNeeds(
         tuple(
             (variable, frozenset(rank for rank, names in enumerate(held) if name in names))

@@ -69,7 +69,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
     test = step.forward_of(evaluation_function(model, names))
     predict = step.forward_of(prediction_function(model, names))
     job = membership.current()
-    check = None if job is None else BatchCheck(job)
+    check = None if job is None else BatchCheck(job, model.optimizer)
     own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
     setattr(model, _STEP, _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own))
     loops = Loops(model, names, step, test, predict, check)

@@ -31,10 +31,14 @@ def align_randomness(job: Job) -> None:
 
 
 class BatchCheck:
-    """Compares a batch of every epoch with the other ranks': they must all read the same data, in the same order."""
+    """Compares a batch of every epoch with the other ranks': they must all read the same data, in the same order.
 
-    def __init__(self, job: Job) -> None:
+    So must be the learning rates of the ``optimizer``.
+    """
+
+    def __init__(self, job: Job, optimizer: Any) -> None:
         self._job = job
+        self._optimizer = optimizer
         self._expected = True
 
     def expect(self) -> None:
@@ -46,7 +50,8 @@ class BatchCheck:
         if self._expected:
             self._expected = False
             what = "first batch of the epoch (seed the data set's shuffle alike on all ranks)"
-            self._job.compare({what: _digest(tensors)})
+            rates = [float(v.numpy()) for v in self._optimizer.variables if v.name == "learning_rate"]
+            self._job.compare({what: _digest(tensors), "learning rate (set it on every rank)": rates})
 
 
 def _digest(tensors: dict[str, Any]) -> str:

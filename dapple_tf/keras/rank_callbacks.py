@@ -11,6 +11,8 @@ import keras
 
 from dapple_tf import internals
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.shared_errors import describe_difference, share_error
+from dapple_tf.errors import JobError, UsageError
 
 # Callbacks that only write: they run on rank 0.
 _WRITERS = (
@@ -32,12 +34,20 @@ _NO_READERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TerminateOnNaN,
 )
+# What to do without the callbacks of Horovod, which are for ranks that each train a copy of the model.
+_HOROVOD = {
+    "BroadcastGlobalVariablesCallback": "all ranks begin with the variables of rank 0",
+    "MetricAverageCallback": "metrics are those of the whole batch on every rank",
+    "LearningRateScheduleCallback": "give keras.callbacks.LearningRateScheduler",
+    "LearningRateWarmupCallback": "give keras.callbacks.LearningRateScheduler, with the learning rate of one device",
+}
 
 
 class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is not typed
-    """Gathers the trained values before callbacks that may read them: at each epoch's begin and end, and evaluation.
+    """Gathers the trained values before callbacks that may read or write them.
 
-    ``before_epoch`` is called first. This must be the first callback, on every rank.
+    That is when training begins, and at the begin and the end of each epoch, evaluation and prediction.
+    ``before_epoch`` is called before an epoch. This must be the first callback, on every rank.
     """
 
     def __init__(self, gather: Callable[[], None], before_epoch: Callable[[], None], reads: bool) -> None:
@@ -45,6 +55,9 @@ class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is 
         self._gather = gather
         self._before_epoch = before_epoch
         self._reads = reads
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._gather_if_read()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._before_epoch()
@@ -56,6 +69,15 @@ class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is 
     def on_test_begin(self, logs: Any = None) -> None:
         self._gather_if_read()
 
+    def on_test_end(self, logs: Any = None) -> None:
+        self._gather_if_read()
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._gather_if_read()
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._gather_if_read()
+
     def _gather_if_read(self) -> None:
         if self._reads:
             self._gather()
@@ -63,8 +85,49 @@ class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is 
 
 def reads_values(callbacks: Sequence[Any], model: keras.Model) -> bool:
     """Return whether a callback, or the end of ``fit``, may read variables that other ranks hold."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return bool(optimizer.use_ema) or any(_reads(callback) for callback in callbacks)
+    return _finalizes(model.optimizer) or any(_reads(callback) for callback in callbacks)
+
+
+def _finalizes(optimizer: Any) -> bool:
+    """Return whether the optimizer, or one inside of it, writes variables at the end of ``fit``."""
+    inner = [*getattr(optimizer, "optimizers", ()), *filter(None, [getattr(optimizer, "inner_optimizer", None)])]
+    if any(map(_finalizes, inner)):
+        return True
+    own = not internals.is_of_keras(optimizer.finalize_variable_values)
+    return own or bool(optimizer.use_ema)
+
+
+def check_callbacks(callbacks: Sequence[Any], method: str, job: Job) -> None:
+    """Raise JobError on every rank if they do not give ``method`` the same callbacks, and UsageError for Horovod's.
+
+    Those that only write may be on any ranks: they run on rank 0. Every rank must call this.
+    """
+    compared = [callback for callback in callbacks if not isinstance(callback, _WRITERS)]
+    found = job.gather([(type(callback).__name__, _is_of_horovod(callback)) for callback in compared])
+    kinds = dict.fromkeys(kind for of_rank in found for kind in of_rank)
+    for kind in kinds:
+        name, of_horovod = kind
+        if of_horovod:
+            advice = _HOROVOD.get(name, "the ranks of a pipeline train one model, and need none")
+            raise share_error(UsageError(f"leave Horovod's {name} out of the callbacks of {method}: {advice}"), 0)
+        most = max(of_rank.count(kind) for of_rank in found)
+        ranks = [rank for rank, of_rank in enumerate(found) if of_rank.count(kind) == most]
+        if len(ranks) < job.size:
+            where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+            raise share_error(
+                JobError(
+                    f"{name} is among the callbacks of {method} on {where} only: add it on every rank (rank 0 alone "
+                    "prints and writes)"
+                ),
+                0,
+            )
+    names = [", ".join(name for name, _ in of_rank) for of_rank in found]
+    if len(set(names)) > 1:
+        raise share_error(JobError(describe_difference(f"order of the callbacks of {method}", names)), 0)
+
+
+def _is_of_horovod(callback: Any) -> bool:
+    return any(base.__module__.split(".")[0] == "horovod" for base in type(callback).__mro__)
 
 
 def _reads(callback: Any) -> bool:

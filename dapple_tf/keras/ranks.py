@@ -14,13 +14,15 @@ import keras
 
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_transfer import share_variables
+from dapple_tf.errors import UsageError
 from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras.rank_batches import BatchCheck, align_randomness
-from dapple_tf.keras.rank_callbacks import GatherValues, adapted, reads_values
+from dapple_tf.keras.rank_callbacks import GatherValues, adapted, check_callbacks, reads_values
 from dapple_tf.runtime.step import PipelinedStep
 
 _SAVING = ("save", "save_weights", "export")
-METHODS = (*_SAVING, "get_weights", "load_weights", "fit", "evaluate", "predict")
+_RUNNING = ("fit", "evaluate", "predict")
+METHODS = (*_SAVING, *_RUNNING, "get_weights", "load_weights")
 """The methods that are replaced."""
 
 
@@ -29,7 +31,7 @@ def adapt_to_ranks(model: keras.Model, step: PipelinedStep, job: Job, check: Bat
     methods = _RankMethods(model, step, job, check)
     for name in METHODS:
         original = getattr(model, name)
-        kind = "save" if name in _SAVING else "test" if name in ("evaluate", "predict") else name
+        kind = "save" if name in _SAVING else "run" if name in _RUNNING else name
         setattr(model, name, getattr(methods, kind)(original))
 
 
@@ -77,13 +79,22 @@ class _RankMethods:
 
         return load_weights
 
-    def fit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def fit(*args: Any, **options: Any) -> Any:
-            align_randomness(self._job)
+    def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``fit``, ``evaluate`` and ``predict``: only rank 0 shows a progress bar, and callbacks run as on ranks."""
+        method = original.__name__
+
+        def run(*args: Any, **options: Any) -> Any:
+            if method == "fit":
+                align_randomness(self._job)
+            else:
+                self._check.expect()
             bound = self._quiet(original, args, options)
-            named = _holder(bound, "callbacks")
+            named = self._holder(bound, method, "callbacks")
             given = named.get("callbacks") or []
             found = list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else _as_list(given))
+            if any(isinstance(callback, GatherValues) for callback in found):  # ``fit`` evaluates
+                return original(*bound.args, **bound.kwargs)
+            check_callbacks(found, method, self._job)
             first = GatherValues(self.gather, self._check.expect, reads_values(found, self._model))
             with adapted(found, self._model, self._job) as kept:
                 if isinstance(given, keras.callbacks.CallbackList):
@@ -93,34 +104,31 @@ class _RankMethods:
                     named["callbacks"] = [first, *kept]
                 return original(*bound.args, **bound.kwargs)
 
-        return fit
-
-    def test(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``evaluate`` and ``predict``: only rank 0 shows a progress bar."""
-
-        def run(*args: Any, **options: Any) -> Any:
-            self._check.expect()
-            bound = self._quiet(original, args, options)
-            return original(*bound.args, **bound.kwargs)
-
         return run
 
     def _quiet(self, original: Callable[..., Any], args: Any, options: Any) -> inspect.BoundArguments:
         """Return the arguments of a call of ``original``, without a progress bar on all ranks but rank 0."""
         bound = inspect.signature(original).bind(*args, **options)
         if self._job.rank:
-            _holder(bound, "verbose")["verbose"] = 0
+            self._holder(bound, original.__name__, "verbose")["verbose"] = 0
         return bound
 
+    def _holder(self, bound: inspect.BoundArguments, method: str, name: str) -> dict[str, Any]:
+        """Return the dictionary in which a call has the argument ``name``: its own, or that of ``**options``.
 
-def _holder(bound: inspect.BoundArguments, name: str) -> dict[str, Any]:
-    """Return the dictionary in which a call has the argument ``name``: its own, or that of ``**options``."""
-    parameters = bound.signature.parameters
-    if name in parameters:
-        return bound.arguments
-    options = next(p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
-    found: dict[str, Any] = bound.arguments.setdefault(options, {})
-    return found
+        Raises UsageError for a method of the user's that takes neither.
+        """
+        parameters = bound.signature.parameters
+        if name in parameters:
+            return bound.arguments
+        options = [p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        if not options:
+            raise UsageError(
+                f"{type(self._model).__name__}.{method} takes no {name}, which the ranks of a job need to give: let it "
+                f"take **options, and pass them on to super().{method}"
+            )
+        found: dict[str, Any] = bound.arguments.setdefault(options[0], {})
+        return found
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -1,7 +1,8 @@
 """Run the scripts as one rank of a job: ``rank_program FOLDER SCRIPT ...``; write what each returned.
 
-Besides those of ``scripts`` there are ``unseeded``, whose ranks begin with different random states, and ``different``,
-whose ranks read different data. ``shared SCRIPT`` runs a script with two stages on a rank.
+Besides those of ``scripts`` there are ``unseeded``, whose ranks begin with different random states, ``different``,
+whose ranks read different data, and ``refused``, whose ranks give ``fit`` what it refuses. ``shared SCRIPT`` runs a
+script with two stages on a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import JobError
+from dapple_tf.errors import JobError, UsageError
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.scripts import run_script
 
@@ -50,6 +51,7 @@ def main(folder: Path, scripts: list[str]) -> None:
 
     found = {}
     others: dict[str, Callable[[int], Any]] = {"unseeded": train_unseeded, "different": train_on_different_data}
+    others["refused"] = train_with_refused_callbacks
     for name in scripts:
         if name in others:
             found[name] = others[name](rank)
@@ -80,6 +82,42 @@ def train_on_different_data(rank: int) -> Any:
     except JobError as error:
         return str(error)
     return ""
+
+
+class PassingNothing(keras.Sequential):  # type: ignore[misc]  # keras is not typed
+    def fit(self, x: Any, y: Any) -> Any:
+        return super().fit(x, y, verbose=0)
+
+
+def train_with_refused_callbacks(rank: int) -> list[str]:
+    """Return the messages of the errors."""
+    import horovod.tensorflow.keras as hvd
+
+    callbacks = keras.callbacks
+    first, second = callbacks.TerminateOnNaN(), callbacks.EarlyStopping("loss")
+    given: list[list[Any]] = [
+        [callbacks.ModelCheckpoint("saved.keras"), callbacks.CSVLogger("log.csv")] if rank == 0 else [],
+        [hvd.callbacks.MetricAverageCallback()] if rank else [],
+        [first, second] if rank else [second, first],
+        [callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 if epoch == 1 and rank else rate)],
+    ]
+    messages = []
+    for of_rank in given:
+        model = models.sequential()
+        dapple.keras.pipeline(model, stages=2, micro_batches=3)
+        try:
+            model.fit(models.X, models.Y, batch_size=8, epochs=3, verbose=0, callbacks=of_rank)
+        except (JobError, UsageError) as error:
+            messages.append(str(error))
+    model = PassingNothing([keras.Input([6]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1 + rank), "mse")
+    dapple.keras.pipeline(model, stages=1, micro_batches=3, replicas=[2])
+    for train in (lambda: model.fit(models.X, models.Y), lambda: model.train_on_batch(models.X, models.Y)):
+        try:
+            train()
+        except (JobError, UsageError) as error:
+            messages.append(str(error))
+    return messages
 
 
 if __name__ == "__main__":

@@ -113,6 +113,46 @@ def _forget_dropout(model: keras.Model, folder: Path) -> Any:
     return [model.predict(X, verbose=0), model.train_on_batch(X, Y), model.evaluate(X, Y, batch_size=8, verbose=0)]
 
 
+class HalveWeights(keras.callbacks.Callback):  # type: ignore[misc]  # keras is not typed
+    """Predict with weights of half the size."""
+
+    def _scale(self, factor: float) -> None:
+        for variable in self.model.trainable_variables:
+            variable.assign(factor * variable)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._scale(0.5)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._scale(2.0)
+
+
+def _evaluate_averages(model: keras.Model, folder: Path) -> Any:
+    """Callbacks that write variables before an evaluation and after it."""
+    options: dict[str, Any] = {"batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": False}
+    swapping = keras.callbacks.SwapEMAWeights
+    found: list[Any] = [
+        model.fit(X, Y, validation_data=(X, Y), callbacks=[swapping(swap_on_epoch=epochs)], **options).history
+        for epochs in (True, False)
+    ]
+    found.append(model.evaluate(X, Y, verbose=0, callbacks=[swapping()]))
+    found.append(model.predict(X, verbose=0, callbacks=[HalveWeights()]))
+    return [*found, model.fit(X, Y, **options).history]
+
+
+def _schedule_the_rate(model: keras.Model, folder: Path) -> Any:
+    """No callback here reads variables of the model; the optimizer finalizes them."""
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[schedule]).history
+    return history, float(model.optimizer.learning_rate.numpy())
+
+
+class HalvingAtTheEnd(keras.optimizers.SGD):  # type: ignore[misc]  # keras is not typed
+    def finalize_variable_values(self, var_list: Any) -> None:
+        for variable in var_list:
+            variable.assign(0.5 * variable)
+
+
 SCRIPTS: Mapping[str, tuple[Callable[[], keras.Model], Use]] = {
     "callbacks": (
         lambda: models.sequential(metrics=["mae"], optimizer=keras.optimizers.SGD(0.1, momentum=0.9)),
@@ -123,6 +163,11 @@ SCRIPTS: Mapping[str, tuple[Callable[[], keras.Model], Use]] = {
     "batches": (lambda: models.two_outputs(loss=["mse", CROSS_ENTROPY], metrics=["mae", "accuracy"]), _use_batches),
     "dropout": (models.sequential, _forget_dropout),
     "scaled": (_scaled, _overflow_and_average),
+    "averages": (
+        lambda: models.sequential(optimizer=keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)),
+        _evaluate_averages,
+    ),
+    "rates": (lambda: models.sequential(optimizer=HalvingAtTheEnd(0.1)), _schedule_the_rate),
 }
 
 

@@ -85,6 +85,20 @@ def test_ranks_read_the_same_data_in_the_same_order_or_end(tmp_path: Path) -> No
 
 
 @needs_horovod
+def test_callbacks_and_learning_rates_that_ranks_do_not_share_are_named_on_all_ranks(tmp_path: Path) -> None:
+    _, results = launch(tmp_path, "refused")
+    for found in results:
+        checkpoint, average, order, rate, no_callbacks, first = found["refused"]
+        assert "ModelCheckpoint is among the callbacks of fit on rank 0 only: add it on every rank" in checkpoint
+        assert "leave Horovod's MetricAverageCallback out of the callbacks of fit: metrics are those" in average
+        assert "order of the callbacks of fit: rank 0 has EarlyStopping, TerminateOnNaN" in order
+        assert "learning rate (set it on every rank): rank 0 has [0.01], rank 1 has [0.5]" in rate
+        assert "PassingNothing.fit takes no" in no_callbacks
+        assert "which the ranks of a job need to give: let it take **options" in no_callbacks
+        assert "learning rate (set it on every rank): rank 0 has [0.1], rank 1 has [1.1]" in first
+
+
+@needs_horovod
 @pytest.mark.slow
 def test_ranks_of_several_stages_equal_plain_keras(expected: Expected, tmp_path: Path) -> None:
     """Evaluation has no use for the rank that holds dropout alone: it becomes a replica of the other."""
