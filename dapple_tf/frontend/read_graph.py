@@ -69,15 +69,6 @@ def read_value(tensor: Any, inputs: Mapping[str, Node]) -> Value:
     return Value(_node_name(tensor.op.name, inputs), tensor.value_index)
 
 
-def read_shapes(graph: Any, prefix: str) -> dict[str, tuple[Shape, ...]]:
-    """Return the output shapes of the ops whose names start with ``prefix``, by the rest of their names."""
-    return {
-        op.name.removeprefix(prefix): tuple(read_shape(output) for output in op.outputs)
-        for op in graph.get_operations()
-        if op.name.startswith(prefix)
-    }
-
-
 def read_shape(tensor: Any) -> Shape:
     """Return the static shape of a tensor."""
     return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))

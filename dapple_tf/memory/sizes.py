@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.read_graph import read_shape, read_shapes
+from dapple_tf.frontend.inference import import_for_shapes
 from dapple_tf.frontend.tables import with_known_shapes
-from dapple_tf.frontend.write_graph import import_graph, needed_library
+from dapple_tf.frontend.write_graph import needed_library, write_graph
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.layers import batch_axis
 from graph_passes.analysis.op_costs import value_bytes
@@ -94,19 +94,18 @@ class _ShapeInference:
         self._arguments: dict[tuple[str, int], Any] = {}
         self._outputs: dict[tuple[int, str, str], Any] = {}  # by stage, role and name of the port
 
-    def add(self, stage: int, function: Function) -> tuple[dict[str, Any], dict[str, tuple[Shape, ...]]]:
+    def add(self, stage: int, function: Function) -> tuple[dict[str, Any], Mapping[str, Sequence[Shape]]]:
         """Import ``function`` with the outputs of the functions before it; return its inputs, and all nodes' shapes."""
         body = function.graph
         known = {n: self._input(stage, port) for n, port in zip(body.inputs, function.inputs, strict=True)}
         constants = [node.name for node in body.nodes if node.op == "capture"]
         known |= {n: internals.capture_of(self._graph, self._model.constants[n]) for n in constants}
-        prefix = function.name.replace("/", "_")
         library = needed_library(body, self._model.library)
-        outputs = import_graph(with_known_shapes(body).replace(library=library), known, prefix)
-        for port, tensor in zip(function.outputs, outputs, strict=True):
-            self._outputs[stage, port.role, port.name] = tensor
-        shapes = read_shapes(self._graph, prefix + "/")
-        return known, shapes | {name: (read_shape(tensor),) for name, tensor in known.items()}
+        definition = write_graph(with_known_shapes(body).replace(library=library), shapes=True)
+        imported = import_for_shapes(definition, known, self._graph)
+        for port, value in zip(function.outputs, body.outputs, strict=True):
+            self._outputs[stage, port.role, port.name] = imported.tensors[value.node][value.index]
+        return known, imported.shapes
 
     def _input(self, stage: int, port: Port) -> Any:
         match port.role:

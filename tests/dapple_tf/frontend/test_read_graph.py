@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.read_graph import read_graph, read_shapes
-from graph_passes.ir.graph import Effect, Node, Shape
+from dapple_tf.frontend.read_graph import read_graph
+from graph_passes.ir.graph import Effect, Node
 
 X = np.ones((4, 2), np.float32)
 
@@ -23,13 +23,6 @@ def test_attributes_that_are_valid_only_in_the_original_graph_are_dropped() -> N
     inputs = {tensor.op.name: Node(f"v{i}", "variable") for i, tensor in enumerate(graph.inputs)}
     node = read_graph(graph, inputs, "g").by_name[branch.name]
     assert not node.has("_read_only_resource_inputs")
-
-
-def test_read_shapes_removes_the_prefix() -> None:
-    with tf.Graph().as_default() as graph:
-        tf.identity(tf.zeros((2, 3)), name="probe/a")
-        tf.identity(tf.compat.v1.placeholder(tf.int32), name="probe/b")
-    assert read_shapes(graph, "probe/") == {"a": (Shape((2, 3)),), "b": (Shape(None),)}
 
 
 # --- side effects

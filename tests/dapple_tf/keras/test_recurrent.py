@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dapple_tf as dapple
+from dapple_tf.errors import ExactnessError
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
 
 layers = keras.layers
@@ -253,3 +255,24 @@ def test_micro_batches_of_any_size(case: str, micro_batches: int) -> None:
 def test_stages_and_replicas(options: dict[str, Any]) -> None:
     make, x = MODELS["both ways"]
     assert_equal_to_plain(compiled(make), fit(x), micro_batches=4, **options)
+
+
+def stateful() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6, 4), batch_size=7), layers.GRU(3, stateful=True), dropout(), layers.Dense(1)], name="net"
+    )
+
+
+def fit_whole_batches(model: keras.Model) -> Any:
+    return model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+
+
+def test_a_stateful_layer_trains_with_one_micro_batch() -> None:
+    assert_equal_to_plain(compiled(stateful), fit_whole_batches, micro_batches=1)
+
+
+def test_a_stateful_layer_with_several_micro_batches_is_refused_with_what_to_do() -> None:
+    model = compiled(stateful)()
+    dapple.keras.pipeline(model, stages=2, micro_batches=3)
+    with pytest.raises(ExactnessError, match=r"(?s)rnn_state.*micro_batches=1"):
+        fit_whole_batches(model)
