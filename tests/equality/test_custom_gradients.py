@@ -106,9 +106,28 @@ def labels_of_zeros(y: Any, p: Any) -> Any:
     return tf.nn.ctc_loss(tf.sparse.from_dense(y), p, None, lengths, logits_time_major=False, blank_index=0)
 
 
+def all_labels(y: Any) -> Any:
+    values = tf.reshape(y, [-1])
+    return tf.SparseTensor(tf.where(tf.ones_like(y, tf.bool)), values, tf.cast(tf.shape(y), tf.int64))
+
+
+def sparse_labels(y: Any, p: Any) -> Any:
+    lengths = tf.fill([tf.shape(y)[0]], 10)
+    return tf.nn.ctc_loss(all_labels(y), p, None, lengths, logits_time_major=False, blank_index=-1)
+
+
+def of_the_first_version(y: Any, p: Any) -> Any:
+    lengths = tf.fill([tf.shape(y)[0]], 10)
+    return tf.compat.v1.nn.ctc_loss(all_labels(y), tf.transpose(p, [1, 0, 2]), lengths)
+
+
 @slow
 @pytest.mark.parametrize("batch_loss", [False, True])
-@pytest.mark.parametrize("loss", [keras.losses.CTC(), dense_labels, labels_of_zeros], ids=["keras", "dense", "sparse"])
+@pytest.mark.parametrize(
+    "loss",
+    [keras.losses.CTC(), dense_labels, labels_of_zeros, sparse_labels, of_the_first_version],
+    ids=["keras", "dense", "zeros", "sparse", "v1"],
+)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_ctc_loss_is_cut_and_trains_as_on_one_device(loss: Any, stages: int, batch_loss: bool) -> None:
     keras.utils.set_random_seed(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +81,13 @@ class Analysis:
     ``once_written``: variables of which every write is known not to depend on the batch. ``written``: all variables
     that forward writes. ``batch``: the batch size for which shapes were inferred; ``shapes_at`` infers them for
     another. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
-    mask, which does not depend on trained variables. ``batch_norms``: layers that normalise by the micro-batch, which
-    is a documented exception. ``hidden_draws``: nodes that draw from a generator's hidden state. ``combined``: values
-    in which samples are combined, and which must be computed from the whole batch. ``partials``: the nodes of
-    those whose values on disjoint rows can be combined, and the operation that does it (see ``COMBINES``).
-    ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by name, and the forms that
-    were found. ``waits``: what is computed from undecided tensors is not taken for a statistic of the whole batch,
-    since an op that uses it may be decided.
+    mask, which does not depend on trained variables. ``live``: the nodes that forward runs. ``batch_norms``: layers
+    that normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a
+    generator's hidden state. ``combined``: values in which samples are combined, and which must be computed from the
+    whole batch. ``partials``: the nodes of those whose values on disjoint rows can be combined, and the operation that
+    does it (see ``COMBINES``). ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by
+    name, and the forms that were found. ``waits``: what is computed from undecided tensors is not taken for a statistic
+    of the whole batch, since an op that uses it may be decided.
     """
 
     func_graph: Any
@@ -100,6 +100,7 @@ class Analysis:
     experiments: Experiments | None
     waits: bool = False
     divided: frozenset[int] = frozenset()
+    live: Set[str] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     combined: set[Value] = field(default_factory=set)
@@ -108,6 +109,7 @@ class Analysis:
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
     _other_shapes: Shapes | None = None
+    _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
     _bodies: dict[BodyShapes, Body] = field(default_factory=dict)
 
@@ -140,6 +142,7 @@ class Analysis:
         results = self._try_undecided(scope, node, kinds, results[: len(node.outputs)])
         for value, kind in zip(node.values(), results, strict=False):
             scope.kinds[value] = self._complete(scope, node, value, kind, kinds)
+            self._couples_unused |= kind.coupled and not scope.nested and node.name not in self.live
         if not scope.nested and any(map(_of_whole_batch, map(scope.kinds.__getitem__, node.values()))):
             self._take_rows(scope, node, kinds)
 
@@ -203,7 +206,8 @@ class Analysis:
 
     def _identity(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
         own = has_custom_gradient(node) and not scope.nested
-        if own and not check_gradient(scope, node, kinds, self.func_graph, self.value_of, self._kinds_of_body):
+        of_trace = self.func_graph, self.value_of, self._kinds_of_body
+        if own and not check_gradient(scope, node, kinds, *of_trace, unused=self._couples_unused):
             return scope.couple(node, "has a custom gradient that combines samples, or is not linear in a sum")
         return list(kinds)
 
@@ -370,7 +374,7 @@ class Analysis:
 
 def _may_be_undecided(node: Node, kinds: Sequence[Kind]) -> bool:
     """Return whether the node may treat samples one by one although its rule says that it combines them."""
-    if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds):
+    if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds) or has_custom_gradient(node):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
 

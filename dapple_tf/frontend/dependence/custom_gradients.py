@@ -40,17 +40,25 @@ def check_gradient(
     func_graph: Any,
     value_of: Callable[[Any], Value],
     of_body: KindsOfBody,
+    *,
+    unused: bool,
 ) -> bool:
     """Return whether the gradients of rows are rows, and those of weights sums over samples.
 
-    ``func_graph``: the trace that holds the op. ``value_of``: returns the value of a tensor of that trace.
+    ``func_graph``: the trace that holds the op. ``value_of``: returns the value of a tensor of that trace. ``unused``:
+    samples were combined in tensors that forward does not use, and that a gradient may capture.
     """
-    if not any(kind.trained for kind in kinds) or internals.gradient_module(func_graph, node.name).startswith(_TRUE):
+    if not any(kind.trained for kind in kinds):
+        return True
+    true = internals.gradient_module(func_graph, node.name).startswith(_TRUE)
+    if true and not unused:
         return True
     gradients = internals.trace_gradient(func_graph, node.name)
     outer = [value_of(tensor) if tf.is_symbolic_tensor(tensor) else None for tensor in gradients.captured]
     incoming = [_incoming(kind) for kind in kinds]
     captured = [CONSTANT if value is None else scope.kinds.get(value, CONSTANT) for value in outer]
+    if true:
+        return not any(kind.coupled and not kind.documented for kind in captured)
     shapes = [Shape(scope.dims(value)) for value in node.values()]
     for value, tensor in zip(outer, gradients.captured, strict=True):
         shapes.append(Shape(tuple(tensor.shape) if value is None else scope.dims(value)))

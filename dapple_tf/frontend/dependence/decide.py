@@ -96,6 +96,7 @@ def _decide(
             experiments,
             waits,
             divided,
+            live,
         )
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}

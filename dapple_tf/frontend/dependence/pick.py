@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.ragged import reduce_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from graph_passes.analysis.layers import CAPTURED_INPUTS
@@ -139,14 +140,27 @@ def _where(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not kinds[0].rows:
         return scope.couple(node, "chooses by a sum or mean over the batch") if kinds[0].total else shared()
     rank = scope.rank(node.inputs[0])
-    if rank is None or kinds[0].axis or kinds[0].outer != 1 or kinds[0].slope:
+    if rank is None or kinds[0].axis or kinds[0].outer not in (CONSTANT_ROWS, 1) or kinds[0].slope:
         return scope.couple(node, "chooses entries of a tensor whose first axis is not the batch")
     slope = (kinds[0].inner,) if rank == 1 else (kinds[0].inner, *[0] * (rank - 1))
     mask = node.inputs[0]
     while scope.graph.node(mask.node).op in _RESHAPING:  # the same entries in the same order
         mask = scope.graph.node(mask.node).inputs[0]
+    entries = _all_entries(scope, mask)
+    if entries is not None:
+        return dataclasses.replace(rows(0, 1, entries // scope.batch), slope=slope)
     origin = _expression(scope, mask, _DEEPEST)
     return dataclasses.replace(rows(0, 1, 1), origin=origin, slope=slope)
+
+
+def _all_entries(scope: Scope, mask: Value) -> int | None:
+    """Return the number of entries of a mask that chooses all of them, as ``tf.ones_like`` makes it; else None."""
+    node = scope.graph.by_name.get(mask.node)
+    dims = scope.dims(mask)
+    if node is None or node.op != "Fill" or dims is None or None in dims:
+        return None
+    chosen = scope.number(node.inputs[1])
+    return math.prod(int(dim or 0) for dim in dims) if chosen is not None and bool(chosen) else None
 
 
 def _expression(scope: Scope, value: Value, depth: int) -> str:

@@ -73,3 +73,18 @@ def test_a_loss_with_a_reversed_gradient_is_exact() -> None:
         return tf.reduce_mean(REVERSED(b.z)) + REVERSED(tf.reduce_mean(b.z))
 
     assert decide(compute).exactness
+
+
+def ctc(b: Batch, labels: Any) -> Any:
+    """Return a loss of labels whose unique values, ``labels``, only its gradient uses."""
+    logits = tf.reshape(tf.cast(tf.repeat(b.z, 5, 1), tf.float32), [-1, 5, 4])
+    lengths, unique = tf.fill([b.n], 1), (labels[:, tf.newaxis], tf.zeros_like(b.y)[:, tf.newaxis])
+    return tf.nn.ctc_loss(
+        b.y[:, tf.newaxis], logits, lengths, 5 * lengths, logits_time_major=False, unique=unique, blank_index=-1
+    )
+
+
+def test_a_gradient_of_tensorflow_that_captures_combined_samples_is_refused() -> None:
+    assert kind_of(lambda b: ctc(b, b.y)).form is Form.ROWS
+    kind = kind_of(lambda b: ctc(b, tf.cast(tf.sort(b.z[:, 0]) > 0, tf.int32)))
+    assert "custom gradient" in kind.why

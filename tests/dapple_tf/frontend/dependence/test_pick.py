@@ -55,6 +55,8 @@ TRUE: dict[str, tuple[Compute, Form]] = {
     "one_hot in front": (lambda b: tf.one_hot(b.y, 4, axis=0), Form.ROWS),
     "one_hot of a constant": (lambda b: tf.one_hot([1, 2], 4), Form.SHARED),
     "where": (lambda b: tf.where(b.mask), Form.ROWS),
+    "where of all rows": (lambda b: tf.where(tf.ones_like(b.mask)), Form.ROWS),
+    "where of all entries": (lambda b: tf.where(tf.ones_like(b.x, tf.bool)), Form.ROWS),
     "boolean_mask": (lambda b: tf.boolean_mask(b.z, b.mask), Form.ROWS),
     "boolean_masks of one mask": (
         lambda b: tf.boolean_mask(b.z, b.mask) * tf.boolean_mask(b.x, tf.identity(b.mask)),
