@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills`` and ``op_census`` take options: give ``--help`` after
-the name.
+``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census`` and ``random_programs`` take options:
+give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from benchmarks import (
     planner_speed,
     prediction,
     profile,
+    random_programs,
     ranks,
     recompute,
     schedules,
@@ -105,6 +106,7 @@ BENCHMARKS = {
     "fit": fit,
     "first_step": first_step,
     "build_time": build_time,
+    "random_programs": random_programs,
 }
 
 # Those with options of their own.
@@ -115,6 +117,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "fuzz": fuzz.main,
     "kills": kills.main,
     "op_census": op_census.main,
+    "random_programs": random_programs.main,
 }
 
 
