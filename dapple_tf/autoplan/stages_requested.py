@@ -128,4 +128,5 @@ def _balance(count: int, request: Request, layers: Layers, costs: EstimatedCosts
                 f"{len(positions)} such cut{'s' * (len(positions) != 1)}: give all stages equal replicas, or name the "
                 "layers that start them"
             )
-    return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], count)
+    problems = [cut.problem for cut in layers.cuts if cut.problem]
+    return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], count, problems)

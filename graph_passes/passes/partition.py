@@ -104,19 +104,32 @@ def _nearest(layers: Layers, position: int) -> str:
     return ". Possible nearby: " + ", ".join(repr(layers.layers[p].name) for p in sorted(near))
 
 
-def balance(costs: Sequence[float], positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
+def _elsewhere(problems: Sequence[str]) -> str:
+    found = list(dict.fromkeys(problems))
+    more = f"; and {len(found) - 3} more reasons" if len(found) > 3 else ""
+    return f". It cannot be cut elsewhere: {'; '.join(found[:3])}{more}" if found else ""
+
+
+def balance(
+    costs: Sequence[float],
+    positions: Sequence[int],
+    crossing: Sequence[float],
+    stages: int,
+    problems: Sequence[str] = (),
+) -> list[int]:
     """Return the first layers of all stages but the first, for ``stages`` stages whose largest cost is minimal.
 
     ``costs``: of each layer, in any unit; ``positions``: the layers before which the model can be cut; ``crossing[i]``:
     the cost of sending the tensors that cross at ``positions[i]``, added to the stage that sends them. Of equal maxima
-    the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts.
+    the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts; its
+    message has some of the ``problems``, the reasons why the model cannot be cut elsewhere.
     ``dapple_tf.planner.balanced_cuts.even_starts`` is a Numba version without crossing costs; test_balanced_cuts.py
     asserts that the largest stages of both are equal.
     """
     if stages - 1 > len(positions):
         raise PartitionError(
             f"{stages} stages are wanted, but the model can be cut in {len(positions)} places only "
-            f"({len(costs)} layers): ask for at most {len(positions) + 1} stages"
+            f"({len(costs)} layers): ask for at most {len(positions) + 1} stages{_elsewhere(problems)}"
         )
     total = [0.0]
     for cost in costs:

@@ -137,6 +137,13 @@ def test_more_stages_than_cuts_allow_are_refused() -> None:
         balance([1] * 5, [1, 3], [0, 0], 4)
 
 
+def test_an_impossible_number_of_stages_is_refused_with_the_reasons() -> None:
+    problems = ["no tensor crosses", "a list crosses", "no tensor crosses", "a state", "a resource", "a table"]
+    said = "elsewhere: no tensor crosses; a list crosses; a state; and 2 more reasons"
+    with refused(PartitionError, said):
+        balance([1] * 7, [1], [0], 3, problems)
+
+
 @given(st.data())
 def test_the_largest_stage_equals_brute_force(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=7))
