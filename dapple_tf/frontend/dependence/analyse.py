@@ -177,7 +177,8 @@ class Analysis:
         if random.is_stateless_draw(node.op):
             found = random.stateless_draw(scope, node, kinds)
             if scope.nested and found.rows:
-                return scope.couple(node, "draws random numbers for samples inside a nested function or loop")
+                why = "draws random numbers for samples inside a nested function or loop: draw before it, or unroll it"
+                return scope.couple(node, why)
             return found
         rule = _RULES.get(node.op)
         if any(kind.form is Form.SIZE for kind in kinds) and node.op not in _TAKE_SIZES:
