@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census`` and ``random_programs`` take options:
-give ``--help`` after the name.
+``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs`` and ``random_programs``
+take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from benchmarks import (
     planner_speed,
     prediction,
     profile,
+    programs,
     random_programs,
     ranks,
     recompute,
@@ -98,6 +99,7 @@ BENCHMARKS = {
     "sparse_gradients": sparse_gradients,
     "table6": table6,
     "exactness": exactness,
+    "programs": programs,
     "fuzz": fuzz,
     "op_census": op_census,
     "kills": kills,
@@ -117,6 +119,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "fuzz": fuzz.main,
     "kills": kills.main,
     "op_census": op_census.main,
+    "programs": programs.main,
     "random_programs": random_programs.main,
 }
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.common import Row
 from benchmarks.exactness_cases import CASES
-from benchmarks.exactness_cases.case import Case
+from benchmarks.exactness_cases.case import Case, Described
 from benchmarks.exactness_check import (
     CONFIGURATIONS,
     QUICK,
@@ -30,6 +30,8 @@ from benchmarks.exactness_check import (
 )
 from benchmarks.exactness_ranks import check_on_ranks
 from benchmarks.exactness_table import REPRESENTATIVE
+
+D = TypeVar("D", bound=Described)
 
 
 def run() -> Iterator[Row]:
@@ -48,29 +50,38 @@ def choose_configurations(choice: str, number: int) -> tuple[Configuration, ...]
 def check_cases(cases: Sequence[Case], choice: str) -> Iterator[tuple[Case, list[Found]]]:
     """Yield each case with its outcomes; progress is shown on stderr."""
     chosen = [choose_configurations(choice, number) for number in range(len(cases))]
+    yield from check_each(cases, chosen, lambda case: Checker(case).check)
+
+
+def check_each(
+    cases: Sequence[D],
+    chosen: Sequence[Sequence[Configuration]],
+    make_check: Callable[[D], Callable[[Configuration], Found]],
+) -> Iterator[tuple[D, list[Found]]]:
+    """Yield each case with its outcomes under the configurations chosen for it; progress is shown on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=sum(map(len, chosen)))
         for case, configurations in zip(cases, chosen, strict=True):
-            checker, found = Checker(case), []
+            check, found = make_check(case), []
             for configuration in configurations:
                 progress.update(task, description=f"{case.name}: {configuration}")
-                found.append(checker.check(configuration))
+                found.append(check(configuration))
                 progress.advance(task)
             yield case, found
 
 
-def to_row(case: Case, found: Sequence[Found]) -> Row:
+def to_row(case: Described, found: Sequence[Found]) -> Row:
     """Return the row of a case: how often it came out how, and the first outcome that is not expected."""
     counts = Counter(f.outcome.value for f in found)
     measured = ", ".join(f"{name} {count}" for name, count in counts.items())
     bad = next((f for f in found if not is_expected(case, f)), None)
     if bad is not None:
-        measured += f"; {bad.configuration}: {bad.outcome.value}, {_shortened(bad.detail)}"
+        measured += f"; {bad.configuration}: {bad.outcome.value}, {shortened(bad.detail)}"
     return Row(f"{case.family}: {case.name}", case.expected.value, measured, bad is None)
 
 
-def to_json(case: Case, found: Sequence[Found]) -> dict[str, Any]:
+def to_json(case: Described, found: Sequence[Found]) -> dict[str, Any]:
     """Return everything that is known of a case."""
     return {
         "case": case.name,
@@ -89,7 +100,7 @@ def to_json(case: Case, found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def _shortened(text: str, length: int = 160) -> str:
+def shortened(text: str, length: int = 160) -> str:
     line = " ".join(text.split()).replace("|", "/")
     return line if len(line) <= length else f"{line[: length - 3]}..."
 
@@ -98,7 +109,9 @@ def main(arguments: Sequence[str]) -> int:
     """Check the chosen cases, and print a row or (``--json``) a line of JSON for each; return 1 unless all are ok."""
     options = _parse(arguments)
     tf.get_logger().setLevel("ERROR")  # it warns of one trace for each case
-    cases = [case for case in CASES.values() if _is_chosen(case, options)]
+    cases = [case for case in CASES.values() if is_chosen(case, options)]
+    if options.representative:
+        cases = [case for case in cases if case.name in REPRESENTATIVE]
     if not cases:
         print("no case has such a name; there are " + ", ".join(CASES))
         return 2
@@ -136,10 +149,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
+def is_chosen(case: Described, options: argparse.Namespace) -> bool:
+    """Return whether the options ``--family`` and ``--only`` name a case."""
     if options.family is not None and case.family != options.family:
-        return False
-    if options.representative and case.name not in REPRESENTATIVE:
         return False
     return options.only is None or any(
         case.name.startswith(name[:-1]) if name.endswith("*") else case.name == name for name in options.only

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from benchmarks.exactness_cases.case import Case, Expected
-from benchmarks.exactness_differences import differences
+from benchmarks.exactness_cases.case import Case, Described, Expected
+from benchmarks.exactness_differences import ROUNDING, differences
 from benchmarks.exactness_plain import (
     Built,
     Results,
@@ -122,7 +122,7 @@ class Found:
     warnings: tuple[str, ...] = ()
 
 
-def is_expected(case: Case, found: Found) -> bool:
+def is_expected(case: Described, found: Found) -> bool:
     """Return whether a case came out as it must; a batch that is not divided may be exact where others are not.
 
     Any model may have too few places at which stages of unequal replicas can meet: that is refused for the plan.
@@ -137,11 +137,18 @@ def is_expected(case: Case, found: Found) -> bool:
     return found.outcome in (wanted | {Outcome.EQUAL} if found.configuration.whole else wanted)
 
 
+def describe_crash(error: Exception) -> str:
+    """Return an error's class, the function that raised it, and its message."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {where.name}: {error}"
+
+
 class Checker:
     """Checks one case under several configurations; plain Keras trains once for all that have the same batches."""
 
-    def __init__(self, case: Case) -> None:
-        self._case = case
+    def __init__(self, case: Case, rounding: float = ROUNDING) -> None:
+        """Take the case, and what is zero apart from rounding, by the largest tensor of its kind."""
+        self._case, self._rounding = case, rounding
         self._plain: dict[tuple[int, ...], Results] = {}
 
     def check(self, configuration: Configuration, job: Any = None) -> Found:
@@ -161,9 +168,8 @@ class Checker:
         except REFUSALS as error:
             return Outcome.REFUSED, f"{type(error).__name__}: {error}"
         except Exception as error:  # any error of a case is its outcome; the table goes on
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            return Outcome.CRASHED, f"{type(error).__name__} in {where.name}: {error}"
-        for name, error in differences(found, self._plain[configuration.sizes], self._case.tolerance):
+            return Outcome.CRASHED, describe_crash(error)
+        for name, error in differences(found, self._plain[configuration.sizes], self._case.tolerance, self._rounding):
             if not step.exactness.exact:
                 return Outcome.DOCUMENTED, f"{step.exactness} ({name} differs by {error:.1e})"
             return Outcome.WRONG, f"{name} differs by {error:.1e}"

@@ -8,40 +8,56 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import keras
 
 import dapple_tf as dapple
 from benchmarks.common import run_ranks
 from benchmarks.exactness_cases import CASES
-from benchmarks.exactness_cases.case import Case
-from benchmarks.exactness_check import RANKS, Checker, Found, Outcome
+from benchmarks.exactness_cases.case import Case, Described
+from benchmarks.exactness_check import RANKS, Checker, Configuration, Found, Outcome
 
 RANKS_OF_A_JOB = 2
 SECONDS_OF_A_CASE = 120
 
 
+D = TypeVar("D", bound=Described)
+
+
 def check_on_ranks(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found]]]:
-    """Yield each case with its outcomes. After a case that ends the job, another job goes on with the next."""
+    """Yield each case with its outcomes."""
+    yield from run_jobs("benchmarks.exactness_ranks", cases, RANKS)
+
+
+def run_jobs(
+    module: str, cases: Sequence[D], configurations: Sequence[Configuration]
+) -> Iterator[tuple[D, list[Found]]]:
+    """Yield each case with its outcomes. After a case that ends the job, another job goes on with the next.
+
+    ``module``: called with a file and names, it checks these as a rank by ``check_as_rank``.
+    """
     left = list(cases)
     with tempfile.TemporaryDirectory() as folder:
         while left:
-            results, failure = _launch(left, Path(folder) / f"{len(left)}.jsonl")
+            results, failure = _launch(module, left, configurations, Path(folder) / f"{len(left)}.jsonl")
             yield from zip(left, results, strict=False)
             if len(results) < len(left):
-                bad = [Found(configuration, Outcome.CRASHED, failure) for configuration in RANKS]
+                bad = [Found(configuration, Outcome.CRASHED, failure) for configuration in configurations]
                 yield left[len(results)], bad
             left = left[len(results) + 1 :]
 
 
-def _launch(cases: Sequence[Case], results: Path) -> tuple[list[list[Found]], str]:
+def _launch(
+    module: str, cases: Sequence[Described], configurations: Sequence[Configuration], results: Path
+) -> tuple[list[list[Found]], str]:
     """Run a job; return the outcomes of the cases that it finished, and its error or ""."""
     failure = ""
     try:
         run_ranks(
-            "benchmarks.exactness_ranks",
+            module,
             RANKS_OF_A_JOB,
             str(results),
             *(case.name for case in cases),
@@ -54,22 +70,21 @@ def _launch(cases: Sequence[Case], results: Path) -> tuple[list[list[Found]], st
     return [
         [
             Found(configuration, Outcome(outcome), detail, tuple(said))
-            for configuration, (outcome, detail, said) in zip(RANKS, json.loads(line), strict=True)
+            for configuration, (outcome, detail, said) in zip(configurations, json.loads(line), strict=True)
         ]
         for line in lines
     ], failure
 
 
-def main(results: str, names: Sequence[str]) -> None:
-    """Check the named cases as a rank of a job."""
+def check_as_rank(results: str, names: Sequence[str], check: Callable[[str, Any], list[Found]]) -> None:
+    """Check the named cases as a rank of a job: ``check`` is called with each name and the job."""
     dapple.init()
     from dapple_tf.distributed.membership import current
 
     job = current()
     assert job is not None, "start it with mpirun"
     for name in names:
-        checker = Checker(CASES[name])
-        found = [job.gather(checker.check(configuration, job)) for configuration in RANKS]
+        found = [job.gather(own) for own in check(name, job)]
         keras.utils.clear_session()
         if job.rank == 0:
             worst = [next((f for f in ranks if f.outcome is not Outcome.EQUAL), ranks[0]) for ranks in found]
@@ -80,5 +95,10 @@ def main(results: str, names: Sequence[str]) -> None:
     job.gather(None)  # a rank that leaves early ends the job for all
 
 
+def _check(name: str, job: Any) -> list[Found]:
+    checker = Checker(CASES[name])
+    return [checker.check(configuration, job) for configuration in RANKS]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    check_as_rank(sys.argv[1], sys.argv[2:], _check)

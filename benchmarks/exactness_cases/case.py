@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 TOLERANCE = 1e-12
 """Allowed relative error of float64 tensors."""
@@ -24,6 +24,19 @@ class Expected(Enum):
     EQUAL = "equal"
     REFUSED = "refused"
     DOCUMENTED = "documented"
+
+
+class Described(Protocol):
+    """What tables say of a case or a program."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def expected(self) -> Expected: ...
 
 
 @dataclass(frozen=True)

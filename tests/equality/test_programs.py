@@ -1,0 +1,32 @@
+"""Every program of ``benchmarks.program_cases`` comes out as it must with one micro-batch, four, and one a sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.exactness_check import is_expected
+from benchmarks.program_cases import PROGRAMS
+from benchmarks.programs import find_missing
+from benchmarks.programs_check import CONFIGURATIONS, ProgramChecker
+
+SHORT = ("word_vectors", "graph_attention", "easy_samples_first")
+"""The programs that ``make test`` runs."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in PROGRAMS]
+)
+def test_a_program_comes_out_as_it_must(name: str) -> None:
+    program = PROGRAMS[name]
+    if missing := find_missing(program):
+        pytest.skip(f"it needs {missing}")
+    checker = ProgramChecker(program)
+    for configuration in CONFIGURATIONS:
+        found = checker.check(configuration)
+        assert is_expected(program, found), f"{configuration}: {found.outcome.value}, {found.detail}"
+
+
+def test_the_short_programs_exist_and_half_of_all_run_as_jobs() -> None:
+    assert PROGRAMS.keys() >= set(SHORT)
+    assert len(PROGRAMS) >= 60
+    assert sum(program.ranks for program in PROGRAMS.values()) >= len(PROGRAMS) / 2
