@@ -161,6 +161,8 @@ def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
             node = node.with_attrs(once=True)
         if node.name in dependence.adds:
             node = node.with_attrs(adds=True)
+        if lists := dependence.captured_lists.get(node.name):
+            node = node.with_attrs(captures=tuple(dict.fromkeys(value.node for value in lists)))
         if node.name in dependence.partials:
             node = node.with_attrs(**{COMBINES: dependence.partials[node.name]})
         nodes.append(node)

@@ -16,7 +16,20 @@ from graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque, Value
 
 # Attributes that only the IR has.
 _IR_ATTRS = frozenset(
-    {"adds", "batch_norm", "combines", "frontier", "guard", "join", "layer", "once", "open", "stands_for", "statistic"}
+    {
+        "adds",
+        "batch_norm",
+        "captures",
+        "combines",
+        "frontier",
+        "guard",
+        "join",
+        "layer",
+        "once",
+        "open",
+        "stands_for",
+        "statistic",
+    }
     | {"tail", "takes_rows", "within", "writes"}
 )
 _FROM_DIAGONALS = frozenset({"MatrixDiagV2", "MatrixDiagV3"})

@@ -8,6 +8,9 @@ named by its path and the op's name.
 tensors, and what is computed from these. They are repeated in each stage that uses them, so neither a weight nor a
 shape crosses a stage boundary. Weight terms do not float: see ``weight_terms``.
 
+A node with the attribute ``captures`` has a custom gradient that uses the results of the nodes of these names, which
+cannot leave their device: the model is not cut between them and the node.
+
 Nodes with the attribute ``once`` belong to no layer either: they run once a step, on the whole batch, in each stage
 that uses them. Nor do those of the tail (see ``tail``).
 """
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from graph_passes.analysis.tail import TailInput, find_frontier, find_tail, outside_of_tail
 from graph_passes.analysis.weight_terms import find_weight_terms
 from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
+from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
 
 CAPTURED_INPUTS = frozenset({"arg", "rows", "variable", "capture"})
 """Ops of the inputs of a captured graph."""
@@ -223,13 +226,32 @@ def _find_cuts(
                 if value.node in layer_of:
                     last_use[value] = max(last_use.get(value, 0), layer_of[node.name])
     spans = _state_spans(graph, layer_of)
+    captured = _captured_spans(graph, layer_of)
     cuts = []
     for position in range(1, len(layers)):
         crossing = tuple(v for v, last in last_use.items() if layer_of[v.node] < position <= last)
         batched = tuple(value for value in crossing if value.node not in terms)
         splittable = all(batch_axis(graph.type_of(value)) is not None for value in batched)
-        cuts.append(Cut(position, crossing, splittable, _problem(graph, position, batched, spans)))
+        problem = _problem(graph, position, batched, spans)
+        held = [name for name, (first, last) in captured.items() if first < position <= last]
+        if held and not problem:
+            problem = f"the custom gradient of {held[0]!r} captures a list of tensors, which cannot leave its device"
+        cuts.append(Cut(position, crossing, splittable, problem))
     return tuple(cuts)
+
+
+def _captured_spans(graph: Graph, layer_of: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return, for each node with the attribute ``captures``, the first layer that it captures from, and its own."""
+    found = {}
+    for node in graph.nodes:
+        if node.has("captures") and node.name in layer_of:
+            # What forward does not use is computed in the stage of the gradient, from what forward has.
+            unused = ancestors(graph, node.strings("captures"), stop=layer_of)
+            sources = {source for name in unused for source in graph.node(name).predecessors()}
+            held = [graph.node(name) for name in {*node.strings("captures"), *sources} & layer_of.keys()]
+            stay = [layer_of[n.name] for n in held if not all(kind.dtype.transferable for kind in n.outputs)]
+            found[node.name] = min(stay, default=layer_of[node.name]), layer_of[node.name]
+    return found
 
 
 def _state_spans(graph: Graph, layer_of: dict[str, int]) -> dict[str, tuple[int, int]]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from dapple_tf.frontend.trace import trace_loss
 from graph_passes.analysis.layers import find_layers
 from tests.equality.one_device import Problem, compare
-from tests.equality.small_models import data, sgd, weights
+from tests.equality.small_models import WIDTH, data, sgd, weights
 
 slow = pytest.mark.slow
 
@@ -45,6 +45,12 @@ def of_a_loop(x: Any) -> Any:
     return e * 2, lambda dy: dy * y * e
 
 
+@tf.custom_gradient
+def of_a_list(x: Any) -> Any:
+    found = tf.TensorArray(tf.float64, 2, element_shape=[None, WIDTH]).write(0, x).write(1, tf.sigmoid(x))
+    return tf.reduce_sum(found.stack(), 0), lambda dy: dy * found.read(1)
+
+
 def of_another_layer(x: Any) -> Any:
     h = tf.sin(x)
 
@@ -64,7 +70,16 @@ def rounded(x: Any) -> Any:
     return tf.sin(tf.grad_pass_through(tf.round)(x * 3))
 
 
-FUNCTIONS = (log1pexp, nested, lambda x: sum(two_results(x)), of_a_loop, of_another_layer, recomputed, rounded)
+FUNCTIONS = (
+    log1pexp,
+    nested,
+    lambda x: sum(two_results(x)),
+    of_a_loop,
+    of_a_list,
+    of_another_layer,
+    recomputed,
+    rounded,
+)
 
 
 def problem_of(function: Callable[..., Any]) -> Problem:
@@ -79,7 +94,7 @@ def problem_of(function: Callable[..., Any]) -> Problem:
 @pytest.mark.parametrize(
     "function",
     [log1pexp, *(pytest.param(function, marks=slow) for function in FUNCTIONS[1:])],
-    ids=["log1pexp", "nested", "two results", "of a loop", "of another layer", "recomputed", "rounded"],
+    ids=["log1pexp", "nested", "two results", "of a loop", "of a list", "of another layer", "recomputed", "rounded"],
 )
 def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(function: Callable[..., Any]) -> None:
     problem, batch = problem_of(function), data(6)

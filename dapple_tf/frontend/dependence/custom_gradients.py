@@ -55,6 +55,8 @@ def check_gradient(
         return True
     gradients = internals.trace_gradient(func_graph, node.name)
     outer = [value_of(tensor) if tf.is_symbolic_tensor(tensor) else None for tensor in gradients.captured]
+    lists = (value for value, tensor in zip(outer, gradients.captured, strict=True) if tensor.dtype == tf.variant)
+    scope.captured_lists[node.name] = tuple(value for value in lists if value is not None)
     incoming = [_incoming(kind) for kind in kinds]
     captured = [CONSTANT if value is None else scope.kinds.get(value, CONSTANT) for value in outer]
     if true:

@@ -186,6 +186,7 @@ class _Decision:
             kinds=self.scope.kinds,
             tail=self.tail,
             partials=self._partials(),
+            captured_lists=MappingProxyType(self.scope.captured_lists),
         )
 
     def _tried(self) -> tuple[Tried, ...]:
@@ -218,6 +219,7 @@ class _Decision:
             exactness=Exactness(),
             kinds=MappingProxyType({}),
             uncut=True,
+            captured_lists=MappingProxyType(self.scope.captured_lists),
         )
 
     def _once_uncut(self) -> frozenset[str]:

@@ -71,6 +71,7 @@ class BatchDependence:
     of all micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be combined,
     and the operation that does it (see ``graph_passes.passes.combine_statistics``). ``uncut``: the decisions hold only
     where one micro-batch on one replica of each stage is the whole batch: nothing is rewritten.
+    ``captured_lists``: the TensorLists that the custom gradient of a node captures, which cannot leave their device.
     """
 
     loss: Literal["mean", "sum"]
@@ -89,3 +90,4 @@ class BatchDependence:
     tail: Tail | None = None
     partials: Mapping[str, str] = field(default_factory=dict)
     uncut: bool = False
+    captured_lists: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)

@@ -47,6 +47,7 @@ class Scope:
     positional: set[Value] = field(default_factory=set)
     sliced: set[Value] = field(default_factory=set)
     squeezed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    captured_lists: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     whole: frozenset[Value] = frozenset()
     nested: bool = False
     tried: set[Value] = field(default_factory=set)

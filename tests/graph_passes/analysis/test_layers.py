@@ -284,3 +284,26 @@ def test_the_error_of_an_unknown_name_lists_the_nearest_names(name: str, near: s
 def test_the_error_of_a_name_like_no_other_lists_the_first_names() -> None:
     with refused(PartitionError, "no layer is called 'qqqq'; the nearest are 'first', 'second'"):
         chain("first", "second").find("qqqq")
+
+
+def test_a_model_is_not_cut_between_a_list_and_the_custom_gradient_that_captures_it() -> None:
+    """What forward does not use, %set, is computed where the gradient is, from the list %start."""
+    layers = find_layers(
+        graph("""
+            inputs %x
+            %x = arg() -> (float32[?])
+            %a = Neg(%x:0) -> (float32[?])
+            %start = TensorListFromTensor(%a:0) -> (variant[])
+            %d = TensorListLength(%start:0) -> (int32[])
+            %set = TensorListSetItem(%start:0, %a:0) -> (variant[])
+            %b = Exp(%a:0) -> (float32[?])
+            %c = IdentityN(%b:0) {captures=['set']} -> (float32[?])
+            %loss = Mean(%c:0) -> (float32[])
+            outputs %loss:0 %d:0
+        """)
+    )
+    problems = {layers.layers[cut.position].name: cut.problem for cut in layers.cuts}
+    assert problems["start"] == ""
+    assert "a variant tensor cannot leave its device" in problems["d"]
+    assert all("custom gradient of 'c' captures a list of tensors" in problems[name] for name in ("b", "c"))
+    assert problems["loss"] == ""
