@@ -5,6 +5,9 @@ Every message says what was wrong, where (stage, layer, variable, rank, micro-ba
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 from graph_passes.errors import GraphError, PartitionError, ScheduleError, TextError
 from profiler.errors import ClusterError, ProfileError
 
@@ -91,3 +94,14 @@ class StepError(RuntimeError):
 
 class DappleWarning(UserWarning):
     """Something that runs, but probably not as intended."""
+
+
+_PACKAGES = ("dapple_tf", "keras", "tensorflow", "contextlib")
+
+
+def warn_user(message: str) -> None:
+    """Give a DappleWarning at the line of the user's that led to it: outside of dapple_tf, Keras and TensorFlow."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PACKAGES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, DappleWarning, stacklevel=level)

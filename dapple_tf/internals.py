@@ -662,6 +662,28 @@ def built_for(optimizer: Any) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def horovod_options(optimizer: Any) -> list[str]:
+    """Return the options other than Horovod's defaults of an optimizer in ``hvd.DistributedOptimizer``, by name.
+
+    Relies on its ``_agg_helper`` and ``_local_vars``, and on what the function ``_allreduce_grads`` closes over.
+    """
+    import horovod.tensorflow as hvd
+
+    function = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
+    given = inspect.getclosurevars(function).nonlocals
+    found = {
+        "backward_passes_per_step": optimizer._agg_helper is not None,
+        "compression": given["compression"] is not hvd.Compression.none,
+        "sparse_as_dense": bool(given["sparse_as_dense"]),
+        "groups": given["groups"] is not None,
+        "op": given["op"] != hvd.Average,
+        "gradient_predivide_factor": given["prescale_factor"] != 1,
+        "process_set": given["process_set"] is not hvd.global_process_set,
+        "register_local_var": bool(optimizer._local_vars),
+    }
+    return [name for name, changed in found.items() if changed]
+
+
 def as_tf_variable(variable: Any) -> Any:
     """Return the tf.Variable of a Keras variable; a tf.Variable itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value

@@ -11,6 +11,7 @@ from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.autoplan.window_option import make_window
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
+from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.cluster import Cluster
@@ -49,9 +50,10 @@ def pipeline(
     Args:
         loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0. Returns the mean loss over
             the batch, or (loss, aux).
-        optimizer: A Keras optimizer. One that scales the loss (LossScaleOptimizer, ``loss_scale_factor``) does so
-            here: the gradients are those of ``optimizer.scale_loss(loss)``, and the loss that is returned is not
-            scaled. So ``loss_fn`` must not scale it.
+        optimizer: A Keras optimizer, or its name or configuration, as in ``model.compile``. One that scales the loss
+            (LossScaleOptimizer, ``loss_scale_factor``) does so here: the gradients are those of
+            ``optimizer.scale_loss(loss)``, and the loss that is returned is not scaled. So ``loss_fn`` must not scale
+            it. One of Keras 2 (tf_keras) is replaced by one of Keras 3, if that has its configuration.
         plan: A plan that a planner made. Given instead of ``stages``, ``replicas`` and ``recompute``.
         stages: The number of stages, the names of the layers that start one, or "auto": the model is profiled, and
             planned for ``cluster`` or the devices at hand.
@@ -104,8 +106,7 @@ def pipeline(
     Raises:
         ValueError: One of its subclasses in ``dapple_tf.errors``; the message says what cannot be done and what can.
     """
-    if optimizer is None:
-        raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
+    optimizer = as_keras_optimizer(optimizer)
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"cluster is a {type(cluster).__name__}: read a file with dapple.Cluster.load(path)")
     window = make_window(mode, minibatches, weights, depth, micro_batches, plan)

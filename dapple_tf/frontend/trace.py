@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.errors import DappleWarning, ExactnessError
+from dapple_tf.errors import ExactnessError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
 from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.batch import batch_signature
@@ -179,11 +178,11 @@ def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact
         raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{table}")
     if reasons and inexact == "warn":
         message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(tuple(reasons))}"
-        warnings.warn(message, DappleWarning, stacklevel=12)
+        warn_user(message)
 
 
 def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
     report_exactness(name, dependence.exactness.undocumented, inexact)
     if dependence.grows and trains:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
-        warnings.warn(message, DappleWarning, stacklevel=12)
+        warn_user(message)

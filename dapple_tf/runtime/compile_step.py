@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -16,7 +15,7 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
-from dapple_tf.errors import CaptureError, DappleWarning, LossError, UsageError
+from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size, sized_key
 from dapple_tf.frontend.capture import Captured
@@ -309,9 +308,7 @@ def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: Compiled
 
 def _warn_of_untrained(model: StagedModel) -> None:
     if model.untrained:
-        warnings.warn(
+        warn_user(
             f"no gradient reaches {', '.join(model.untrained)}: the loss does not depend on it differentiably, and it "
-            "will not be trained",
-            DappleWarning,
-            stacklevel=7,
+            "will not be trained"
         )

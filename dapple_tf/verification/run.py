@@ -15,6 +15,7 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
+from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
@@ -61,6 +62,7 @@ def verify(
     In a job every rank must call it. Rank 0 trains on one device, and every rank gets the same report. Variables that
     no step has trained yet have rank 0's values on every rank afterwards.
     """
+    optimizer = as_keras_optimizer(optimizer)
     request = Request(
         stages,
         replicas,

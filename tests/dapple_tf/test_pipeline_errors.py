@@ -102,7 +102,7 @@ def matrix(name: str = "w") -> tf.Variable:
             PlanError,
             "for batches of 64 samples, and the first batch has 8, too few for it .*: begin with a batch of 64",
         ),
-        ({"optimizer": "sgd"}, PlanError, "optimizer is a str, not a keras.optimizers.Optimizer"),
+        ({"optimizer": "sdg"}, PlanError, "optimizer='sdg' is not known to Keras"),
         (
             {"plan": "plan.json"},
             PlanError,
