@@ -347,7 +347,7 @@ def _follow_list(node: Any, found: Imported) -> None:
 
 def _length(found: Imported, reference: str) -> int | None:
     value = found.known(reference).value
-    return None if value is None else int(value)
+    return None if value is None or np.ndim(value) else int(value)
 
 
 def _taken_elements(node: Any, found: Imported) -> list[Known]:

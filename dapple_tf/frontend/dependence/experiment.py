@@ -78,6 +78,8 @@ def decide(
         draws = draws[:_LEAST_DRAWS]
     for style in range(len(draws)):
         trial = _Trial(function, prepare, operands, draws, style)
+        if trial.joins_fail:
+            return [None] * outputs
         if trial.whole is not None:
             trials.append(trial)
         if trials and not any(_shape_of_rows(trials[0], i) is not None for i in range(outputs)):
@@ -94,6 +96,8 @@ def decide(
 def confirm(function: Function, prepare: Prepare, operands: Sequence[Operand], wanted: Sequence[Kind]) -> bool:
     """Return whether the function's results, such as gradients, are of these kinds: rows or sums."""
     trials = [_Trial(function, prepare, operands, _MODERATE, style) for style in range(len(_MODERATE))]
+    if any(trial.joins_fail for trial in trials):
+        return False
     trials = [trial for trial in trials if trial.whole is not None]
     return bool(trials) and all(_is(trial, i, kind) for trial in trials for i, kind in enumerate(wanted))
 
@@ -123,6 +127,11 @@ class _Trial:
         self._other += once or ()
         self.whole = None if once is None else self._run(self._values, 0, samples)
         self._parts: dict[tuple[int, int], Sequence[Any] | None] = {(0, samples): self.whole}
+
+    @property
+    def joins_fail(self) -> bool:
+        """Whether the function runs on each sample by itself, but not on all together."""
+        return self.whole is None and all(self.part(i, i + 1) is not None for i in range(self.samples))
 
     @property
     def splits(self) -> Sequence[Sequence[tuple[int, int]]]:
