@@ -150,7 +150,7 @@ def compile_step(
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
     """
     check_eager()
-    size = batch_size(batch)
+    _, size = batch_key(batch), batch_size(batch)  # the key tells more of what is no batch
     model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=autoplan.runs_uncut(size))
     plan = fit_plan(autoplan.plan, size)
     if plan.uncut and not model.exact_uncut:

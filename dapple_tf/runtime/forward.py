@@ -75,7 +75,7 @@ class Forward:
             raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
-        size = batch_size(batch)
+        _, size = batch_key(batch), batch_size(batch)  # the key tells more of what is no batch
         model = self._find(batch, size, target, uncut=self.autoplan.runs_uncut(size))
         whole = self._plans[id(model)]
         plan = fit_plan(whole, size)

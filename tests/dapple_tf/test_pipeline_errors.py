@@ -252,23 +252,6 @@ def test_a_boundary_without_a_batch_axis_cannot_be_split_over_unequal_replicas()
         assert step_of(loss, stages=["Exp"], inexact="warn")(X).shape == ()
 
 
-def test_a_custom_gradient_cannot_use_a_tensor_of_another_stage() -> None:
-    w, scale = matrix(), matrix("scale")
-
-    def loss(x: tf.Tensor) -> tf.Tensor:
-        early = tf.nn.softplus(x @ w)
-
-        @tf.custom_gradient
-        def odd(y: tf.Tensor) -> Any:
-            return tf.tanh(y), lambda upstream: upstream * early
-
-        return tf.reduce_mean(odd(tf.exp(tf.sin(early))) * scale[0])
-
-    message = r"stage1/backward needs %Softplus:0, .* a custom gradient of this stage uses it.* before 'Softplus'"
-    with pytest.raises(PartitionError, match=message):
-        step_of(loss, stages=["Exp"])(X)
-
-
 def test_a_boundary_without_a_gradient_warns_of_what_is_not_trained() -> None:
     w, scale = matrix(), tf.Variable(2.0, name="scale")
 

@@ -119,3 +119,18 @@ def test_a_model_that_reads_strings_fits_as_keras_does(mode: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     for one, other in zip(trained, weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_behind_a_layer_that_reads_strings_draws_the_rows_of_one_device() -> None:
+    words = keras.Input((1,), dtype="string")
+    text = keras.layers.TextVectorization(max_tokens=9, output_mode="tf_idf")
+    text.adapt(["a b c", "b d", "c a a d"])
+    hidden = keras.layers.Dropout(0.3, seed=1)(text(words))
+    model = keras.Model(words, keras.layers.Dense(1, kernel_initializer="ones")(hidden))
+
+    def loss(x: Any, y: Any) -> Any:
+        return tf.reduce_mean((model(x, training=True) - y) ** 2)
+
+    batch = tf.constant([["a b"], ["c d a"], ["d"], ["b b c"]]), tf.ones([4, 1])
+    report = dapple.verify(loss, batch=batch, optimizer=keras.optimizers.SGD(0.1), stages=2, micro_batches=4)
+    assert report.ok, report

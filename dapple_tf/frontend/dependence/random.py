@@ -30,7 +30,9 @@ def stateless_draw(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if shape.form is not Form.SIZE:
         return scope.couple(node, "draws random numbers for the samples by an op that micro-batches cannot repeat")
     axes, known = scope.batch_axes(Value(node.name)), scope.layouts.get(node.inputs[0])
-    if len(axes) != 1 or (node.inputs[0] in scope.numbers and scope.lengths(node.inputs[0]) is None):
+    if (lengths := scope.lengths(node.inputs[0])) is not None:  # known also where TensorFlow does not infer the shape
+        axes = [(axis, int(lengths[0][axis]) // scope.batch) for axis, varies in enumerate(lengths[1]) if varies]
+    if len(axes) != 1 or (node.inputs[0] in scope.numbers and lengths is None):
         return scope.couple(node, "draws random numbers in a shape that cannot be inferred")
     axis, factor = axes[0]
     layout = known[axis] if known is not None and axis < len(known) else None
