@@ -72,7 +72,7 @@ class ProgramChecker:
             made = make(self._program)
             assert isinstance(made, Fit)
             step = dapple.keras.pipeline(made.model, **{**chosen, **self._program.options})
-            found = run(self._program, made, folder, job)
+            found = run(self._program, made, folder, step, job)
         except REFUSALS as error:
             return Outcome.REFUSED, f"{type(error).__name__}: {error}"
         except Exception as error:  # any error of a program is its outcome; the table goes on
@@ -86,7 +86,7 @@ class ProgramChecker:
 
 def precision(program: Program) -> contextlib.AbstractContextManager[None]:
     """Return the context in which a program is made and run: Keras's types are float64 in it, if it can use them."""
-    return double_precision() if program.double else contextlib.nullcontext()
+    return double_precision() if program.dtype == "float64" else contextlib.nullcontext()
 
 
 def _as_case(program: Program) -> Case:
@@ -107,10 +107,11 @@ def make(program: Program) -> Fit | Training:
     return program.make()
 
 
-def run(program: Program, made: Fit, folder: Path, job: Any = None) -> Values:
+def run(program: Program, made: Fit, folder: Path, step: Any = None, job: Any = None) -> Values:
     """Call ``fit``, ``evaluate``, ``predict``, save the model and load it; return all that these give.
 
-    What cannot be saved or loaded without its source is made anew and given the saved weights.
+    ``step``, ``job``: those of the pipeline and of this rank. What cannot be saved or loaded without its source is made
+    anew and given the saved weights.
     """
     model = made.model
     keras.utils.set_random_seed(SEED)
@@ -119,6 +120,8 @@ def run(program: Program, made: Fit, folder: Path, job: Any = None) -> Values:
     values["evaluate"] = flatten(model.evaluate(*data, verbose=0, return_dict=True))
     inputs = made.x.map(_first) if isinstance(made.x, tf.data.Dataset) else made.x
     values["predict"] = flatten(model.predict(inputs, verbose=0))
+    if job is not None:
+        step.gather()
     values["variable"], values["slot"] = _read(model.variables), _read(model.optimizer.variables)
     model.save_weights(folder / "model.weights.h5")
     if job is not None:

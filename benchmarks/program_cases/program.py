@@ -13,8 +13,8 @@ from benchmarks.exactness_cases.case import SINGLE_PRECISION, Expected, Training
 BATCH = 8
 """Samples of every batch but the last of an epoch."""
 
-TOLERANCE = 1e-9
-"""Allowed relative error of float64 tensors after some epochs of any optimizer."""
+TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": SINGLE_PRECISION, "float16": 1e-3}
+"""Allowed relative errors after some epochs of any optimizer, by the least precise type of a program."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Program:
 
     ``options``: those of the pipeline that its user would be told to pass. ``reason``: why it is refused or differs, by
     nature. ``ranks``: it also runs as a job of two ranks. ``needs``: a package without which it is left out.
-    ``double``: it runs in float64; some operations have single precision only.
+    ``dtype``: the least precise type that it computes with; some operations and layers have single precision only.
     """
 
     make: Callable[[], Fit | Training]
@@ -45,12 +45,12 @@ class Program:
     ranks: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: str | None = None
-    double: bool = True
+    dtype: str = "float64"
 
     @property
     def tolerance(self) -> float:
         """The allowed relative error."""
-        return TOLERANCE if self.double else SINGLE_PRECISION
+        return TOLERANCES[self.dtype]
 
     @property
     def name(self) -> str:

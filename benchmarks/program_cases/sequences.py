@@ -320,12 +320,12 @@ def times_to_the_next_event() -> Training:
 
 
 PROGRAMS = (
-    Program(captchas, ranks=True, double=False),
-    Program(handwriting, ranks=True, double=False),
-    Program(speech_to_text, ranks=True, double=False),
+    Program(captchas, ranks=True, dtype="float32"),
+    Program(handwriting, ranks=True, dtype="float32"),
+    Program(speech_to_text, ranks=True, dtype="float32"),
     Program(speech_by_transformer),
     Program(video_classes, ranks=True),
-    Program(video_in_three_dimensions, double=False),
+    Program(video_in_three_dimensions, dtype="float32"),
     Program(next_frames, ranks=True),
     Program(weather, ranks=True),
     Program(traffic),
