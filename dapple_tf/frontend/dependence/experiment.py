@@ -61,16 +61,26 @@ class Operand:
         return math.prod(lengths) * (1 if self.axis is None else self.inner)
 
 
-def decide(
-    function: Function, prepare: Prepare, operands: Sequence[Operand], outputs: int, *, loops: bool, threshold: int = 0
-) -> list[Kind | None]:
-    """Return the kind of each of the function's ``outputs`` results, None where it is not rows, a sum or a mean.
+@dataclass(frozen=True)
+class Limits:
+    """Properties of a function that its results on a few samples do not show.
 
-    ``loops``: it has loops, which may run as many rounds as a value says, so none is large. ``threshold``: the function
-    may do something else with more samples than this.
+    ``loops``: it has loops, which may run as many rounds as a value says, so none is large. ``samples``: it may treat
+    the samples after this number in another way. ``length``: results of a fixed shape may leave out what comes after
+    this number of samples.
     """
+
+    loops: bool = False
+    samples: int = 0
+    length: int = 0
+
+
+def decide(
+    function: Function, prepare: Prepare, operands: Sequence[Operand], outputs: int, limits: Limits
+) -> list[Kind | None]:
+    """Return the kind of each of the function's ``outputs`` results, None where it is not rows, a sum or a mean."""
     trials = []
-    draws = _MODERATE if loops else _DRAWS
+    draws = _MODERATE if limits.loops else _DRAWS
     entries = sum(operand.entries for operand in operands)
     if entries > _MOST_ENTRIES:
         return [None] * outputs
@@ -85,11 +95,13 @@ def decide(
         if trials and not any(_shape_of_rows(trials[0], i) is not None for i in range(outputs)):
             return [None] * outputs  # lengths that depend on data: no further draw can help
     found = [_decide_output(trials, i) for i in range(outputs)]
-    if any(found) and threshold >= _SAMPLES:
-        trial = _Trial(function, prepare, operands, draws, 0, threshold + 2)
-        return [
-            kind if kind and trial.whole is not None and _is(trial, i, kind) else None for i, kind in enumerate(found)
-        ]
+    most = max([limits.samples, *(limits.length for kind in found if kind and not kind.rows)])
+    if any(found) and most >= _SAMPLES:
+        if (most + 2) * entries > _MOST_ENTRIES:
+            return [None] * outputs
+        trial = _Trial(function, prepare, operands, draws, 0, most + 2)
+        whole = trial.whole is not None
+        found = [kind if kind and whole and _is(trial, i, kind) else None for i, kind in enumerate(found)]
     return found
 
 

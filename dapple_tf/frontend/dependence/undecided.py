@@ -22,7 +22,7 @@ from tensorflow.core.framework import function_pb2
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
-from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare, confirm, decide
+from dapple_tf.frontend.dependence.experiment import Function, Limits, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from dapple_tf.frontend.dependence.scope import Scope, op_names
@@ -68,17 +68,17 @@ class Experiments:
     def _try(self, scope: Scope, node: Node, region: _Region) -> list[Kind | None]:
         outputs = [value for value, output in zip(node.values(), node.outputs, strict=True) if _is_dense(output)]
         operands = [self._operand(scope, value) for value in (*region.leaves, *region.once)]
-        if any(operand is None for operand in operands) or _threshold(scope, region) > _MOST_SAMPLES:
+        limits = Limits(region.loops, _threshold(scope, region), _longest(scope, region))
+        if any(operand is None for operand in operands) or limits.samples > _MOST_SAMPLES:
             return [None] * len(node.outputs)
         known = [operand for operand in operands if operand is not None]
         if all(operand.axis is None and operand.size is None for operand in known):
             return [None] * len(node.outputs)
         known[len(region.leaves) :] = [dataclasses.replace(each, once=True) for each in known[len(region.leaves) :]]
         runner = _Runner(scope, region, known, tuple(outputs), self.captured, uuid.uuid4().hex)
-        limits: Any = {"loops": region.loops, "threshold": _threshold(scope, region)}
         try:
             with internals.registered_functions(runner.library):
-                found = decide(runner.results(), runner.prepare(), known, len(outputs), **limits)
+                found = decide(runner.results(), runner.prepare(), known, len(outputs), limits)
                 if any(found) and not self._has_gradients_of(runner, found):
                     found = [None] * len(outputs)
         except _NOT_RUN:
@@ -273,6 +273,12 @@ def _threshold(scope: Scope, region: _Region) -> int:
         constants = [node.attr["value"].tensor for node in nodes if node.op == "Const"]
         found += [_largest((tf.make_ndarray(c),)) for c in constants if tf.as_dtype(c.dtype).is_integer]
     return max(found)
+
+
+def _longest(scope: Scope, region: _Region) -> int:
+    """Return the largest length of an axis in the region that does not depend on the batch."""
+    shapes = (output.shape.dims or () for node in region.nodes for output in node.outputs)
+    return max((dim for dims in shapes for dim in dims if dim is not None and dim > 0), default=0)
 
 
 def _largest(numbers: Numbers | None) -> int:

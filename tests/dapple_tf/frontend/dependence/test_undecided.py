@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from dapple_tf.frontend.dependence.experiment import Operand, decide
+from dapple_tf.frontend.dependence.experiment import Limits, Operand, decide
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.undecided import Experiments
 from tests.dapple_tf.frontend.dependence.evaluation import (
@@ -63,6 +63,15 @@ COUPLED: dict[str, Compute] = {
         lambda t: tf.reduce_max(tf.abs(t)) > 0.1, lambda t: (t / 2,), [b.z]
     )[0],
     "a loop without an end": lambda b: tf.while_loop(lambda t: tf.reduce_max(t) > -1, lambda t: (tf.abs(t),), [b.z])[0],
+    "a picture that holds five samples": lambda b: tf.reduce_sum(
+        tf.raw_ops.ImageProjectiveTransformV3(
+            images=tf.transpose(b.z)[..., None, None],
+            transforms=[[1.0, 0, 0, 0, 1.0, 0, 0, 0]],
+            output_shape=[5, 1],
+            fill_value=0.0,
+            interpolation="NEAREST",
+        )
+    ),
     "only the gradient": centered_by_stop_gradient,
     "more samples than any experiment has": lambda b: tf.map_fn(tf.identity, b.z)[:1500],
     "an op that ends the process where a part has no entries": lambda b: tf.math.real(
@@ -131,7 +140,7 @@ def test_rows_of_many_entries_are_tried_with_fewer_draws_and_the_largest_not_at_
 
     def tried(width: int) -> Any:
         sizes.clear()
-        (kind,) = decide(function, lambda values: [], [Operand("float32", (None, width), axis=0)], 1, loops=False)
+        (kind,) = decide(function, lambda values: [], [Operand("float32", (None, width), axis=0)], 1, Limits())
         return kind and kind.form, len(sizes)
 
     few, many, most = tried(2), tried(2**19), tried(2**25)
