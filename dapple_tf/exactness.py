@@ -106,6 +106,15 @@ class Exactness:
         return Exactness(tuple(reason for reason in self.reasons if reason.uncut))
 
     @property
+    def documented(self) -> str:
+        """The documented reasons, each with its layers and its remedy, in one line; "" where there are none."""
+        layers: dict[tuple[str, str], list[str]] = {}
+        for reason in self.reasons:
+            if reason.documented:
+                layers.setdefault((reason.why, reason.remedy), []).append(reason.layer)
+        return "; ".join(f"{_shortened(names)} {why}: {remedy}" for (why, remedy), names in layers.items())
+
+    @property
     def note(self) -> str:
         """The ops that were tried and what they give, in one line; "" where there are none."""
         if not self.tried:

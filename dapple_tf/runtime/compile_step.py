@@ -91,7 +91,8 @@ class CompiledSteps:
     variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
     were before the programs moved them. ``xla``: compiles stage functions, or None. ``compared``: the
-    models whose first step was compared with the loss of the whole batch, by their identity.
+    models whose first step was compared with the loss of the whole batch, by their identity. ``warned``: whether the
+    user knows of layers that train in another way than on one device.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -102,6 +103,7 @@ class CompiledSteps:
     homes: VariableHomes = field(default_factory=VariableHomes)
     xla: Xla | None = None
     compared: set[int] = field(default_factory=set)
+    warned: bool = False
 
     def add(self, key: Key, model: StagedModel) -> None:
         """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
@@ -158,6 +160,7 @@ def compile_step(
     target.check_plan(autoplan.plan, plan, size)
     planned = PlannedModel(model, plan, size)
     _report_writes(planned, autoplan, compiled)
+    _warn_of_documented(planned, autoplan, compiled)
     return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch, model.signature))
 
 
@@ -304,6 +307,14 @@ def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: Compiled
     if model.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
         writes = planned.exactness.reasons[len(model.exactness.reasons) :]
         report_exactness(model.graph.name, writes, autoplan.inexact)
+
+
+def _warn_of_documented(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
+    """Warn, at the first step that has some, of layers that train in another way than on one device."""
+    found = planned.exactness.documented
+    if found and not compiled.warned and autoplan.user_inexact != "allow":
+        compiled.warned = True
+        warn_user(f"{planned.model.graph.name} does not train as on one device: {found}")
 
 
 def _warn_of_untrained(model: StagedModel) -> None:

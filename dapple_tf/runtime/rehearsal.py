@@ -68,9 +68,9 @@ def compare_with_whole(compiled: CompiledStep, tensors: Sequence[Any], loss_fn: 
     tolerance = _TOLERANCE.get(wanted.dtype.name, 1e-2)
     if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise ExactnessError(
-            f"the first step of {model.graph.name} has the loss {found}, and one device {wanted}: an experiment was "
-            f"misled ({model.exactness.note}). Nothing was trained. Pass micro_batches=1 with one replica a stage, and "
-            "please report the ops"
+            f"the first step of {model.graph.name} has the loss {found}, and one device {wanted}: an experiment gave "
+            f"a wrong answer ({model.exactness.note}). Nothing was trained. Pass micro_batches=1 with one replica of each "
+            "stage, and please report the ops"
         )
 
 

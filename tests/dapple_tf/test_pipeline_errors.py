@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -261,6 +262,36 @@ def test_a_boundary_without_a_gradient_warns_of_what_is_not_trained() -> None:
     with pytest.warns(DappleWarning, match="no gradient reaches w: .* it will not be trained") as caught:
         step_of(loss)(X)
     assert [warning.filename for warning in caught] == [__file__], "it points at the user's line"
+
+
+def batch_norm_step(**options: Any) -> Any:
+    norms = [keras.layers.BatchNormalization(name=name) for name in ("one", "two")]
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), *norms, keras.layers.Dense(1)])
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(model(x, training=True)))
+
+    return dapple.pipeline(loss, **{"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 2} | options)
+
+
+def test_layers_that_train_otherwise_are_named_once_at_the_users_line() -> None:
+    step, batch = batch_norm_step(), tf.random.stateless_normal([8, 4], [1, 2])
+    with pytest.warns(DappleWarning, match="does not train as on one device: .*one and 1 more normalises") as caught:
+        step(batch)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert "\n" not in str(caught[0].message)
+    assert "batch_norm='sync'" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batch)
+        step(batch[:4])
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 1}, {"inexact": "allow"}])
+def test_nothing_is_said_where_nothing_differs_or_the_user_allows_it(options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch_norm_step(**options)(tf.random.stateless_normal([8, 4], [1, 2]))
 
 
 def test_a_warning_of_the_loss_points_at_the_users_line() -> None:

@@ -62,7 +62,8 @@ RULED = frozenset({*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"} | _CALLIN
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
 
 
-# Ops whose rules always tell how they combine samples. Of integers they may make indices, of which others make rows.
+# Ops that are not tried, since their rules say all, except where they give integers: these may be indices that a later
+# op turns into rows.
 _DECIDED = internals.CONDITION_OPS | op_names(
     "All Any ArgMax ArgMin BatchMatMul BatchMatMulV2 BatchMatMulV3 Cumprod Cumsum CumulativeLogsumexp Einsum "
     "EuclideanNorm L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum"
@@ -332,7 +333,7 @@ class Analysis:
         if kind.coupled and kind.documented:
             return kind
         weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
-        # Another output may hold a row a sample; then what is computed from both may do so too.
+        # Another output may hold rows of samples, and a later op may make rows of both.
         waits = self.waits and kind.undecided and (len(node.outputs) > 1 or kind.node != node.name)
         fixed = kind.coupled and not waits and scope.fixed(value) and not _opaque(scope, value)
         if (kind.total or fixed) and not trained and not weighted:

@@ -21,11 +21,11 @@ class OpClass(Enum):
     RULED = "ruled"
     """A rule gives the kinds of its outputs."""
     COUPLES = "couples samples"
-    """Each result depends on several samples, whatever the operands are: refused, or part of a batch loss."""
+    """A result depends on several samples: exact where it is computed from the arguments alone, else refused."""
     MEANINGLESS = "without meaning in a loss"
-    """It has no place between the arguments of a loss and its value; refused where it depends on the batch."""
+    """It is not expected between the arguments of a loss and its value."""
     EXPERIMENT = "decided by experiment"
-    """A function of its operands without a rule: it is refused, unless an experiment shows that it is row-wise."""
+    """It has no rule: it is refused, unless an experiment finds rows, a sum or a mean."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Function = Callable[[Sequence[Any]], Sequence[Any] | None]
 """Returns NumPy results for NumPy operands; None where it cannot be run on these values."""
 
 Prepare = Callable[[Sequence[Any]], Sequence[Any] | None]
-"""Returns the values of the operands that are computed once from all samples, for the values of the others."""
+"""Computes the operands that are the same for all parts, from the other operands of all samples."""
 
 _SAMPLES = 4
 _UNKNOWN_LENGTH = 3

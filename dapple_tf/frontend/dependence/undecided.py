@@ -294,7 +294,7 @@ _NO_LIMIT = 2**31 - 1  # the end of a slice that has none
 _MOST_SAMPLES = 20000
 
 
-# TensorFlow does not accept the ops by themselves; or a loop until samples meet a condition, which drawn ones do not.
+# TensorFlow rejects the ops outside of their graph, or a loop does not end within ``_SECONDS``.
 _NOT_RUN = (ValueError, TimeoutError)
 
 
@@ -317,7 +317,7 @@ class _Runner:
         return self._function(self._run)
 
     def prepare(self) -> Prepare:
-        """Return the function of all operands but the last, ``once``, that computes these."""
+        """Return the function that computes the values of ``once`` from the leaves."""
         region = self.region
         if not region.once:
             return lambda values: []
@@ -334,9 +334,9 @@ class _Runner:
         return [definition for _, definition in rename_functions(graph, self.suffix).library]
 
     def gradients(self, found: Sequence[Kind | None]) -> tuple[Function, list[Kind]]:
-        """Return the function of the operands' gradients, where the outputs are of these kinds, and their kinds.
+        """Return a function that computes the gradients of the float operands, and the kinds that these must have.
 
-        Raises LookupError for an op that has no gradient.
+        ``found``: the kinds of the outputs. Raises LookupError for an op that has no gradient.
         """
         trained = [i for i, operand in enumerate(self.operands) if tf.as_dtype(operand.dtype).is_floating]
         counted = next(operand for operand in self.operands if operand.axis is not None or operand.size is not None)
