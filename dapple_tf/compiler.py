@@ -69,7 +69,7 @@ class PlannedModel:
     def exactness(self) -> Exactness:
         """Why a step differs from one device's under this plan."""
         if self.plan.uncut:
-            return Exactness()  # see compile_step: the model is one for this
+            return Exactness()  # ``compile_step`` takes a model that is exact then
         if self.plan.window is not None and self.plan.window.in_turn:
             found = self.model.exactness.of_minibatches  # each minibatch runs uncut on one replica
             return Exactness(found.reasons, windows=True, tried=self.model.exactness.tried)

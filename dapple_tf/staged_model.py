@@ -157,7 +157,7 @@ def stage_model(
     use = find_variables(graph)
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
-    # No stage uses a variable whose gradient would be None: its averages are updated with the first stage's.
+    # A trainable variable that no stage uses has no gradient, but may have averages: the first stage updates these.
     owner = dict.fromkeys(captured.trainable, 0) | {name: users[0] for name, users in use.users}
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))

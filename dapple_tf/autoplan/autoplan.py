@@ -146,10 +146,10 @@ class Autoplan:
         return self._request.keeps_slices
 
     def runs_uncut(self, samples: int) -> bool:
-        """Return whether a batch of ``samples`` is one micro-batch on one replica of each stage, as far as is known.
+        """Return whether a batch of ``samples`` is, or may become, one micro-batch on one replica of each stage.
 
-        Before there is a plan, also where the request leaves that open: ``decide`` then plans it for a model that needs
-        it.
+        It may become so before there is a plan, where the request leaves M open: ``decide`` then plans it for a model
+        that needs it.
         """
         if self._decision is not None:
             return fit_plan(self._decision.plan, samples).uncut

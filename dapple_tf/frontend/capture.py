@@ -81,7 +81,7 @@ class Captured:
     @property
     def needs_uncut(self) -> bool:
         """Whether one micro-batch on one replica computes what one device does only if it is traced for that."""
-        python = any(node.op == "EagerPyFunc" for node in self.graph.nodes)  # differentiated only so
+        python = any(node.op == "EagerPyFunc" for node in self.graph.nodes)  # cut into stages, it has no gradient
         return self.uncut or python or (self.dependence is not None and not self.dependence.exactness.exact_uncut)
 
     @property

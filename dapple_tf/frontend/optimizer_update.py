@@ -60,11 +60,11 @@ def trace_update(
 
     The optimizer is built if it is not. It gets the variables in the order for which it was built, and None as the
     gradient of others that it was built for. ``sparse``: the variables whose gradients are IndexedSlices, with the
-    dtype of the indices. Clipping by the global norm is left out: the pipelined graph clips over all stages.
-    As Keras makes dense tensors of what it clips so, the update then takes these. It is not left out where something
-    else is done with the gradients before. Conditions that write variables are open. Raises PlanError for an object
-    that is not a Keras optimizer, and for an optimizer that was built for other variables, or cannot take these
-    gradients.
+    dtype of the indices. Clipping by the global norm is left out, since the pipelined graph clips over all stages;
+    Keras clips dense tensors, so the update takes dense gradients then. It is not left out where a method of the
+    optimizer changes the gradients before Keras clips them. Conditions that write variables are open. Raises PlanError
+    for an object that is not a Keras optimizer, and for an optimizer that was built for other variables, or cannot take
+    these gradients.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")

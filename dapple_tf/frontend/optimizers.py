@@ -63,7 +63,7 @@ def _convert(optimizer: Any) -> Any:
     rate: Any = config.get("learning_rate")
     known = {*inspect.signature(kind).parameters, *inspect.signature(keras.optimizers.Optimizer).parameters}
     if strange := [*sorted(config.keys() - known), *(["use_ema"] if config.get("use_ema") else [])]:
-        raise PlanError(f"{refused} with {', '.join(strange)}, which Keras 3 does otherwise: {_GIVE}")
+        raise PlanError(f"{refused} with {', '.join(strange)}, which Keras 3 handles in another way: {_GIVE}")
     try:
         if isinstance(rate, Mapping):
             given = {key: value for key, value in rate["config"].items() if value is not None}
@@ -97,5 +97,5 @@ def _take_out_of_horovod(optimizer: Any) -> None:
     optimizer.__class__ = type(optimizer).__mro__[1]
     warn_user(
         f"{name} is taken out of hvd.DistributedOptimizer: the pipeline sums gradients itself, and every rank reads "
-        "the same data; give it without"
+        "the same data; pass the plain optimizer"
     )

@@ -25,7 +25,7 @@ _STEP = "_pipelined_step"
 """The attribute of a model that holds the step of its pipeline."""
 
 _SETTINGS = ("optimizer", "run_eagerly", "jit_compile", "steps_per_execution")
-"""What ``compile`` sets on a model and a pipeline is made for."""
+"""Attributes that ``compile`` sets on a model, and that must not change under a pipeline."""
 
 _BY_LOSS = (
     "override compute_loss and compute_metrics instead, or write the loss as a function of the batch and call "

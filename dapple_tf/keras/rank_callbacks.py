@@ -98,7 +98,7 @@ def _finalizes(optimizer: Any) -> bool:
 
 
 def check_callbacks(callbacks: Sequence[Any], method: str, job: Job) -> None:
-    """Raise JobError on every rank if they do not give ``method`` the same callbacks, and UsageError for Horovod's.
+    """Raise JobError on every rank if the ranks give ``method`` other callbacks, and UsageError for Horovod's.
 
     Those that only write may be on any ranks: they run on rank 0. Every rank must call this.
     """

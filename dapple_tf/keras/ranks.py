@@ -80,7 +80,7 @@ class _RankMethods:
         return load_weights
 
     def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``fit``, ``evaluate`` and ``predict``: only rank 0 shows a progress bar, and callbacks run as on ranks."""
+        """Wrap ``fit``, ``evaluate`` or ``predict``: only rank 0 shows progress, and callbacks are those of a job."""
         method = original.__name__
 
         def run(*args: Any, **options: Any) -> Any:

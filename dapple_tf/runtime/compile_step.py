@@ -225,12 +225,12 @@ def trace_loss_of(
 ) -> tuple[TracedLoss, TracedLoss]:
     """Return the traced function on which to plan, and the one to run: it is the same in most cases.
 
-    ``uncut``: one micro-batch on one replica may run the batch. What is not exact otherwise is then run as it is.
-    Raises what ``trace_batch`` raises.
+    ``uncut``: one micro-batch on one replica may run the batch; a loss that is not exact in micro-batches is then
+    traced again, without a rewrite. Raises what ``trace_batch`` raises.
     """
     key, size, times = batch_key(batch), batch_size(batch), compiled.times
     captured, cut = None, None
-    if not (uncut and compiled.models.find(key)):  # else it is known that the model must run as it is
+    if not (uncut and compiled.models.find(key)):  # else a model of this key needed a trace of its own
         inexact: Inexact = "allow" if uncut else autoplan.inexact
         options = inexact, autoplan.batch_loss, autoplan.batch_norm
         earlier, by_xla = compiled.models.alike(key), compiled.xla is not None

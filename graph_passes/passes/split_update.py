@@ -192,9 +192,9 @@ def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
 
 
 def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str) -> None:
-    """Raise PartitionError where ``part`` of the update, a function, reads what writes ``earlier`` overwrite too soon.
+    """Raise PartitionError where a part of the update reads a variable whose old value an earlier part overwrites.
 
-    They run before the function, and in the optimizer after what it reads.
+    ``part``: names the ``function`` in the error. ``earlier``: the nodes of parts that run before it.
     """
     written = (graph.node(name) for name in sorted(earlier) if graph.node(name).effect == Effect.WRITE)
     overwritten = {target: node.name for node in written for target in node.strings("writes")}

@@ -275,14 +275,14 @@ def _search(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of the places of values in sorted rows: row i of the values is looked for in row i."""
     ordered, values = kinds
     if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
-        return scope.couple(node, "looks for places in, or of, a sum or mean over the batch")
+        return scope.couple(node, "searches a sum or mean over the batch, or searches for one")
     if not only_rows(kinds):
         return shared()
     own = ordered.rows and values.rows and ordered.axis == values.axis == 0 and same_order(kinds)
     one_row = ordered.shared and values.rows and values.axis == 1
     if (own or one_row) and not ordered.slope and not values.slope:
         return values if values.outer or one_row else ordered
-    return scope.couple(node, "looks for places among other samples")
+    return scope.couple(node, "searches the sorted values of other samples")
 
 
 def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:

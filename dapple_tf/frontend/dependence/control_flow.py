@@ -129,7 +129,7 @@ def loop(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -
 
 
 def _end_of_loop(scope: Scope, value: Value, kind: Kind, result: Output) -> Output:
-    """Return a loop variable, with numbers where each round, of which ``result`` is the last, leaves those it had."""
+    """Return a loop variable; its numbers are known only if no round changes them. ``result``: of the last round."""
     if not result.has_numbers(scope.numbers.get(value)):
         return Output(kind)
     return Output(kind, result.numbers, scope.layouts.get(value))

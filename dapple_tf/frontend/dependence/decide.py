@@ -164,7 +164,7 @@ class _Decision:
             nested = self.graph.by_name.get(node.name) is not node  # in a custom gradient or a loop
             if nested or node.name in self.live:
                 why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"
-                # Each stage that uses a draw that runs once would draw for itself.
+                # A draw that runs once a step runs in each stage that uses it, and each stage draws other numbers.
                 self._add(Inexactness(_layer(node), why, _DRAW, documented=True, uncut=node.name in self.once))
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
         self._check_writes()
@@ -223,7 +223,7 @@ class _Decision:
         )
 
     def _once_uncut(self) -> frozenset[str]:
-        """Return the nodes of ``once`` whose results are those of the program, wherever they run before its stages."""
+        """Return the nodes of ``once`` that may run before the stages without changing a result."""
         once = self.once
         while True:
             fixed = {node.name for node in self.graph.nodes if node.effect in (Effect.SIDE, Effect.RANDOM)}

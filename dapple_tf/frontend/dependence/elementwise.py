@@ -184,7 +184,7 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if None in ranks:
         return scope.couple(node, "combines tensors of unknown rank")
     known = [rank for rank in ranks if rank is not None]
-    if scope.rank(Value(node.name)) not in (None, max(known)):  # that they differ is all that == says
+    if scope.rank(Value(node.name)) not in (None, max(known)):  # == gives one False, no row for each sample
         return scope.couple(node, "compares tensors whose shapes do not fit")
     from_right = {kind.axis - (scope.rank(value) or 0) for value, kind in batched}
     if len(from_right) > 1:

@@ -97,7 +97,10 @@ def _squeeze(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not named:
         removed = {axis for axis, dim in enumerate(scope.dims(node.inputs[0]) or ()) if dim == 1}
         if scope.nested:
-            return scope.couple(node, "squeezes the batch axis of a single sample, in a nested function: name the axes")
+            return scope.couple(
+                node,
+                "squeezes a single sample's batch axis too, in a nested function without axes: name the axes",
+            )
         scope.squeezed[node.name] = tuple(sorted(removed))
     if kinds[0].axis in removed or (after is not None and after != rank - len(removed)):
         return scope.couple(node, "squeezes the batch axis")

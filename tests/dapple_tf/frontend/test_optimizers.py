@@ -96,7 +96,7 @@ def test_an_optimizer_of_keras_2_is_converted_or_refused() -> None:
     for optimizer, message in (
         (old.legacy.Adam(0.1), "which Keras 3 does not have in this form: give a Keras 3 optimizer"),
         (Own(0.1), r"Own of Keras 2 \(tf_keras\), which Keras 3 does not have"),
-        (old.Adam(0.1, use_ema=True), "with use_ema, which Keras 3 does otherwise"),
+        (old.Adam(0.1, use_ema=True), "with use_ema, which Keras 3 handles in another way"),
         (used, "that has trained already"),
     ):
         with pytest.raises(PlanError, match=message):

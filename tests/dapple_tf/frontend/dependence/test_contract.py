@@ -213,7 +213,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     ),
     "places among other samples": (
         lambda b: tf.searchsorted(tf.transpose(b.z), tf.transpose(b.x)),
-        "looks for places among other samples",
+        "searches the sorted values of other samples",
     ),
     "a diagonal that all matrices share": (
         lambda b: tf.linalg.set_diag(tf.reshape(tf.ensure_shape(b.z, [9, 4]), [9, 2, 2]), tf.ones([9, 2], tf.float64)),
