@@ -23,7 +23,7 @@ from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.keras_layers import LayerRecorder
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.node_attributes import read_attribute
-from dapple_tf.frontend.read_graph import read_graph, read_value
+from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
 from graph_passes.analysis.layers import written_variables
@@ -258,17 +258,10 @@ def _loss_and_aux(concrete: Any, name: str) -> tuple[list[Any], Any]:
         )
     if not loss.dtype.is_floating:
         raise LossError(f"the loss of {name} is {loss.dtype.name}, not a float")
-    tensors = [_skip_identities(tensor) for tensor in concrete.graph.outputs]
+    tensors = [skip_identities(tensor) for tensor in concrete.graph.outputs]
     if len(tensors) != 1 + len(tf.nest.flatten(aux) if aux is not None else []):
         raise CaptureError(f"every output of {name} must be a tensor")
     return tensors, aux
-
-
-def _skip_identities(tensor: Any) -> Any:
-    """Return the tensor before the Identity ops at a function's end, which run only when the whole function has."""
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _small_constants(func_graph: Any) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.read_graph import read_shape
+from dapple_tf.frontend.read_graph import read_shape, skip_identities
 from graph_passes.ir.graph import Shape
 
 LARGEST = 256
@@ -246,7 +246,7 @@ def chosen_branch(op: str, decided: Any, count: int) -> int:
 
 
 def _infer_loop(body: Any, called: Sequence[str], known: Sequence[Known], infer: Any) -> list[Known]:
-    kept = frozenset(i for i, tensor in enumerate(body.outputs) if _skip_identities(tensor) is body.inputs[i])
+    kept = frozenset(i for i, tensor in enumerate(body.outputs) if skip_identities(tensor) is body.inputs[i])
     found = [one if i in kept else replace(one, value=None) for i, one in enumerate(known)]
     for _ in range(_MOST_ROUNDS):
         after = infer(called[0], found, kept)
@@ -259,12 +259,6 @@ def _infer_loop(body: Any, called: Sequence[str], known: Sequence[Known], infer:
         infer(called[0], found, kept)
     infer(called[1], found, kept)
     return found
-
-
-def _skip_identities(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _is_same(one: Known, other: Known) -> bool:

@@ -69,6 +69,13 @@ def read_value(tensor: Any, inputs: Mapping[str, Node]) -> Value:
     return Value(_node_name(tensor.op.name, inputs), tensor.value_index)
 
 
+def skip_identities(tensor: Any) -> Any:
+    """Return the tensor before the Identity ops at a function's end, which run only when the whole function has."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
 def read_shape(tensor: Any) -> Shape:
     """Return the static shape of a tensor."""
     return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
