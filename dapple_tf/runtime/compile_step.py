@@ -91,8 +91,8 @@ class CompiledSteps:
     variant, and whether it takes local rows.
     ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
     were before the programs moved them. ``xla``: compiles stage functions, or None. ``compared``: the
-    models whose first step was compared with the loss of the whole batch, by their identity. ``warned``: whether the
-    user knows of layers that train in another way than on one device.
+    most samples of a step of each model, by its identity, that was compared with the loss of the whole batch.
+    ``warned``: whether the user knows of layers that train in another way than on one device.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -102,7 +102,7 @@ class CompiledSteps:
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
     xla: Xla | None = None
-    compared: set[int] = field(default_factory=set)
+    compared: dict[int, int] = field(default_factory=dict)
     warned: bool = False
 
     def add(self, key: Key, model: StagedModel) -> None:
@@ -110,7 +110,7 @@ class CompiledSteps:
         dropped = (self.uncut if model.uncut else self.models).add(key, model)
         for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
-        self.compared.discard(id(dropped))
+        self.compared.pop(id(dropped), None)
 
     def find(self, batch: Sequence[Any], *, uncut: bool) -> StagedModel | None:
         """Return a model that serves ``batch``, or None; ``uncut``: it is run by one micro-batch on one replica."""

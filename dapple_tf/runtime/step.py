@@ -404,18 +404,20 @@ class PipelinedStep:
     def _compare_first(self, compiled: CompiledStep, tensors: Sequence[Any], batch: Sequence[Any]) -> None:
         """Compare the first step of a model with ops that were tried by experiment with the whole batch's loss.
 
-        A step that differs from one device's for a known reason, or that cannot be rehearsed, is not compared; nor is a
-        window of minibatches.
+        So are steps on more samples than before. A step that differs from one device's for a known reason, or that
+        cannot be rehearsed, is not compared; nor is a window of minibatches.
         """
         planned, compared = compiled.planned, self._compiled.compared
         exactness, model = planned.exactness, planned.model
-        if not exactness.tried or exactness.reasons or planned.plan.window is not None or id(model) in compared:
+        if not exactness.tried or exactness.reasons or planned.plan.window is not None:
+            return
+        if planned.batch_size <= compared.get(id(model), 0):
             return
         if can_rehearse(model):
             if self._job is not None:
                 gather_variables(self._job, self._models)
             compare_with_whole(compiled, tensors, self._loss_fn, batch)
-        compared.add(id(model))
+        compared[id(model)] = planned.batch_size
 
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)

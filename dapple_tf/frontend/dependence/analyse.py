@@ -194,7 +194,7 @@ class Analysis:
 
     def _try_undecided(self, scope: Scope, node: Node, kinds: Sequence[Kind], found: Sequence[Kind]) -> list[Kind]:
         """Return the kinds ``found`` of a node's outputs, with the result of an experiment for those undecided."""
-        if _may_be_undecided(node, kinds):
+        if _may_be_undecided(scope, node, kinds):
             found = [dataclasses.replace(k, undecided=True) if k.coupled and k.node == node.name else k for k in found]
         undecided = [value for value, kind in zip(node.values(), found, strict=True) if kind.undecided]
         once = bool(undecided) and not scope.nested and self._runs_once(scope, node, kinds, undecided)
@@ -374,9 +374,13 @@ class Analysis:
         return coupled(node.name, BATCH_NORM, trained=True, documented=True)
 
 
-def _may_be_undecided(node: Node, kinds: Sequence[Kind]) -> bool:
+def _may_be_undecided(scope: Scope, node: Node, kinds: Sequence[Kind]) -> bool:
     """Return whether the node may treat samples one by one although its rule says that it combines them."""
     if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds) or has_custom_gradient(node):
+        return False
+    # A number of samples that is compared or computed with may change results at numbers that no experiment has.
+    takes_size = any(kind.form is Form.SIZE for kind in kinds) and node.op in elementwise.ELEMENTWISE
+    if takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0])):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
 

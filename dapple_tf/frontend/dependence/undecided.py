@@ -22,6 +22,7 @@ from tensorflow.core.framework import function_pb2
 from dapple_tf import internals
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
+from dapple_tf.frontend.dependence.elementwise import ELEMENTWISE
 from dapple_tf.frontend.dependence.experiment import Function, Limits, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
@@ -260,12 +261,17 @@ def _leaf_key(scope: Scope, value: Value) -> Any:
 def _threshold(scope: Scope, region: _Region) -> int:
     """Return the largest number to which the region compares positions or numbers of samples; 0 where there is none.
 
-    ``x[:100]`` treats all samples alike only in batches of at most 100.
+    ``x[:100]`` treats all samples alike only in batches of at most 100. More than any experiment has where it is not
+    known.
     """
     found = [0]
     for node in region.nodes:
         kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
         of_positions = any(kind.form is Form.SIZE or kind.slope for kind in kinds)
+        if any(kind.form is Form.SIZE for kind in kinds) and node.op in ELEMENTWISE:
+            unknown = any(k.shared and scope.numbers.get(v) is None for v, k in zip(node.inputs, kinds, strict=True))
+            if unknown or node.outputs[0].dtype.differentiable:
+                return _NO_LIMIT  # it compares or computes with a number of samples
         if of_positions or (node.op in _PICKING and not kinds[0].shared):
             found += [_largest(scope.numbers.get(value)) for value in node.inputs]
     for _, body in needed_library(Graph("region", region.nodes), dict(scope.graph.library)):

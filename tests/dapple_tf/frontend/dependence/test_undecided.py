@@ -72,6 +72,14 @@ COUPLED: dict[str, Compute] = {
             interpolation="NEAREST",
         )
     ),
+    "a loop that compares the number of samples": lambda b: tf.while_loop(
+        lambda i, _: i < 1,
+        lambda i, h: (i + 1, tf.where(tf.cast(tf.shape(h)[0], tf.float64) > 20.0, 2.0 * h, h)),
+        (0, b.z),
+    )[1],
+    "a nested function that computes with the number of samples": lambda b: tf.function(
+        lambda h: h + tf.nn.relu(tf.cast(tf.shape(h)[0], tf.float64) - 20.0)
+    )(b.z),
     "only the gradient": centered_by_stop_gradient,
     "more samples than any experiment has": lambda b: tf.map_fn(tf.identity, b.z)[:1500],
     "an op that ends the process where a part has no entries": lambda b: tf.math.real(
