@@ -34,9 +34,12 @@ from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
 _LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _LISTED = _LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
 _MOST_NODES = 250
-# With a tensor that has no entries TensorFlow's kernels of these do not raise an error: they end the process.
-_ABORTING = op_names(
-    "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT IRFFT2D IRFFT3D IRFFTND"
+# Python code has effects of its own. With a tensor that has no entries, the kernels of FFTs do not raise an error: they
+# end the process.
+_NEVER_RUN = op_names(
+    "PyFunc PyFuncStateless EagerPyFunc "
+    "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT "
+    "IRFFT2D IRFFT3D IRFFTND"
 )
 _SECONDS = 2.0  # for a run of a loop, which takes milliseconds if it ends at all
 _MOST_TRIALS = 96
@@ -153,6 +156,10 @@ def _find_region(scope: Scope, node: Node, captured: Captured) -> _Region | None
     before = search.ancestors([scope.graph.node(value.node) for value in once], ends_at_once=False)
     if names is None or before is None:
         return None
+    called = needed_library(Graph("region", tuple(map(scope.graph.node, names | before))), dict(scope.graph.library))
+    bodies = (function_pb2.FunctionDef.FromString(body) for _, body in called)
+    if any(inside.op in _NEVER_RUN for body in bodies for inside in body.node_def):
+        return None
     ordered = [tuple(each for each in scope.graph.nodes if each.name in found) for found in (names, before)]
     return _Region(
         ordered[0],
@@ -182,7 +189,7 @@ class _Search:
         names, pending = {node.name for node in nodes}, list(nodes)
         while pending:
             inside = pending.pop()
-            if inside.effect not in (Effect.PURE, Effect.READ) or inside.op in _ABORTING or len(names) > _MOST_NODES:
+            if inside.effect not in (Effect.PURE, Effect.READ) or inside.op in _NEVER_RUN or len(names) > _MOST_NODES:
                 return None
             for value in inside.inputs:
                 source = self.scope.graph.by_name.get(value.node)

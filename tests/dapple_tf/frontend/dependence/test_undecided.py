@@ -139,6 +139,24 @@ def test_a_statistic_that_is_computed_once_is_the_whole_batchs_in_an_experiment(
     assert (kind.form, kind.axis) == (Form.ROWS, 0), kind
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_python_code_is_never_run_by_an_experiment(nested: bool) -> None:
+    ran = []
+
+    def python(value: Any) -> Any:
+        ran.append(value)
+        return value
+
+    def compute(b: Batch) -> Any:
+        def call(h: Any) -> Any:
+            return tf.ensure_shape(tf.numpy_function(python, [h], tf.float64, stateful=False), h.shape)
+
+        return (tf.function(call) if nested else call)(b.z)
+
+    assert kind_of(compute).coupled
+    assert not ran
+
+
 def test_rows_of_many_entries_are_tried_with_fewer_draws_and_the_largest_not_at_all() -> None:
     sizes = []
 
