@@ -151,6 +151,8 @@ class Autoplan:
         It may become so before there is a plan, where the request leaves M open: ``decide`` then plans it for a model
         that needs it.
         """
+        if self.window is not None:
+            return False
         if self._decision is not None:
             return fit_plan(self._decision.plan, samples).uncut
         return self._request.can_run_uncut

@@ -15,6 +15,7 @@ from tensorflow.core.framework import function_pb2
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.write_graph import needed_library
+from graph_passes.analysis.layers import TAKES_ROWS
 from graph_passes.ir.graph import OTHER, DType, FunctionRef, Graph, Shape, TensorType, Value, ancestors
 from graph_passes.passes.backward import SparseUse
 from graph_passes.passes.gather_slices import Combine
@@ -144,7 +145,7 @@ def _read_use(
 def _combine(joint: Graph, indices: Value, variable: str, once: Collection[str]) -> Combine:
     """Return how to join the slices of micro-batches if the number of indices is only known when the step runs."""
     before = [joint.node(name) for name in ancestors(joint, [indices.node], stop=once)]
-    if not any(node.op == "arg" for node in before):
+    if not any(node.op == "arg" or node.has(TAKES_ROWS) for node in before):
         return "sum"
     if any(node.op in _UNIQUE for node in before):
         return "merge"

@@ -145,6 +145,5 @@ def test_constraints_of_layers_are_applied() -> None:
 
 def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:
     case = problem(lambda: None)
-    step = dapple.pipeline(case.loss_fn, optimizer=object(), stages=2, micro_batches=2)
     with pytest.raises(PlanError, match=r"object, not a keras\.optimizers\.Optimizer"):
-        step(*batches(1)[0])
+        dapple.pipeline(case.loss_fn, optimizer=object(), stages=2, micro_batches=2)(*batches(1)[0])

@@ -32,7 +32,7 @@ DIFFER = "JobError: the ranks differ in their "
         ("different numbers of layers", [f"{DIFFER}layers of the model: ", "'layer3/matmul'"]),
         ("different code", [f"{DIFFER}layers of the model: ", "'layer0/Cos'", "'layer0/Sin'"]),
         ("different branches", [f"{DIFFER}graph of the model, or code: rank 0 has ", "rank 1 has "]),
-        ("different constants", [f"{DIFFER}tensors that the model closes over: rank 0 has ", "rank 1 has "]),
+        ("different constants", [f"{DIFFER}graph of the model, or code: rank 0 has ", "rank 1 has "]),
         ("different TensorFlow versions", [f"{DIFFER}TensorFlow version: rank 0 has 2.", "rank 1 has 9.9.9"]),
         ("a batch too small for the replicas", ["BatchError: the batch has 1 sample, too few for the 2 ranks of a"]),
         ("an error that cannot be pickled", ["JobError: rank 0 failed with UnpicklableError: no plan in the air"]),
