@@ -258,7 +258,8 @@ def energies_and_forces() -> Training:
 
 def points_of_a_kernel() -> Training:
     """A Gaussian process of each sample: a kernel of learned features, a Cholesky factor, the marginal likelihood."""
-    features = keras.Sequential([keras.Input((2,)), layers.Dense(6, "tanh"), layers.Dense(2)])
+    features = keras.Sequential([keras.Input((2,)), layers.Dense(6, "tanh"), layers.Dense(2, use_bias=False)])
+    # No bias: distances do not depend on it, so its gradient is rounding, which Adam would enlarge.
     noise = tf.Variable(np.float64(-1.0), name="noise")
 
     @tf.function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
@@ -243,7 +243,9 @@ def trace_loss_of(
     with times.phase("trace"):
         captured = trace_uncut(function, batch, size, trains=trains)
     whole = _with_layers(captured, size, times)
-    return cut or whole, whole
+    if cut is None:
+        return whole, whole
+    return replace(cut, layers=cut.layers.cut_only_as(whole.layers)), whole
 
 
 def _with_layers(captured: Captured, samples: int, times: BuildTimes) -> TracedLoss:

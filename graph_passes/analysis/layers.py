@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graph_passes.analysis.tail import TailInput, find_frontier, find_tail, outside_of_tail
 from graph_passes.analysis.weight_terms import find_weight_terms
@@ -83,6 +83,17 @@ class Layers:
     def positions(self) -> tuple[int, ...]:
         """Return the positions where the graph can be cut."""
         return tuple(cut.position for cut in self.cuts if not cut.problem)
+
+    def cut_only_as(self, other: Layers) -> Layers:
+        """Return these layers without the cuts that ``other``, another trace of the same function, cannot have."""
+        where = {layer.name: position for position, layer in enumerate(other.layers)}
+
+        def with_problem(cut: Cut) -> Cut:
+            name = self.layers[cut.position].name
+            there = other.cut(where[name]).problem if where.get(name) else f"one micro-batch has no layer {name!r}"
+            return cut if cut.problem else replace(cut, problem=there)
+
+        return replace(self, cuts=tuple(map(with_problem, self.cuts)))
 
     def find(self, name: str) -> int:
         """Return the index of the first layer that ``name`` matches: a layer's name, or a part of its path.

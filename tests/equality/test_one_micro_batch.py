@@ -77,6 +77,15 @@ def written_after_it_is_read(v: Variables, h: Any, x: Any) -> Any:
     return h
 
 
+def through_a_network_that_follows(v: Variables, h: Any, x: Any) -> Any:
+    """The layers of a network that the loss writes at its end cannot be in different stages."""
+    for power in (1, 2, 3, 4):
+        with tf.name_scope(f"following{power}"):
+            h = tf.tanh(h @ v.second**power * v.mean)
+    v.mean.assign(0.9 * v.mean + 0.1 * v.second[0])
+    return h
+
+
 def until_all_are_small(v: Variables, h: Any, x: Any) -> Any:
     return tf.while_loop(lambda h: tf.reduce_max(tf.abs(h)) > 0.3, lambda h: [h * 0.8], [h])[0]
 
@@ -137,6 +146,7 @@ HIDDEN = (
     remembered,
     written_twice,
     written_after_it_is_read,
+    through_a_network_that_follows,
     until_all_are_small,
     chosen_by_the_mean,
     grouped,

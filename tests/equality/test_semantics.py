@@ -214,6 +214,21 @@ def test_a_loop_reads_what_another_stage_has_written_before_it() -> None:
 # --- outputs
 
 
+def test_a_network_that_follows_another_is_written_after_all_micro_batches_have_used_it() -> None:
+    first, second = weights(2)
+    following = tf.Variable(first * 0.5, name="following")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        wanted = tf.stop_gradient(tf.tanh(x @ following) + y)
+        found = tf.tanh(tf.tanh(x @ first) @ second)
+        following.assign(0.9 * following + 0.1 * first)
+        return tf.reduce_mean(tf.square(found - wanted))
+
+    named = {"first": first, "second": second, "following": following}
+    comparison = compare(Problem(loss_fn, named, sgd), [data(6), data(4, 2)], stages=2, micro_batches=3)
+    comparison.check(TOLERANCE["float64"])
+
+
 def test_aux_outputs_are_joined_in_sample_order() -> None:
     matrices = weights(3)
     loss = chain(matrices)

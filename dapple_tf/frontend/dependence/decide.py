@@ -389,6 +389,11 @@ class _Decision:
             kinds = [self.scope.kinds.get(value) for value in used]
             if node.name in self.live and kinds and all(k and k.shared and k.once and not k.trained for k in kinds):
                 found.add(node.name)
+        stopped = [node.name for node in self.graph.nodes if node.op in ("StopGradient", "PreventGradient")]
+        with_gradient = ancestors(self.graph, [self.graph.outputs[0].node], stop=stopped)
+        for _, read, _ in self._read_too_early(found):  # a value without gradient is kept from before the write
+            if read.name not in with_gradient or not self.scope.kinds[Value(read.name)].trained:
+                found.add(read.name)
         return frozenset(found)
 
     def _used(self, nodes: Set[str]) -> set[Value]:

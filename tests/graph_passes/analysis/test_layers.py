@@ -231,6 +231,23 @@ def test_an_impossible_cut_says_why(body: str, problem: str) -> None:
     assert layers.positions() == ()
 
 
+def test_cuts_that_another_trace_cannot_have_are_left_out() -> None:
+    head = "inputs %x\n%x = arg() -> (float32[?])\n%v = variable() -> (resource[])\n%a = Neg(%x:0) -> (float32[?])"
+    own = find_layers(graph(f"{head}\n%b = Neg(%a:0) -> (float32[?])\n%c = Neg(%b:0) -> (float32[?])\noutputs %c:0"))
+    other = find_layers(
+        graph(
+            f"{head}\n%m = ReadVariableOp(%v:0) -> (float32[]) !read\n%b = Add(%a:0, %m:0) -> (float32[?])\n"
+            "%put = AssignVariableOp(%v:0, %b:0) {writes=['v']} !write\noutputs %b:0"
+        )
+    )
+    assert own.positions() == (1, 2)
+    restricted = own.cut_only_as(other)
+    assert restricted.positions() == ()
+    assert restricted.cut(1).problem == "forward writes variable 'v' and uses it on both sides"
+    assert restricted.cut(2).problem == "one micro-batch has no layer 'c'"
+    assert own.cut_only_as(own) == own
+
+
 def test_a_function_that_computes_nothing_has_no_layers() -> None:
     with refused(PartitionError, "the function 'f' computes nothing from its arguments"):
         find_layers(graph("inputs %x\n%x = arg() -> (float32[?])\n%c = Const() -> (float32[])\noutputs %c:0"))

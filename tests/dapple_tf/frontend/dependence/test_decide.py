@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -189,17 +190,30 @@ def test_a_read_of_what_micro_batches_write_couples() -> None:
     assert "reads state, which each micro-batch writes" in reasons(decide(compute))
 
 
-def test_a_read_before_a_write_once_a_step_is_a_reason() -> None:
-    count = tf.Variable(1.0, name="count", dtype=tf.float64, trainable=False)
+def read_before_a_write(read: Callable[[Batch, tf.Variable], Any]) -> Compute:
+    """Return a loss that writes a trainable variable after it has read it."""
+    scale = tf.Variable(1.0, name="scale", dtype=tf.float64)
 
     def compute(b: Batch) -> Any:
-        before = tf.reduce_mean(b.z * count)
+        before = tf.reduce_mean(read(b, scale))
         with tf.control_dependencies([before]):
-            count.assign_add(1.0)
+            scale.assign_add(1.0)
         return before
 
-    found = decide(compute)
-    assert found.once or "before the loss writes it" in reasons(found)
+    return compute
+
+
+def test_a_trained_variable_that_is_read_before_a_write_once_a_step_is_a_reason() -> None:
+    assert "before the loss writes it" in reasons(decide(read_before_a_write(lambda b, scale: b.z * scale)))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda b, scale: tf.stop_gradient(b.z * scale) + b.z, lambda b, scale: b.z * tf.stop_gradient(scale)]
+)
+def test_a_value_without_gradient_is_read_once_before_it_is_written(read: Callable[[Batch, tf.Variable], Any]) -> None:
+    found = decide(read_before_a_write(read))
+    assert not found.exactness.reasons
+    assert len(found.once) > 1
 
 
 def test_a_read_after_a_write_once_a_step_is_exact() -> None:
