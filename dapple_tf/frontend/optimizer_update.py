@@ -116,7 +116,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     ]
     with tf.init_scope():
         if all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
-            optimizer.build(list(variables))
+            with keras.name_scope(optimizer.name, caller=optimizer):  # it is part of the paths of its variables
+                optimizer.build(list(variables))
             optimizer.built = True
             return
 

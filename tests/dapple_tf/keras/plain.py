@@ -38,6 +38,7 @@ def assert_same_variables(found: keras.Model, expected: keras.Model) -> None:
     """Compare all variables: weights, state, and the optimizer's."""
     for what in ("variables", "optimizer.variables", "metrics_variables"):
         for a, b in zip(*(operator.attrgetter(what)(model) for model in (found, expected)), strict=True):
+            assert a.path == b.path, what
             assert_close(a.numpy(), b.numpy(), f"{what}: {b.path}")
 
 

@@ -42,6 +42,10 @@ BOTH, BOTH_WEIGHTS = {"value": Y, "kind": CLASSES}, {"value": WEIGHTS, "kind": W
 
 CASES = {
     "subclassed": (partial(models.subclassed, metrics=["mae"]), fit(X, Y)),
+    "a slot that the optimizer leaves unnamed": (
+        lambda: models.sequential(optimizer=keras.optimizers.Nadam(0.01)),
+        fit(X, Y),
+    ),
     "masks": (
         partial(models.tagger, metrics=["accuracy"], weighted_metrics=["accuracy", CROSS_ENTROPY]),
         lambda model: model.fit(IDS, TAGS, batch_size=8, epochs=2, verbose=0).history,
