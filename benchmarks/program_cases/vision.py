@@ -457,11 +457,10 @@ def depth_of_scenes() -> Fit:
 
 
 def fine_tuning() -> Fit:
-    """A network of keras.applications, its batch norm in inference mode, between augmentation and a new head."""
+    """A network of keras.applications, its batch norm frozen, between augmentation and a new head."""
     base = keras.applications.MobileNetV2(input_shape=(32, 32, 3), alpha=0.35, include_top=False, weights=None)
-    base.trainable = True
-    for layer in base.layers[:-6]:
-        layer.trainable = False
+    for i, layer in enumerate(base.layers):
+        layer.trainable = i >= len(base.layers) - 6 and not isinstance(layer, layers.BatchNormalization)
     entry = keras.Input((32, 32, 3))
     x = layers.RandomRotation(0.1, seed=4)(layers.RandomFlip("horizontal", seed=3)(entry))
     x = base(layers.Rescaling(2.0, offset=-1)(x), training=False)

@@ -85,6 +85,9 @@ COUPLED: dict[str, Compute] = {
     "an op that ends the process where a part has no entries": lambda b: tf.math.real(
         tf.signal.rfft(tf.map_fn(tf.identity, b.z)[1:])
     ),
+    "an op that ends the process where operands differ in their numbers of rows": lambda b: tf.searchsorted(
+        tf.map_fn(tf.sort, b.z), tf.boolean_mask(b.z, b.z[:, 0] > 0)
+    ),
     "the next sample": lambda b: tf.roll(b.z, 1, 0),
 }
 
