@@ -92,7 +92,7 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
 
     The node that runs on the whole batch gets another name.
     """
-    names = {value.node for value in sliced}
+    names, used = {value.node for value in sliced}, set(graph.by_name)
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name not in names:
@@ -109,13 +109,14 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
                 continue
             name = node.name if len(node.outputs) == 1 else f"{node.name}/rows{value.index}"
             result = Node(name, "StridedSlice", (), (kind,)).with_attrs(**place)
-            *added, last = replacement_nodes(result, _take_rows, [(source, kind), (Value(ROWS_NAME), _ROWS)], names)
+            *added, last = replacement_nodes(result, _take_rows, [(source, kind), (Value(ROWS_NAME), _ROWS)], used)
             found += [*added, last.with_attrs(**{TAKES_ROWS: True})]
             parts.append(Value(name))
         if len(node.outputs) > 1:
             types = tuple(kind.dtype for kind in node.outputs)
             found.append(Node(node.name, "IdentityN", tuple(parts), node.outputs).with_attrs(T=types, **place))
         nodes += [whole, *found]
+        used |= {each.name for each in (whole, *found)}
     return graph.replace(nodes=tuple(nodes)).sorted()
 
 

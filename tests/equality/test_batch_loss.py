@@ -245,3 +245,9 @@ def test_the_report_says_what_memory_the_whole_batch_takes() -> None:
     step(*batches(6)[0])
     assert "the loss runs once, on the rows of all micro-batches" in str(step.report)
     assert [stage.predicted.tail > 0 for stage in step.report.stages] == [False, True]
+
+
+def test_a_loss_of_keras_that_compares_all_samples_equals_one_device() -> None:
+    circle = labelled(lambda labels, found: keras.losses.Circle()(labels, tf.math.l2_normalize(found, -1)))
+    x, labels = tf.random.stateless_normal([7, WIDTH], [1, 2], dtype=tf.float64), tf.constant([0, 1, 2, 0, 1, 1, 2])
+    compare(circle, [(x, labels)], stages=2, micro_batches=3, batch_loss=True).check(1e-6)

@@ -110,6 +110,7 @@ class Analysis:
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
     _other_shapes: Shapes | None = None
+    _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
     _bodies: dict[BodyShapes, Body] = field(default_factory=dict)
@@ -236,7 +237,10 @@ class Analysis:
         if node.op in internals.CONDITION_OPS:
             results = control_flow.condition(scope, node, kinds, self._call_body)
         elif node.op in internals.LOOP_OPS:
+            reductions = self._reductions
             results = control_flow.loop(scope, node, kinds, self._call_body)
+            if self._reductions > reductions:
+                scope.reducing.add(node.name)
         else:  # an old-style call has the name of the function
             function = dict(node.attrs)["f"] if node.op in internals.CALL_OPS else FunctionRef(node.op)
             results = self._call_body(scope, node, function.name, kinds)  # type: ignore[union-attr]
@@ -313,6 +317,8 @@ class Analysis:
         before, self._owner = self._owner, body.func_graph
         for inside in body.graph.nodes:
             self._visit(inner, inside)
+            if inside.op in contract.REDUCTIONS and inside.outputs[0].dtype.differentiable:
+                self._reductions += contract.reduces_batch_axis(inner, inside, inner.kinds[inside.inputs[0]])
         self._owner = before
 
     def _complete(self, scope: Scope, node: Node, value: Value, kind: Kind, kinds: Sequence[Kind]) -> Kind:
@@ -379,8 +385,9 @@ def _may_be_undecided(scope: Scope, node: Node, kinds: Sequence[Kind]) -> bool:
     if node.effect not in (Effect.PURE, Effect.READ) or any(kind.total for kind in kinds) or has_custom_gradient(node):
         return False
     # A number of samples that is compared or computed with may change results at numbers that no experiment has.
+    # So may a reduction over the batch in each round of a loop, at values that no experiment has.
     takes_size = any(kind.form is Form.SIZE for kind in kinds) and node.op in elementwise.ELEMENTWISE
-    if takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0])):
+    if node.name in scope.reducing or takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0])):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
 

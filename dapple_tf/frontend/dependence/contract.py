@@ -12,7 +12,7 @@ from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from graph_passes.ir.graph import Node, Value
 
-_REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
+REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
 COMBINED_BY: Mapping[str, str] = MappingProxyType(
     {"Max": "max", "Min": "min", "Prod": "product", "All": "all", "Any": "any"}
 )
@@ -309,7 +309,7 @@ def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Ki
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(_REDUCTIONS, _reduce),
+        **dict.fromkeys(REDUCTIONS, _reduce),
         **dict.fromkeys(_ALONG_AXIS, _along_axis),
         **dict.fromkeys(_LAST_AXIS, _last_axis),
         **dict.fromkeys(_ENTRY_BY_ENTRY, _entry_by_entry),

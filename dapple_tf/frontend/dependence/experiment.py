@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,13 @@ class Operand:
 class Limits:
     """Properties of a function that its results on a few samples do not show.
 
-    ``loops``: it has loops, which may run as many rounds as a value says, so none is large. ``samples``: it may treat
-    the samples after this number in another way. ``length``: results of a fixed shape may leave out what comes after
-    this number of samples.
+    ``loops``: it has loops, which may run as many rounds as a value says, so none is large. ``scales``: magnitudes of
+    its constants and variables, beyond which it may do something else. ``samples``: it may treat the samples after this
+    number in another way. ``length``: results of a fixed shape may leave out what comes after this number of samples.
     """
 
     loops: bool = False
+    scales: tuple[float, ...] = ()
     samples: int = 0
     length: int = 0
 
@@ -86,6 +88,8 @@ def decide(
         return [None] * outputs
     if entries > _MANY_ENTRIES:
         draws = draws[:_LEAST_DRAWS]
+    if limits.scales:
+        draws = (*draws, *[_style(partial(_at_scales, limits.scales), 5)] * _LEAST_DRAWS)
     for style in range(len(draws)):
         trial = _Trial(function, prepare, operands, draws, style)
         if trial.joins_fail:
@@ -358,6 +362,11 @@ def _sorted(rng: Any, shape: tuple[int, ...]) -> Any:
 
 def _extreme(rng: Any, shape: tuple[int, ...]) -> Any:
     return rng.normal(size=shape) * rng.choice([0.0, 1e-6, 1.0, 1e4, 1e12], shape)
+
+
+def _at_scales(scales: Sequence[float], rng: Any, shape: tuple[int, ...]) -> Any:
+    """Return numbers of which some are beyond a scale, and some are not."""
+    return rng.normal(size=shape) * rng.choice([0.1, 1.0, *(4 * scale for scale in scales)], shape)
 
 
 def _ties(rng: Any, shape: tuple[int, ...]) -> Any:

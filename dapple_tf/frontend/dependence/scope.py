@@ -31,8 +31,8 @@ class Scope:
     of samples; ``sliced``: values that are computed once, on the whole batch, and of which each micro-batch takes its
     rows; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
     the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
-    other operands. ``tried``: the values whose kinds were found by experiment. ``shapes_of_twice``: returns the shapes
-    for twice as many samples.
+    other operands. ``tried``: the values whose kinds were found by experiment; ``reducing``: loops whose bodies
+    reduce the batch. ``shapes_of_twice``: returns the shapes for twice as many samples.
     """
 
     graph: Graph
@@ -51,6 +51,7 @@ class Scope:
     whole: frozenset[Value] = frozenset()
     nested: bool = False
     tried: set[Value] = field(default_factory=set)
+    reducing: set[str] = field(default_factory=set)
     shapes_of_twice: Callable[[], Shapes] = Shapes
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:

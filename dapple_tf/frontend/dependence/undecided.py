@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
 from dapple_tf.frontend.dependence.elementwise import ELEMENTWISE
 from dapple_tf.frontend.dependence.experiment import Function, Limits, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, rows
-from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
+from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, varies
 from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
 from graph_passes.analysis.layers import CAPTURED_INPUTS
@@ -72,7 +73,9 @@ class Experiments:
     def _try(self, scope: Scope, node: Node, region: _Region) -> list[Kind | None]:
         outputs = [value for value, output in zip(node.values(), node.outputs, strict=True) if _is_dense(output)]
         operands = [self._operand(scope, value) for value in (*region.leaves, *region.once)]
-        limits = Limits(region.loops, _threshold(scope, region), _longest(scope, region))
+        held = _held_values(scope, region, self.captured)
+        samples = max(_threshold(scope, region), _longest_table(scope, region, held))
+        limits = Limits(region.loops, _scales(held), samples, _longest(scope, region))
         if any(operand is None for operand in operands) or limits.samples > _MOST_SAMPLES:
             return [None] * len(node.outputs)
         known = [operand for operand in operands if operand is not None]
@@ -288,6 +291,35 @@ def _threshold(scope: Scope, region: _Region) -> int:
     return max(found)
 
 
+def _longest_table(scope: Scope, region: _Region, held: Sequence[Any]) -> int:
+    """Return the largest length of what all samples share, where positions of samples may be looked up in it, else 0."""
+    if not any(scope.kinds[value].form is Form.SIZE for value in region.leaves):
+        return 0
+    shapes = [scope.dims(value) or () for value in region.leaves if scope.kinds[value].shared]
+    return max((dim or 0 for dims in (*shapes, *map(np.shape, held)) for dim in dims), default=0)
+
+
+def _held_values(scope: Scope, region: _Region, captured: Captured) -> list[Any]:
+    """Return the values of the constants of a region and of the functions that it calls, and of what it reads."""
+    found = [constant_value(node) for node in region.nodes if node.op == "Const"]
+    for _, body in needed_library(Graph("region", region.nodes), dict(scope.graph.library)):
+        nodes = function_pb2.FunctionDef.FromString(body).node_def
+        found += [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
+    for name in (*region.resources, *(value.node for value in region.leaves)):
+        tensor = captured.variables.get(name, captured.constants.get(name))
+        if tensor is not None and tensor.dtype.is_floating and math.prod(tensor.shape) <= _MOST_HELD:
+            found.append(tensor.numpy())
+    return [value for value in found if value is not None]
+
+
+def _scales(held: Sequence[Any]) -> tuple[float, ...]:
+    """Return the largest magnitudes of these floats: the usual draws do not reach them."""
+    floats = [np.ravel(value).astype(np.float64) for value in held if value.dtype.kind == "f"]
+    sizes = np.abs(np.concatenate([np.zeros(0), *floats]))
+    powers = np.unique(np.round(np.log10(sizes[(sizes > _USUAL) & np.isfinite(sizes)])))
+    return tuple(10.0 ** powers[-_MOST_SCALES:])
+
+
 def _longest(scope: Scope, region: _Region) -> int:
     """Return the largest length of an axis in the region that does not depend on the batch."""
     shapes = (output.shape.dims or () for node in region.nodes for output in node.outputs)
@@ -305,6 +337,8 @@ def _largest(numbers: Numbers | None) -> int:
 _PICKING = frozenset({"StridedSlice", "Slice", "Gather", "GatherV2", "GatherNd", "Split", "SplitV"})
 _NO_LIMIT = 2**31 - 1  # the end of a slice that has none
 _MOST_SAMPLES = 20000
+_USUAL = 2.0  # draws of the usual styles reach this magnitude
+_MOST_HELD, _MOST_SCALES = 4096, 8
 
 
 # TensorFlow rejects the ops outside of their graph, or a loop does not end within ``_SECONDS``.

@@ -72,6 +72,17 @@ COUPLED: dict[str, Compute] = {
             interpolation="NEAREST",
         )
     ),
+    "a loop that compares the largest entry of the batch": lambda b: tf.map_fn(
+        lambda row: tf.cond(tf.reduce_max(tf.abs(b.z)) > 500.0, lambda: row * 0.5, lambda: row), b.z
+    ),
+    "a table by position that ends with a smaller entry": lambda b: tf.map_fn(
+        lambda i: b.z[i] * tf.constant([1.0] * 15 + [0.5], tf.float64)[i],
+        tf.range(tf.shape(b.z)[0]),
+        fn_output_signature=tf.float64,
+    ),
+    "a sum that ends at a large number": lambda b: tf.foldl(
+        lambda total, row: tf.minimum(total + tf.reduce_sum(tf.abs(row)), 900.0), b.z, tf.constant(0.0, tf.float64)
+    ),
     "a loop that compares the number of samples": lambda b: tf.while_loop(
         lambda i, _: i < 1,
         lambda i, h: (i + 1, tf.where(tf.cast(tf.shape(h)[0], tf.float64) > 20.0, 2.0 * h, h)),
@@ -106,6 +117,11 @@ def test_sums_are_found_by_experiment(case: str) -> None:
 @pytest.mark.parametrize("case", COUPLED)
 def test_an_experiment_finds_no_rows_where_samples_are_combined(case: str) -> None:
     assert kind_of(COUPLED[case]).coupled
+
+
+def test_a_sum_that_ends_at_the_value_of_a_variable_is_not_taken_for_a_sum() -> None:
+    most, start = tf.Variable(900.0, dtype=tf.float64, trainable=False), tf.constant(0.0, tf.float64)
+    assert kind_of(lambda b: tf.foldl(lambda s, row: tf.minimum(s + tf.norm(row), most), b.z, start)).coupled
 
 
 def test_equal_ops_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
