@@ -698,6 +698,11 @@ def is_of_keras(function: Any) -> bool:
     return str(getattr(function, "python_function", function).__module__).split(".")[0] == "keras"
 
 
+def flatten_layers(model: Any) -> list[Any]:
+    """Return the layers of a model at all depths, without the model itself (``Layer._flatten_layers``)."""
+    return list(model._flatten_layers(include_self=False, recursive=True))
+
+
 def has_strategy(item: Any) -> bool:
     """Return whether a model or an optimizer was made under a tf.distribute strategy.
 

@@ -71,7 +71,8 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
     job = membership.current()
     check = None if job is None else BatchCheck(job, model.optimizer)
     own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
-    setattr(model, _STEP, _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own))
+    installed = _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own, {})
+    setattr(model, _STEP, installed)
     loops = Loops(model, names, step, test, predict, check)
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
@@ -82,6 +83,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
         step.build(names.name(tuple(example_batch)))
+        installed.built.update(_attributes(model))
     return step
 
 
@@ -113,12 +115,37 @@ _REPLACED = (*(f"make_{kind}_function" for kind in _KINDS), *{*METHODS, *ranks.M
 class _Installed:
     """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
 
-    ``own``: attributes of the model itself that were replaced, by name.
+    ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer for
+    which the step was built; none where ``fit`` builds it.
     """
 
     step: PipelinedStep
     settings: Mapping[str, Any]
     own: Mapping[str, Any]
+    built: dict[str, Any]
+
+
+def _check_unchanged(built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in built.items():
+        plain = isinstance(value, bool | int | float | str | tuple)
+        if now.get(name) is not value and not (plain and now.get(name) == value):
+            raise UsageError(
+                f"{name} was changed after dapple.keras.pipeline had built the step for its example_batch: change it "
+                "before, or leave example_batch out"
+            )
+
+
+def _attributes(model: keras.Model) -> dict[str, Any]:
+    """Return the attributes of a model's layers and optimizer that a trace of it may use, by name."""
+    owners = {layer.path or layer.name: layer for layer in internals.flatten_layers(model)} | {
+        "optimizer": model.optimizer
+    }
+    found = {f"{model.name}.trainable": model.trainable}
+    for where, owner in owners.items():
+        own = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+        own |= {name: getattr(owner, name) for name in ("trainable", "_learning_rate") if hasattr(owner, name)}
+        found |= {f"{where}.{name.lstrip('_')}": value for name, value in own.items()}
+    return found
 
 
 def _is_installed(model: keras.Model) -> bool:
@@ -138,6 +165,9 @@ def _maker(model: keras.Model, kind: str, function: Callable[..., Any]) -> Calla
         for name, value in installed.settings.items():
             if getattr(model, name) != value:
                 raise UsageError(f"{model.name}.{name} was changed after dapple.keras.pipeline: {again}")
+        if kind == "train" and installed.built:
+            _check_unchanged(installed.built, _attributes(model))
+            installed.built.clear()  # Keras traces its function for the first fit, too: later changes wait for compile
         _check_methods(model)
         return function
 

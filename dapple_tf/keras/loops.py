@@ -9,8 +9,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.errors import warn_user
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.metrics import MetricsUpdate
+
+
+_UNKNOWN_SIZE = (
+    "an epoch ended with data of unknown size. At each such end Keras without a pipeline also runs what a step computes "
+    "without data: the optimizer counts an iteration, weights decay, dropout takes other seeds. The pipeline does not. "
+    "Both are equal where the size is known: use data.apply(tf.data.experimental.assert_cardinality(batches)), or "
+    "steps_per_epoch"
+)
 
 
 class Loops:
@@ -36,10 +45,17 @@ class Loops:
         self._predict = predict
         self._check = check
         self._update = MetricsUpdate(model)
+        self._warned = False
 
     def train_function(self, batches: Iterable[Any]) -> Any:
         """Train on the next batches, and return the metrics; StopIteration where there is none."""
-        return self._run(batches, self._train)
+        try:
+            return self._run(batches, self._train)
+        except StopIteration:
+            if not self._warned:
+                self._warned = True
+                warn_user(_UNKNOWN_SIZE)
+            raise
 
     def test_function(self, batches: Iterable[Any]) -> Any:
         """Evaluate the next batches, and return the metrics; StopIteration where there is none."""

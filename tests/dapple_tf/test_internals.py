@@ -1003,3 +1003,13 @@ def test_the_names_of_all_ops_are_those_of_the_registry() -> None:
     names = internals.op_names()
     assert {"AddV2", "Unique", "AssignVariableOp"} <= set(names)
     assert all(map(internals.is_op, names))
+
+
+def test_flatten_layers_finds_layers_in_layers() -> None:
+    inner = keras.layers.Dense(2)
+    outer = keras.layers.TimeDistributed(inner)
+    model = keras.Sequential([keras.Input((3, 2)), keras.Sequential([keras.Input((3, 2)), outer])])
+    found = internals.flatten_layers(model)
+    assert inner in found
+    assert outer in found
+    assert model not in found

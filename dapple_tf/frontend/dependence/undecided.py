@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,8 +161,9 @@ def _find_region(scope: Scope, node: Node, captured: Captured) -> _Region | None
     if names is None or before is None:
         return None
     called = needed_library(Graph("region", tuple(map(scope.graph.node, names | before))), dict(scope.graph.library))
-    bodies = (function_pb2.FunctionDef.FromString(body) for _, body in called)
-    if any(inside.op in _NEVER_RUN for body in bodies for inside in body.node_def):
+    called_ops = {inside.op for _, body in called for inside in function_pb2.FunctionDef.FromString(body).node_def}
+    ragged = any(op.startswith("Ragged") for op in called_ops) and len(search.leaves) > 1
+    if ragged or not _NEVER_RUN.isdisjoint(called_ops) or not _fit_together(scope, names | before, search.leaves):
         return None
     ordered = [tuple(each for each in scope.graph.nodes if each.name in found) for found in (names, before)]
     return _Region(
@@ -172,6 +174,34 @@ def _find_region(scope: Scope, node: Node, captured: Captured) -> _Region | None
         tuple(search.resources),
         _key(scope, [*ordered[0], *ordered[1]], [*search.leaves, *once], search.resources),
     )
+
+
+def _fit_together(scope: Scope, names: Set[str], leaves: Sequence[Value]) -> bool:
+    """Return whether the parts of each ragged tensor fit together where the leaves are drawn one by one.
+
+    Kernels of ragged tensors trust their row lengths, and read past the end of the values where these are fewer: both
+    must come from the same leaves.
+    """
+    for name in names:
+        if scope.graph.node(name).op.startswith("Ragged"):
+            found = [_sources(scope, value, names, leaves) for value in scope.graph.node(name).inputs]
+            sizes = sorted((sources for sources in found if sources), key=len)
+            if not all(one <= other for one, other in itertools.pairwise(sizes)):
+                return False
+    return True
+
+
+def _sources(scope: Scope, value: Value, names: Set[str], leaves: Sequence[Value]) -> set[Value]:
+    """Return the leaves from which the nodes ``names`` compute a value."""
+    found, seen, pending = set(), set(), [value]
+    while pending:
+        each = pending.pop()
+        if each in leaves:
+            found.add(each)
+        elif each.node in names and each.node not in seen:
+            seen.add(each.node)
+            pending += scope.graph.node(each.node).inputs
+    return found
 
 
 @dataclass

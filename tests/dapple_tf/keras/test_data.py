@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.errors import DappleWarning
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, SAMPLES, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
@@ -185,6 +187,21 @@ def sentences() -> tf.data.Dataset:
     specs = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.int64)
     batches = tf.data.Dataset.from_generator(generate_sentences, output_signature=specs)
     return batches.apply(tf.data.experimental.assert_cardinality(5))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_data_of_unknown_size_train_as_those_of_known_size_and_the_difference_to_keras_is_said_once() -> None:
+    counts = []
+    for known in (True, False):
+        keras.utils.set_random_seed(1)
+        model = open_tagger()
+        dapple.keras.pipeline(model, stages=2, micro_batches=2)
+        data = sentences() if known else sentences().filter(lambda x, y: True)
+        with contextlib.nullcontext() if known else pytest.warns(DappleWarning, match="data of unknown size") as caught:
+            model.fit(data, epochs=3, verbose=0, shuffle=False)
+        counts.append((int(model.optimizer.iterations), [variable.numpy().tolist() for variable in model.variables]))
+        assert known or len([w for w in caught if "unknown size" in str(w.message)]) == 1
+    assert counts[0] == counts[1]
 
 
 def open_tagger() -> keras.Model:

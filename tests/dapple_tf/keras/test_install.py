@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -98,6 +99,35 @@ def test_compiling_again_takes_the_pipeline_off() -> None:
     step = dapple.keras.pipeline(model, stages=2, micro_batches=2, example_batch=(X, Y))
     assert len(step.plan.stages) == 2
     assert model.fit(X, Y, verbose=0).history["loss"][0] > 0
+
+
+CHANGES: dict[str, Callable[[keras.Model], Any]] = {
+    "net/dense_1.trainable": lambda model: setattr(model.layers[0], "trainable", False),
+    "net/dense_1.activation": lambda model: setattr(model.layers[0], "activation", keras.activations.relu),
+    "optimizer.clipnorm": lambda model: setattr(model.optimizer, "clipnorm", 0.1),
+    "optimizer.learning_rate": lambda model: setattr(
+        model.optimizer, "learning_rate", keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_the_step_was_built_for_an_example_is_refused(name: str) -> None:
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2, micro_batches=2, example_batch=(X, Y))
+    CHANGES[name](model)
+    with pytest.raises(UsageError, match=rf"{name.split('.')[1]} was changed after .* example_batch"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_learning_rate_that_changes_after_the_step_was_built_is_used() -> None:
+    model = models.sequential()
+    dapple.keras.pipeline(model, stages=2, micro_batches=2, example_batch=(X, Y))
+    before = [variable.numpy() for variable in model.trainable_variables]
+    model.optimizer.learning_rate = 0.0
+    model.fit(X, Y, verbose=0)
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_a_restored_model_trains_on_as_keras_does() -> None:

@@ -96,6 +96,9 @@ COUPLED: dict[str, Compute] = {
     "an op that ends the process where a part has no entries": lambda b: tf.math.real(
         tf.signal.rfft(tf.map_fn(tf.identity, b.z)[1:])
     ),
+    "a ragged tensor whose lengths do not come from its values": lambda b: tf.RaggedTensor.from_row_splits(
+        tf.boolean_mask(b.z, b.z > 0), tf.concat([[0], tf.cumsum(b.y)], 0), validate=False
+    ).to_tensor(),
     "an op that ends the process where operands differ in their numbers of rows": lambda b: tf.searchsorted(
         tf.map_fn(tf.sort, b.z), tf.boolean_mask(b.z, b.z[:, 0] > 0)
     ),
