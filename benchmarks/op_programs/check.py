@@ -19,7 +19,7 @@ from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.frontend.write_graph import write_graph
-from graph_passes.analysis.layers import find_once
+from graph_passes.analysis.layers import CAPTURED_INPUTS, find_once, live_nodes
 
 SAMPLES = 6
 SIZES = (SAMPLES, 3)
@@ -124,7 +124,9 @@ class Evaluation:
 
     def __init__(self, captured: Captured, names: Sequence[str], size: int) -> None:
         self.captured, self.size, self.batch = captured, size, [part.numpy() for part in make_batch(size)]
-        graph = captured.graph
+        live = live_nodes(captured.graph)  # a stage has no others
+        used = (node for node in captured.graph.nodes if node.name in live or node.op in CAPTURED_INPUTS)
+        graph = captured.graph.replace(nodes=tuple(used))
         reads = {
             node.name: captured.variables[node.inputs[0].node] for node in graph.nodes if node.op == "ReadVariableOp"
         }

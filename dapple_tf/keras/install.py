@@ -115,8 +115,8 @@ _REPLACED = (*(f"make_{kind}_function" for kind in _KINDS), *{*METHODS, *ranks.M
 class _Installed:
     """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
 
-    ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer for
-    which the step was built; none where ``fit`` builds it.
+    ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer
+    for which the step was built; none where ``fit`` builds it.
     """
 
     step: PipelinedStep

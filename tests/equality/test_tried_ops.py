@@ -64,7 +64,6 @@ def test_exactness_and_one_line_on_stderr_name_the_tried_ops(capfd: pytest.Captu
 
 def couples_large_numbers(h: Any) -> Any:
     """Treat samples one by one up to numbers that no experiment draws, and sum over samples above."""
-
     limit = tf.constant(35.0, h.dtype)  # experiments try values of this magnitude, and not of its exponential
 
     def body(i: Any, h: Any) -> tuple[Any, Any]:

@@ -387,7 +387,7 @@ def _may_be_undecided(scope: Scope, node: Node, kinds: Sequence[Kind]) -> bool:
     # A number of samples that is compared or computed with may change results at numbers that no experiment has.
     # So may a reduction over the batch in each round of a loop, at values that no experiment has.
     takes_size = any(kind.form is Form.SIZE for kind in kinds) and node.op in elementwise.ELEMENTWISE
-    if node.name in scope.reducing or takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0])):
+    if node.name in scope.reducing or (takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0]))):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
 

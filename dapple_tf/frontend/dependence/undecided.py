@@ -322,7 +322,7 @@ def _threshold(scope: Scope, region: _Region) -> int:
 
 
 def _longest_table(scope: Scope, region: _Region, held: Sequence[Any]) -> int:
-    """Return the largest length of what all samples share, where positions of samples may be looked up in it, else 0."""
+    """Return the largest length of what all samples share, if positions of samples may be looked up in it, else 0."""
     if not any(scope.kinds[value].form is Form.SIZE for value in region.leaves):
         return 0
     shapes = [scope.dims(value) or () for value in region.leaves if scope.kinds[value].shared]
