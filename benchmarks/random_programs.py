@@ -69,8 +69,8 @@ class Composition:
 
 @cache
 def ruled_ops() -> tuple[str, ...]:
-    """Return the public ops that have a rule, without FFTs: of an empty tensor these end the process."""
-    names = (name for name in dir(tf.raw_ops) if name[0].isupper() and "FFT" not in name)
+    """Return the public ops that have a rule, without FFTs, which of an empty tensor end the process, and the clock."""
+    names = (name for name in dir(tf.raw_ops) if name[0].isupper() and "FFT" not in name and name != "Timestamp")
     classes = ((name, classify_op(name)) for name in names)
     return tuple(name for name, found in classes if found is not None and found[0] is OpClass.RULED)
 

@@ -39,15 +39,17 @@ def digest_graphs(graphs: Sequence[Graph], library: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def digest_constants(constants: Mapping[str, tf.Tensor]) -> str:
-    """Return a digest of the tensors that the model closes over: names, dtypes, shapes and, where known, values."""
+def digest_tensors(tensors: Mapping[str, Any]) -> str:
+    """Return a digest of tensors or arrays: their names, dtypes, shapes and, where they have some, values."""
     digest = hashlib.sha256()
-    for name in sorted(constants):
-        constant = constants[name]
-        digest.update(f"{_NUMBER.sub('', name)} {constant.dtype.name} {constant.shape}".encode())
-        if constant.dtype not in (tf.resource, tf.variant):
-            value = constant.numpy()
-            digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
+    for name in sorted(tensors):
+        for part in tf.nest.flatten(tensors[name], expand_composites=True):
+            tensor = tf.convert_to_tensor(part)
+            digest.update(f"{_NUMBER.sub('', name)} {tensor.dtype.name} {tensor.shape}".encode())
+            if tensor.dtype not in (tf.resource, tf.variant):
+                value = tensor.numpy()
+                # An array of words holds their addresses, which differ from rank to rank.
+                digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
 from dapple_tf.compiler import StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
-from dapple_tf.distributed.digest import digest_constants, digest_graphs
+from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
@@ -156,7 +156,7 @@ class RankTarget:
         self._job.compare(
             {
                 "graph of the model, or code": digest_graphs(graphs, model.library),
-                "tensors that the model closes over": digest_constants(model.constants),
+                "tensors that the model closes over": digest_tensors(model.constants),
             }
         )
         needs = find_variable_needs(model, graphs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.distributed.digest import digest_tensors
 from dapple_tf.distributed.membership import Job
 
 
@@ -51,13 +51,4 @@ class BatchCheck:
             self._expected = False
             what = "first batch of the epoch (seed the data set's shuffle alike on all ranks)"
             rates = [float(v.numpy()) for v in self._optimizer.variables if v.name == "learning_rate"]
-            self._job.compare({what: _digest(tensors), "learning rate (set it on every rank)": rates})
-
-
-def _digest(tensors: dict[str, Any]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = np.asarray(tensors[name])
-        digest.update(f"{name} {value.dtype} {value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()[:16]
+            self._job.compare({what: digest_tensors(tensors)[:16], "learning rate (set it on every rank)": rates})

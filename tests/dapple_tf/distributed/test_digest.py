@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.distributed.digest import digest_graphs
+from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.frontend.capture import capture
 from dapple_tf.staged_model import stage_model
 from graph_passes.analysis.layers import find_layers
@@ -43,3 +43,9 @@ def test_a_loop_that_is_traced_again_has_the_same_digest() -> None:
 @pytest.mark.parametrize("other", [{"steps": 4}, {"swapped": True}])
 def test_another_loop_has_another_digest(other: dict[str, Any]) -> None:
     assert digest(**other) != digest()
+
+
+def test_words_have_equal_digests_though_each_rank_has_its_own_objects() -> None:
+    words = [{"text": np.array([f"{word} {i}".encode() for i in range(3)], object)} for word in ("a", "a", "b")]
+    digests = [digest_tensors(each) for each in words]
+    assert digests[0] == digests[1] != digests[2]
