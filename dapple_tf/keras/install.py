@@ -10,7 +10,7 @@ import keras
 
 from dapple_tf import internals
 from dapple_tf.distributed import membership
-from dapple_tf.errors import CaptureError, PlanError, UsageError
+from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
 from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
@@ -57,13 +57,17 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
 
     Raises:
         UsageError: The model is not compiled.
+        BatchError: ``example_batch`` is no tuple.
         CaptureError: The model overrides a method that a pipeline would not run, such as ``train_step`` or
             ``make_train_function``.
         PlanError: The model is compiled with options that contradict a pipeline, or the ``options`` do.
     """
-    if isinstance(model, keras.Model) and _is_installed(model):
+    if _is_installed(model):
         restore(model)
     _check(model)
+    if example_batch is not None and not isinstance(example_batch, tuple | list):
+        kind = type(example_batch).__name__
+        raise BatchError(f"example_batch is a {kind}: give a tuple (x, y) or (x, y, sample_weight), as fit takes them")
     names = BatchNames()
     step: PipelinedStep = pipeline_step(training_function(model, names), optimizer=model.optimizer, **options)
     test = step.forward_of(evaluation_function(model, names))
@@ -94,7 +98,8 @@ def restore(model: keras.Model) -> None:
     all trained values afterwards. Raises UsageError for a model without a pipeline.
     """
     if not _is_installed(model):
-        raise UsageError(f"{model.name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
+        name = getattr(model, "name", type(model).__name__)
+        raise UsageError(f"{name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
     installed: _Installed = getattr(model, _STEP)
     if installed.step.built:
         installed.step.release()
@@ -148,8 +153,8 @@ def _attributes(model: keras.Model) -> dict[str, Any]:
     return found
 
 
-def _is_installed(model: keras.Model) -> bool:
-    return _STEP in vars(model)
+def _is_installed(model: Any) -> bool:
+    return isinstance(model, keras.Model) and _STEP in vars(model)
 
 
 def _maker(model: keras.Model, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

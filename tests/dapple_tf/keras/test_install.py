@@ -101,6 +101,17 @@ def test_compiling_again_takes_the_pipeline_off() -> None:
     assert model.fit(X, Y, verbose=0).history["loss"][0] > 0
 
 
+@pytest.mark.parametrize("batch", [X, 5])
+def test_an_example_batch_that_is_no_tuple_is_refused(batch: Any) -> None:
+    with pytest.raises(BatchError, match=rf"example_batch is a {type(batch).__name__}: give a tuple \(x, y\)"):
+        dapple.keras.pipeline(models.sequential(), stages=2, example_batch=batch)
+
+
+def test_only_a_model_with_a_pipeline_is_restored() -> None:
+    with pytest.raises(UsageError, match="int has no pipeline"):
+        dapple.keras.restore(5)
+
+
 CHANGES: dict[str, Callable[[keras.Model], Any]] = {
     "net/dense_1.trainable": lambda model: setattr(model.layers[0], "trainable", False),
     "net/dense_1.activation": lambda model: setattr(model.layers[0], "activation", keras.activations.relu),
