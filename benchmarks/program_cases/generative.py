@@ -260,26 +260,26 @@ def critic_with_gradient_penalty() -> Training:
     return Training(loss_fn, keras.optimizers.Adam(0.0002, 0.5, 0.9), critic.trainable_variables, data)
 
 
-def images_from_noise() -> Training:
-    """A conditional generator through a frozen discriminator; the noise is drawn from TensorFlow's hidden state."""
+class NoiseAndLabel(layers.Layer):
+    """Gives each label, one of three, as zeros and a one, beside noise from TensorFlow's hidden state."""
+
+    def call(self, label: Any) -> Any:
+        noise = tf.random.normal([tf.shape(label)[0], 3], dtype=self.compute_dtype)
+        return tf.concat([noise, tf.one_hot(label, 3, dtype=noise.dtype)], 1)
+
+
+def images_from_noise() -> Fit:
+    """A conditional generator that learns to please a frozen discriminator."""
     generator = keras.Sequential([keras.Input((6,)), layers.Dense(16, "relu"), layers.Reshape((4, 4, 1))])
     generator.add(layers.Conv2DTranspose(1, 3, 2, padding="same", activation="tanh"))
     judge = keras.Sequential(
         [keras.Input((8, 8, 1)), layers.Conv2D(3, 3, 2, activation="relu"), layers.Flatten(), layers.Dense(1)]
     )
     judge.trainable = False
-
-    @tf.function
-    def loss_fn(label: Any) -> Any:
-        noise = tf.random.normal([tf.shape(label)[0], 3], dtype=tf.float64)
-        made = generator(tf.concat([noise, tf.one_hot(label, 3, dtype=noise.dtype)], 1), training=True)
-        return tf.reduce_mean(
-            keras.losses.binary_crossentropy(tf.ones_like(judge(made)), judge(made), from_logits=True)
-        )
-
-    return Training(
-        loss_fn, keras.optimizers.Adam(0.0002), generator.trainable_variables, batches(np.arange(3 * BATCH) % 3)
-    )
+    label = keras.Input((), dtype="int32")
+    model = keras.Model(label, judge(generator(NoiseAndLabel()(label))))
+    model.compile(keras.optimizers.Adam(0.0002), keras.losses.BinaryCrossentropy(from_logits=True))
+    return Fit(model, np.arange(ROWS, dtype="int32") % 3, np.ones((ROWS, 1)), {"batch_size": BATCH, "epochs": 2})
 
 
 def radiance_field() -> Training:
