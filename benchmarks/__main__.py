@@ -60,6 +60,7 @@ from benchmarks import (
     window_memory,
     zero_bubble,
 )
+from benchmarks.common import print_table
 from benchmarks.needs import NEEDS
 
 BENCHMARKS = {
@@ -146,10 +147,7 @@ def main() -> int:
         if missing is not None:
             print(f"left out: {missing}\n", flush=True)
             continue
-        print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-        for row in BENCHMARKS[name].run():
-            print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-            missed += not row.ok
+        missed += print_table(BENCHMARKS[name].run())
         print(flush=True)
     return 1 if missed else 0
 

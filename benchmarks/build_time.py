@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 
 STAGES, MICRO_BATCHES, MOST_RATIO = 2, 8, 1.03
 _ROOT = Path(__file__).parents[1]
@@ -108,12 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--against", metavar="COMMIT", required=True, help="the earlier commit")
     parser.add_argument("--turns", type=int, default=5, help="builds of each model at each commit (default 5)")
     options = parser.parse_args(arguments)
-    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-    missed = 0
-    for row in compare(options.against, options.turns):
-        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-        missed += not row.ok
-    return 1 if missed else 0
+    return 1 if print_table(compare(options.against, options.turns)) else 0
 
 
 if __name__ == "__main__":

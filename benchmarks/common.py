@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,16 @@ class Row:
     wanted: str
     measured: str
     ok: bool
+
+
+def print_table(rows: Iterable[Row], of: str = "figure") -> int:
+    """Print each row as soon as it is measured; return how many miss what is wanted. ``of``: what a row is."""
+    print(f"| {of} | wanted | measured | |\n|---|---|---|---|", flush=True)
+    missed = 0
+    for row in rows:
+        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
+        missed += not row.ok
+    return missed
 
 
 def time_interleaved(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_cases.case import Case, Described
 from benchmarks.exactness_check import (
@@ -105,6 +105,19 @@ def shortened(text: str, length: int = 160) -> str:
     return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
+def print_results(
+    results: Iterable[tuple[Any, list[Found]]], row_of: Callable[[Any, list[Found]], Row], of: str, *, as_json: bool
+) -> int:
+    """Print a row or a line of JSON for each case or program as soon as it is checked; return how many are not ok."""
+    if not as_json:
+        return print_table((row_of(case, found) for case, found in results), of)
+    failed = 0
+    for case, found in results:
+        print(json.dumps(to_json(case, found)), flush=True)
+        failed += not row_of(case, found).ok
+    return failed
+
+
 def main(arguments: Sequence[str]) -> int:
     """Check the chosen cases, and print a row or (``--json``) a line of JSON for each; return 1 unless all are ok."""
     options = _parse(arguments)
@@ -115,17 +128,8 @@ def main(arguments: Sequence[str]) -> int:
     if not cases:
         print("no case has such a name; there are " + ", ".join(CASES))
         return 2
-    if not options.json:
-        print("| case | wanted | measured | |\n|---|---|---|---|", flush=True)
-    failed = 0
-    for case, found in check_on_ranks(cases) if options.ranks else check_cases(cases, options.configurations):
-        row = to_row(case, found)
-        failed += not row.ok
-        if options.json:
-            print(json.dumps(to_json(case, found)), flush=True)
-        else:
-            mark = "ok" if row.ok else "MISSED"
-            print(f"| {row.figure} | {row.wanted} | {row.measured} | {mark} |", flush=True)
+    results = check_on_ranks(cases) if options.ranks else check_cases(cases, options.configurations)
+    failed = print_results(results, to_row, "case", as_json=options.json)
     if not options.json:
         print(f"\n{len(cases) - failed} of {len(cases)} cases came out as they must")
     return 1 if failed else 0

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 from benchmarks.fuzz_mutations import mutate
 from benchmarks.fuzz_readers import NAMES, reader_named
 
@@ -94,12 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=SEED, help="of the random changes")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="READER", help=", ".join(NAMES))
     options = parser.parse_args(arguments)
-    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-    missed = 0
-    for row in run(options.inputs, options.seed, options.only):
-        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-        missed += not row.ok
-    return 1 if missed else 0
+    return 1 if print_table(run(options.inputs, options.seed, options.only)) else 0
 
 
 def _fuzz_in_process(name: str, inputs: int, seed: int) -> Outcome:

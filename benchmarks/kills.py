@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 from benchmarks.killed_jobs import LAYOUTS, Ended, Kill, Launch, train
 
 JOBS, SEED = 10, 0
@@ -72,13 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=EXCHANGES)
     parser.add_argument("--every", type=int, default=EVERY, help="steps from save to save")
     options = parser.parse_args(arguments)
-    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-    missed = 0
     chosen = options.launcher, options.ranks, options.exchange, options.every, options.first
-    for row in run(options.jobs, options.seed, *chosen):
-        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-        missed += not row.ok
-    return 1 if missed else 0
+    return 1 if print_table(run(options.jobs, options.seed, *chosen)) else 0
 
 
 def _has_horovodrun() -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import BY_HAND
 from benchmarks.op_programs.check import Found, Outcome, check
 from benchmarks.op_programs.pipelines import SETTINGS, check_pipeline
@@ -95,9 +95,4 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=SEED, help="of the programs")
     parser.add_argument("--only", nargs="+", default=(), metavar="OP", help="these ops")
     options = parser.parse_args(arguments)
-    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-    missed = 0
-    for row in run(options.programs, options.pipelines, options.seed, options.only):
-        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-        missed += not row.ok
-    return 1 if missed else 0
+    return 1 if print_table(run(options.programs, options.pipelines, options.seed, options.only)) else 0

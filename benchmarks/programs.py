@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from benchmarks.common import Row
-from benchmarks.exactness import check_each, is_chosen, shortened, to_json
+from benchmarks.exactness import check_each, is_chosen, print_results, shortened
 from benchmarks.exactness_cases.case import Expected
 from benchmarks.exactness_check import Found, Outcome, is_expected
 from benchmarks.needs import find_missing_for_ranks
@@ -97,18 +96,14 @@ def main(arguments: Sequence[str]) -> int:
     if not programs:
         print("no program has such a name; there are " + ", ".join(PROGRAMS))
         return 2
-    if not options.json:
-        print("| program | wanted | measured | |\n|---|---|---|---|", flush=True)
-    results, failed = [], 0
-    for program, found in check_programs(programs, not options.ranks, not options.one_process):
-        results.append((program, found))
-        row = to_row(program, found)
-        failed += not row.ok
-        if options.json:
-            print(json.dumps(to_json(program, found)), flush=True)
-        else:
-            mark = "ok" if row.ok else "MISSED"
-            print(f"| {row.figure} | {row.wanted} | {row.measured} | {mark} |", flush=True)
+    results = []
+
+    def checked() -> Iterator[tuple[Program, list[Found]]]:
+        for result in check_programs(programs, not options.ranks, not options.one_process):
+            results.append(result)
+            yield result
+
+    failed = print_results(checked(), to_row, "program", as_json=options.json)
     if not options.json:
         print(f"\n{summarise(results)}")
     return 1 if failed else 0

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import dapple_tf as dapple
-from benchmarks.common import Row
+from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import apply_op
 from benchmarks.op_programs.check import Found, Outcome, check
 from benchmarks.op_programs.program import as_float, make_batch
@@ -183,7 +183,7 @@ _ENDS: Sequence[Callable[[Pool, Any, Any], Any]] = (
 )
 
 
-def check_pipeline(program: Composition, micro_batches: int) -> Found:
+def verify_pipeline(program: Composition, micro_batches: int) -> Found:
     """Return whether a pipeline of the program equals one device, by ``dapple.verify``."""
     loss_fn, _ = program.loss()
     batch = make_batch(6)
@@ -224,7 +224,7 @@ def check_programs(seed: int, programs: int, pipelines: int) -> Iterator[tuple[s
             done = 0
             while done < wanted:
                 program = draw(writes=kind == "pipeline")
-                found = check(program) if kind == "analysis" else check_pipeline(program, (2, 3, 6)[done % 3])
+                found = check(program) if kind == "analysis" else verify_pipeline(program, (2, 3, 6)[done % 3])
                 if found.outcome is not Outcome.INVALID:
                     done += 1
                     progress.advance(task)
@@ -268,9 +268,4 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=PROGRAMS, help="checked without stages")
     parser.add_argument("--pipelines", type=int, default=PIPELINES, help="checked as pipelines")
     options = parser.parse_args(arguments)
-    print("| figure | wanted | measured | |\n|---|---|---|---|", flush=True)
-    missed = 0
-    for row in run(options.seed, options.programs, options.pipelines):
-        print(f"| {row.figure} | {row.wanted} | {row.measured} | {'ok' if row.ok else 'MISSED'} |", flush=True)
-        missed += not row.ok
-    return 1 if missed else 0
+    return 1 if print_table(run(options.seed, options.programs, options.pipelines)) else 0
