@@ -1,4 +1,4 @@
-"""What the analysis decides about TensorFlow's ops, and random programs of every ruled op beside plain TensorFlow.
+"""Count TensorFlow's ops by class, and compare random programs of every ruled op with plain TensorFlow.
 
 ``python -m benchmarks op_census [--programs N] [--pipelines P] [--seed S] [--only OP ...]``. A program is repeated by
 the seed, the op and its number: ``draw_program(op, number, seed)``.

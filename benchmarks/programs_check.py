@@ -28,11 +28,11 @@ CONFIGURATIONS = (WHOLE, FEW, SINGLE)
 """One micro-batch, four, and micro-batches of one sample."""
 
 ROUNDING = 1e-12
-"""What is smaller than the largest variable (slot of its kind) by this factor is zero apart from rounding: optimizers
+"""A variable (a slot) that is smaller than the largest one of its kind by this factor is rounding alone: optimizers
 such as Adam raise rounding errors of gradients."""
 
 Values = dict[str, dict[str, Any]]
-"""What a program computed: for each call of its user, the results by name."""
+"""The results of a program by name, for each call of its user."""
 
 
 class ProgramChecker:

@@ -27,7 +27,7 @@ class Expected(Enum):
 
 
 class Described(Protocol):
-    """What tables say of a case or a program."""
+    """The columns of a case or a program in tables."""
 
     @property
     def name(self) -> str: ...

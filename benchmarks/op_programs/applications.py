@@ -1,4 +1,4 @@
-"""How a random program applies an op: by hand where its operands must fit together, else from its definition."""
+"""Apply an op to the tensors of a random program: by hand where its operands must fit together, else as defined."""
 
 from __future__ import annotations
 

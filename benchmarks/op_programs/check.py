@@ -19,7 +19,8 @@ from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.frontend.write_graph import write_graph
-from graph_passes.analysis.layers import CAPTURED_INPUTS, find_once, live_nodes
+from graph_passes.analysis.layers import CAPTURED_INPUTS, find_once
+from graph_passes.ir.graph import ancestors
 
 SAMPLES = 6
 SIZES = (SAMPLES, 3)
@@ -31,11 +32,11 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "StatelessIf", "If", "St
 
 
 INVALID_ERRORS = (ValueError, TypeError, LookupError, tf.errors.OpError, RecursionError, OverflowError)
-"""What plain TensorFlow raises for operands that do not fit together."""
+"""The errors of plain TensorFlow for operands that do not fit together."""
 
 
 class Outcome(Enum):
-    """What a check found."""
+    """The outcome of a check, and the reason."""
 
     EQUAL = "equal"
     REFUSED = "refused"
@@ -124,9 +125,10 @@ class Evaluation:
 
     def __init__(self, captured: Captured, names: Sequence[str], size: int) -> None:
         self.captured, self.size, self.batch = captured, size, [part.numpy() for part in make_batch(size)]
-        live = live_nodes(captured.graph)  # a stage has no others
-        used = (node for node in captured.graph.nodes if node.name in live or node.op in CAPTURED_INPUTS)
-        graph = captured.graph.replace(nodes=tuple(used))
+        # What no result uses may not even be valid for this number of samples.
+        used = ancestors(captured.graph, [value.node for value in captured.graph.outputs])
+        kept = (node for node in captured.graph.nodes if node.name in used or node.op in CAPTURED_INPUTS)
+        graph = captured.graph.replace(nodes=tuple(kept))
         reads = {
             node.name: captured.variables[node.inputs[0].node] for node in graph.nodes if node.op == "ReadVariableOp"
         }
@@ -148,7 +150,7 @@ class Evaluation:
         assert captured.dependence is not None, "a traced loss has decisions"
         self.loss = captured.dependence.loss
         once = [value for name in sorted(find_once(graph)) for value in graph.node(name).values()]
-        kept = [v for v in once if graph.type_of(v).dtype.name not in ("resource", "variant")]
+        kept = [v for v in once if not graph.type_of(v).dtype.handle]
         found = self._run([tensor_name(value) for value in kept], 0, size)
         self.given |= {tensor_name(value): part for value, part in zip(kept, found, strict=True)}
 

@@ -22,7 +22,7 @@ _REFUSALS = (errors.LossError, errors.CaptureError, errors.PartitionError, error
 
 @dataclass(frozen=True)
 class Setting:
-    """How a pipeline of two stages is built."""
+    """The options of a pipeline of two stages."""
 
     micro_batches: int
     replicas: tuple[int, int] | None = None

@@ -30,7 +30,7 @@ from graph_passes.passes.combine_statistics import COMBINES
 from graph_passes.passes.partition import Stage, StageGraph
 
 _ACTING = (Effect.WRITE, Effect.SIDE)
-_HANDLES = ("resource", "variant")  # of variables and lists
+
 _KEPT_ATTRIBUTES = frozenset({"adds", COMBINES})
 
 
@@ -121,7 +121,7 @@ def _depend_on_training(captured: Captured) -> set[str]:
     found, graph = set(captured.trainable), captured.graph
     for node in graph.nodes:
         entering = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
-        if any(dtype.differentiable or dtype.name in _HANDLES for dtype in entering):
+        if any(dtype.differentiable or dtype.handle for dtype in entering):
             found.add(node.name)
     return found
 

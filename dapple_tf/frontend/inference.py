@@ -63,7 +63,7 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is known of a tensor: its shape, the elements of a list, and the NumPy value of a few integers."""
+    """A tensor as far as it is known: its shape, the elements of a list, and the NumPy value of a few integers."""
 
     shape: Shape
     elements: Elements | None = None

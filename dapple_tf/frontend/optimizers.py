@@ -1,4 +1,4 @@
-"""What users give as an optimizer, as an optimizer of Keras 3."""
+"""Convert the optimizers that users give into optimizers of Keras 3."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]],
 def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
     """Return the bytes of one tensor, each unknown dimension counting as ``unknown``; resource handles take 0."""
     kind = graph.type_of(value)
-    if kind.dtype.name in ("resource", "variant"):
+    if kind.dtype.handle:
         return 0
     found = shapes.get(value.node, ())
     shape = found[value.index] if value.index < len(found) and found[value.index].dims is not None else kind.shape

@@ -31,9 +31,14 @@ class DType:
         return self.name in {"bfloat16", "half", "float16", "float32", "float64", "complex64", "complex128"}
 
     @property
+    def handle(self) -> bool:
+        """Whether a tensor of this type is the handle of a variable, a table or a list: it holds no numbers or text."""
+        return self.name in {"resource", "variant"}
+
+    @property
     def transferable(self) -> bool:
         """Whether a tensor of this type can be sent to another device (handles and strings cannot)."""
-        return self.name not in {"resource", "variant", "string"}
+        return not self.handle and self.name != "string"
 
     @property
     def size(self) -> int:

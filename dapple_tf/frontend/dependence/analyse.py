@@ -271,7 +271,7 @@ class Analysis:
             if i in body.kept and value in scope.layouts:
                 inner.layouts[Value(argument)] = scope.layouts[value]
         self._visit_body(inner, body, operands)
-        kinds = [_leave(inner, node, value) for value in body.graph.outputs]
+        kinds = [_kind_in_caller(inner, node, value) for value in body.graph.outputs]
         if not scope.nested and self._repeatable(node, [scope.kinds[value] for value in node.inputs]):
             kinds = [dataclasses.replace(kind, trained=False) if kind.coupled else kind for kind in kinds]
         return [
@@ -341,7 +341,7 @@ class Analysis:
         weighted = any(operand.form is Form.ROW_BOUNDS for operand in kinds)  # a weighted term: one in each micro-batch
         # Another output may hold rows of samples, and a later op may make rows of both.
         waits = self.waits and kind.undecided and (len(node.outputs) > 1 or kind.node != node.name)
-        fixed = kind.coupled and not waits and scope.fixed(value) and not _opaque(scope, value)
+        fixed = kind.coupled and not waits and scope.fixed(value) and not scope.graph.type_of(value).dtype.handle
         if (kind.total or fixed) and not trained and not weighted:
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
@@ -400,14 +400,9 @@ def _of_whole_batch(kind: Kind) -> bool:
 def _has_own_rows(scope: Scope, value: Value) -> bool:
     """Return whether micro-batches may take their rows of ``value``: not of positions, which index the micro-batch."""
     index = elementwise.is_integer(scope.graph.type_of(value)) and value in scope.positional
-    if index or _opaque(scope, value):
+    if index or scope.graph.type_of(value).dtype.handle:
         return False
     return scope.has_a_row_a_sample(value)
-
-
-def _opaque(scope: Scope, value: Value) -> bool:
-    """Return whether ``value`` is no tensor of numbers or strings, but holds such: a list, or a resource."""
-    return scope.graph.type_of(value).dtype.name in ("resource", "variant")
 
 
 def _note_positional(scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
@@ -417,7 +412,7 @@ def _note_positional(scope: Scope, node: Node, kinds: Sequence[Kind]) -> None:
         scope.positional.update(node.values())
 
 
-def _leave(inner: Scope, node: Node, value: Value) -> Kind:
+def _kind_in_caller(inner: Scope, node: Node, value: Value) -> Kind:
     """Return the kind that an output of a nested function has in its caller: its terms cannot be weighted."""
     kind = inner.kinds.get(value, CONSTANT)
     if kind.form is Form.SUM and kind.mixed:

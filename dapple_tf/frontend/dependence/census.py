@@ -16,7 +16,7 @@ from dapple_tf.frontend.read_graph import HIDDEN_DRAWS
 
 
 class OpClass(Enum):
-    """How the analysis decides about an op whose operands depend on the batch."""
+    """The way in which the analysis decides about an op whose operands depend on the batch."""
 
     RULED = "ruled"
     """A rule gives the kinds of its outputs."""

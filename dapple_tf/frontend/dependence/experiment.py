@@ -105,7 +105,7 @@ def decide(
             return [None] * outputs
         trial = _Trial(function, prepare, operands, draws, 0, most + 2)
         whole = trial.whole is not None
-        found = [kind if kind and whole and _is(trial, i, kind) else None for i, kind in enumerate(found)]
+        found = [kind if kind and whole and _has_kind(trial, i, kind) else None for i, kind in enumerate(found)]
     return found
 
 
@@ -115,7 +115,7 @@ def confirm(function: Function, prepare: Prepare, operands: Sequence[Operand], w
     if any(trial.joins_fail for trial in trials):
         return False
     trials = [trial for trial in trials if trial.whole is not None]
-    return bool(trials) and all(_is(trial, i, kind) for trial in trials for i, kind in enumerate(wanted))
+    return bool(trials) and all(_has_kind(trial, i, kind) for trial in trials for i, kind in enumerate(wanted))
 
 
 class _Trial:
@@ -191,10 +191,10 @@ def _decide_output(trials: Sequence[_Trial], output: int) -> Kind | None:
         return None
     axis, inner = found
     candidates = [rows(axis, 1, inner)] if axis >= 0 else [Kind(Form.SUM), Kind(Form.MEAN)]
-    return next((kind for kind in candidates if all(_is(trial, output, kind) for trial in trials)), None)
+    return next((kind for kind in candidates if all(_has_kind(trial, output, kind) for trial in trials)), None)
 
 
-def _is(trial: _Trial, output: int, kind: Kind) -> bool:
+def _has_kind(trial: _Trial, output: int, kind: Kind) -> bool:
     if kind.rows:
         return _is_rows(trial, output, kind.axis, kind.inner)
     return _adds_up(trial, output, kind.form)

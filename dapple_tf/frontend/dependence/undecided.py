@@ -31,7 +31,7 @@ from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_valu
 from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
 from graph_passes.analysis.layers import CAPTURED_INPUTS
-from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value
+from graph_passes.ir.graph import Effect, Graph, Node, Value
 
 _LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _LISTED = _LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
@@ -72,7 +72,7 @@ class Experiments:
         return self._found[key]
 
     def _try(self, scope: Scope, node: Node, region: _Region) -> list[Kind | None]:
-        outputs = [value for value, output in zip(node.values(), node.outputs, strict=True) if _is_dense(output)]
+        outputs = [value for value, output in zip(node.values(), node.outputs, strict=True) if not output.dtype.handle]
         operands = [self._operand(scope, value) for value in (*region.leaves, *region.once)]
         held = _held_values(scope, region, self.captured)
         samples = max(_threshold(scope, region), _longest_table(scope, region, held))
@@ -92,7 +92,7 @@ class Experiments:
         except _NOT_RUN:
             found = [None] * len(outputs)
         each = iter(found)
-        return [next(each) if _is_dense(output) else None for output in node.outputs]
+        return [None if output.dtype.handle else next(each) for output in node.outputs]
 
     def _has_gradients_of(self, runner: _Runner, found: Sequence[Kind | None]) -> bool:
         """Return whether gradients are those of results of these kinds; ``tf.stop_gradient`` may hide a coupling."""
@@ -120,15 +120,11 @@ class Experiments:
 
 def _may_be_rows(scope: Scope, node: Node, value: Value) -> bool:
     """Return whether an experiment with this output may help: vectors of a length that data decide have no rows."""
-    return _is_dense(scope.graph.type_of(value)) and (node.op in _LISTED or scope.dims(value) != (None,))
+    return not scope.graph.type_of(value).dtype.handle and (node.op in _LISTED or scope.dims(value) != (None,))
 
 
 def _number_type(dtype: str) -> Any:
     return tf.as_dtype(dtype).as_numpy_dtype
-
-
-def _is_dense(output: TensorType) -> bool:
-    return output.dtype.name not in ("variant", "resource")
 
 
 @dataclass(frozen=True)
@@ -258,7 +254,7 @@ def _is_leaf(scope: Scope, source: Node, value: Value) -> bool:
     kind = scope.kinds.get(value)
     if value in scope.tried:  # it may belong together with other tensors of its region, such as values and row lengths
         return False
-    if source.op == "Const" or kind is None or not _is_dense(scope.graph.type_of(value)):
+    if source.op == "Const" or kind is None or scope.graph.type_of(value).dtype.handle:
         return False
     if kind.form is Form.SIZE:
         numbers = scope.numbers.get(value)
@@ -426,7 +422,7 @@ class _Runner:
             total = tf.zeros([], tf.float64)
             for result, kind, floats in zip(self._run(*tensors), found, floating, strict=True):
                 if kind is not None and floats:
-                    total += _of_result(result, kind, _count(counted, tensors[self.operands.index(counted)]))
+                    total += _gradient_target(result, kind, _count(counted, tensors[self.operands.index(counted)]))
             gradients = tf.gradients(total, [tensors[i] for i in trained], unconnected_gradients="zero")
             return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -481,7 +477,7 @@ class _Runner:
         return function
 
 
-def _of_result(result: Any, kind: Kind, samples: Any) -> Any:
+def _gradient_target(result: Any, kind: Kind, samples: Any) -> Any:
     """Return a number whose gradient with respect to a row depends on this row alone, and differs from row to row."""
     values = tf.cast(tf.math.real(result), tf.float64)
     if kind.rows:
