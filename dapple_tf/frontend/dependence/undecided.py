@@ -334,7 +334,8 @@ def _held_values(scope: Scope, region: _Region, captured: Captured) -> list[Any]
     for name in (*region.resources, *(value.node for value in region.leaves)):
         tensor = captured.variables.get(name, captured.constants.get(name))
         if tensor is not None and tensor.dtype.is_floating and math.prod(tensor.shape) <= _MOST_HELD:
-            found.append(tensor.numpy())
+            with contextlib.suppress(tf.errors.FailedPreconditionError):  # another rank of the job holds it
+                found.append(tensor.numpy())
     return [value for value in found if value is not None]
 
 
