@@ -83,7 +83,8 @@ class Experiments:
         if all(operand.axis is None and operand.size is None for operand in known):
             return [None] * len(node.outputs)
         known[len(region.leaves) :] = [dataclasses.replace(each, once=True) for each in known[len(region.leaves) :]]
-        runner = _Runner(scope, region, known, tuple(outputs), self.captured, uuid.uuid4().hex)
+        resources = {name: _resource(name, self.captured) for name in region.resources}
+        runner = _Runner(scope, region, known, tuple(outputs), resources, uuid.uuid4().hex)
         try:
             with internals.registered_functions(runner.library):
                 found = decide(runner.results(), runner.prepare(), known, len(outputs), limits)
@@ -376,14 +377,15 @@ _NOT_RUN = (ValueError, TimeoutError)
 class _Runner:
     """Makes functions that run a region on its ``operands`` (values of its leaves), on the CPU.
 
-    ``suffix``: of the names of the functions that the region calls; these must be registered.
+    ``resources``: the tables and variables that the region reads, by name. ``suffix``: of the names of the functions
+    that the region calls; these must be registered.
     """
 
     scope: Scope
     region: _Region
     operands: Sequence[Operand]
     outputs: tuple[Value, ...]
-    captured: Captured
+    resources: Mapping[str, Any]
     suffix: str
 
     def results(self) -> Function:
@@ -434,10 +436,8 @@ class _Runner:
     def _run(self, *tensors: Any) -> list[Any]:
         own, graph = tf.compat.v1.get_default_graph(), self._graph
         inputs = {f"leaf/{i}": tensor for i, tensor in enumerate(tensors)}
-        constants, variables = self.captured.constants, self.captured.variables
         for name in self.region.resources:
-            handle = constants[name] if name in constants else variables[name].handle
-            inputs[name] = internals.capture_of(own, handle)
+            inputs[name] = internals.capture_of(own, getattr(self.resources[name], "handle", self.resources[name]))
         return import_graph(graph, inputs, "region")
 
     @property
@@ -476,6 +476,16 @@ class _Runner:
                 return None
 
         return function
+
+
+def _resource(name: str, captured: Captured) -> Any:
+    """Return a table's handle, or a variable: one with drawn values for a variable that another rank holds."""
+    if name in captured.constants:
+        return captured.constants[name]
+    variable = captured.variables[name]
+    if bool(variable.is_initialized()):
+        return variable
+    return tf.Variable(tf.cast(tf.random.stateless_normal(variable.shape, [0, 0]), variable.dtype))
 
 
 def _gradient_target(result: Any, kind: Kind, samples: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.frontend.dependence.experiment import Limits, Operand, decide
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.undecided import Experiments
@@ -125,6 +126,12 @@ def test_an_experiment_finds_no_rows_where_samples_are_combined(case: str) -> No
 def test_a_sum_that_ends_at_the_value_of_a_variable_is_not_taken_for_a_sum() -> None:
     most, start = tf.Variable(900.0, dtype=tf.float64, trainable=False), tf.constant(0.0, tf.float64)
     assert kind_of(lambda b: tf.foldl(lambda s, row: tf.minimum(s + tf.norm(row), most), b.z, start)).coupled
+
+
+def test_a_variable_that_another_rank_holds_is_replaced_by_drawn_values() -> None:
+    scale = tf.Variable(3.0, dtype=tf.float64, trainable=False)
+    internals.release_variables([scale], "another rank holds it")
+    assert kind_of(lambda b: tf.map_fn(lambda row: row * scale, b.z)).rows
 
 
 def test_equal_ops_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
