@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, print_table
+from benchmarks.common import Row
 
 STAGES, MICRO_BATCHES, MOST_RATIO = 2, 8, 1.03
 _ROOT = Path(__file__).parents[1]
@@ -108,6 +108,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--against", metavar="COMMIT", required=True, help="the earlier commit")
     parser.add_argument("--turns", type=int, default=5, help="builds of each model at each commit (default 5)")
     options = parser.parse_args(arguments)
+    from benchmarks.common import print_table  # not in the earlier commits, with whose files this module is run too
+
     return 1 if print_table(compare(options.against, options.turns)) else 0
 
 
