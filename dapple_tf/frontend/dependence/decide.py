@@ -422,15 +422,13 @@ class _Decision:
         """Return each write of ``once`` before which stages read its variable, with the read and the variable."""
         found = []
         acting = [n.name for n in self.graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
-        read = ancestors(self.graph, [*(v.node for v in self.graph.outputs), *acting], stop=once)
+        used = ancestors(self.graph, [*(v.node for v in self.graph.outputs), *acting], stop=once)
+        reads = [node for node in self.graph.nodes if node.effect is Effect.READ and node.name in used]
         for write in self.writes:
-            if write.name not in once:
-                continue
-            for node in self.graph.nodes:
-                direct = {value.node for value in node.inputs} & set(write.strings("writes"))
-                if not direct or node.name not in read or node.effect is not Effect.READ:
-                    continue
-                if write.name not in ancestors(self.graph, [node.name]):
+            written = set(write.strings("writes")) if write.name in once else set()
+            for node in reads:
+                direct = written.intersection(value.node for value in node.inputs)
+                if direct and write.name not in ancestors(self.graph, [node.name]):
                     found.append((write, node, ", ".join(sorted(direct))))
         return found
 
