@@ -138,7 +138,8 @@ def train_on_one_device(problem: Problem, batches: Sequence[Any], in_turn: int |
         gradients = {name: _mean([found[name] for _, _, found in results], shares) for name in results[0][2]}
         trained = [trainable[name] for name in gradients]
         if not optimizer.built:
-            with tf.init_scope():  # Keras builds inside of the trace, and slots that start at a weight's value miss it
+            # Keras builds inside of the trace, where slots that start at a weight's value miss it.
+            with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(trained)
         optimizer.apply(list(gradients.values()), trained)
         aux = results[0][1] if in_turn == 1 else None
@@ -251,7 +252,7 @@ def named_variables(problem: Problem, optimizer: Any) -> dict[str, tf.Variable]:
     """The problem's variables and the optimizer's, under names that do not depend on what was made before."""
     slots: dict[str, tf.Variable] = {}
     for variable in optimizer.variables:  # those without a name are numbered, or share one
-        name = "slot " + re.sub(r"_\d+$", "", variable.path.split("/", 1)[-1])
+        name = "slot " + re.sub(r"_\d+$", "", variable.path.rsplit("/", 1)[-1])
         slots[name if name not in slots else f"{name} {len(slots)}"] = as_tf(variable)
     return {name: as_tf(variable) for name, variable in problem.variables.items()} | slots
 
