@@ -36,7 +36,7 @@ INVALID_ERRORS = (ValueError, TypeError, LookupError, tf.errors.OpError, Recursi
 
 
 class Outcome(Enum):
-    """The outcome of a check, and the reason."""
+    """The outcome of a check."""
 
     EQUAL = "equal"
     REFUSED = "refused"
@@ -127,8 +127,8 @@ class Evaluation:
         self.captured, self.size, self.batch = captured, size, [part.numpy() for part in make_batch(size)]
         # What no result uses may not even be valid for this number of samples.
         used = ancestors(captured.graph, [value.node for value in captured.graph.outputs])
-        kept = (node for node in captured.graph.nodes if node.name in used or node.op in CAPTURED_INPUTS)
-        graph = captured.graph.replace(nodes=tuple(kept))
+        nodes = (node for node in captured.graph.nodes if node.name in used or node.op in CAPTURED_INPUTS)
+        graph = captured.graph.replace(nodes=tuple(nodes))
         reads = {
             node.name: captured.variables[node.inputs[0].node] for node in graph.nodes if node.op == "ReadVariableOp"
         }

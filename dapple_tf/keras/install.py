@@ -142,9 +142,10 @@ def _check_unchanged(built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def _attributes(model: keras.Model) -> dict[str, Any]:
     """Return the attributes of a model's layers and optimizer that a trace of it may use, by name."""
-    owners = {layer.path or layer.name: layer for layer in internals.flatten_layers(model)} | {
-        "optimizer": model.optimizer
-    }
+    owners = {layer.path or layer.name: layer for layer in internals.flatten_layers(model)}
+    owners["optimizer"] = model.optimizer
+    if (inner := getattr(model.optimizer, "inner_optimizer", None)) is not None:  # of a LossScaleOptimizer
+        owners["optimizer.inner_optimizer"] = inner
     found = {f"{model.name}.trainable": model.trainable}
     for where, owner in owners.items():
         own = {name: value for name, value in vars(owner).items() if not name.startswith("_")}

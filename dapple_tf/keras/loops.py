@@ -16,9 +16,8 @@ from dapple_tf.keras.metrics import MetricsUpdate
 _UNKNOWN_SIZE = (
     "an epoch ended with data of unknown size. At each such end Keras without a pipeline also runs what a step "
     "computes without data: the optimizer counts an iteration, weights decay, dropout takes other seeds. The pipeline "
-    "does not. "
-    "Both are equal where the size is known: use data.apply(tf.data.experimental.assert_cardinality(batches)), or "
-    "steps_per_epoch"
+    "does not. Both are equal where the size is known: use "
+    "data.apply(tf.data.experimental.assert_cardinality(batches)), or steps_per_epoch"
 )
 
 

@@ -90,7 +90,9 @@ class Layers:
 
         def with_problem(cut: Cut) -> Cut:
             name = self.layers[cut.position].name
-            there = other.cut(where[name]).problem if where.get(name) else f"one micro-batch has no layer {name!r}"
+            there = (
+                other.cut(where[name]).problem if where.get(name) else "with one micro-batch no stage can start here"
+            )
             return cut if cut.problem else replace(cut, problem=there)
 
         return replace(self, cuts=tuple(map(with_problem, self.cuts)))

@@ -122,6 +122,14 @@ CHANGES: dict[str, Callable[[keras.Model], Any]] = {
 }
 
 
+def test_a_change_of_a_scaled_optimizer_after_the_step_was_built_is_refused() -> None:
+    model = models.sequential(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    dapple.keras.pipeline(model, stages=2, micro_batches=2, example_batch=(X, Y))
+    model.optimizer.inner_optimizer.clipnorm = 0.1
+    with pytest.raises(UsageError, match=r"inner_optimizer\.clipnorm was changed after .* example_batch"):
+        model.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_after_the_step_was_built_for_an_example_is_refused(name: str) -> None:
     model = models.sequential()

@@ -244,7 +244,7 @@ def test_cuts_that_another_trace_cannot_have_are_left_out() -> None:
     restricted = own.cut_only_as(other)
     assert restricted.positions() == ()
     assert restricted.cut(1).problem == "forward writes variable 'v' and uses it on both sides"
-    assert restricted.cut(2).problem == "one micro-batch has no layer 'c'"
+    assert restricted.cut(2).problem == "with one micro-batch no stage can start here"
     assert own.cut_only_as(own) == own
 
 
