@@ -1,7 +1,7 @@
 """CPU seconds of building a step of BERT, a GPT and ResNet-50, beside an earlier commit.
 
-``python -m benchmarks build_time --against COMMIT [--turns N]``: each build is a process of its own, in turn with the
-same build of the other commit, whose files are checked out into a temporary folder.
+``python -m benchmarks build_time --against COMMIT [--turns N] [--models NAME ...]``: each build is a process of its
+own. The builds of the two commits, whose files are checked out into a temporary folder, take turns.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def run() -> Iterator[Row]:
         yield Row(f"{model}: building a step", "", f"{measure_in_process(model, _ROOT):.1f} s of CPU", ok=True)
 
 
-def compare(commit: str, turns: int) -> Iterator[Row]:
-    """Yield the seconds of each model over those of an earlier commit: medians of so many turns."""
+def compare(commit: str, turns: int, models: Sequence[str]) -> Iterator[Row]:
+    """Yield the seconds of each of the models over those of an earlier commit: medians of so many turns."""
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
         subprocess.run(["git", "-C", str(_ROOT), "worktree", "add", "--detach", str(other), commit], check=True)
         try:
-            for model in MODELS:
-                pairs = [(measure_in_process(model, _ROOT), measure_in_process(model, other)) for _ in range(turns)]
+            for model in models:
+                pairs = [_measure_pair(model, other, turn) for turn in range(turns)]
                 now, then = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
                 ratio = statistics.median(one / two for one, two in pairs)
                 found = f"{ratio:.3f}x: {now:.1f} s and {then:.1f} s of CPU, medians of {turns} turns"
@@ -47,6 +47,13 @@ def compare(commit: str, turns: int) -> Iterator[Row]:
                 )
         finally:
             subprocess.run(["git", "-C", str(_ROOT), "worktree", "remove", "--force", str(other)], check=True)
+
+
+def _measure_pair(model: str, other: Path, turn: int) -> tuple[float, float]:
+    """Return the CPU seconds of a build here and one in ``other``; each goes first in every other turn."""
+    roots = (_ROOT, other) if turn % 2 == 0 else (other, _ROOT)
+    seconds = {root: measure_in_process(model, root) for root in roots}
+    return seconds[_ROOT], seconds[other]
 
 
 def measure_in_process(model: str, root: Path) -> float:
@@ -107,10 +114,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks build_time", description=__doc__)
     parser.add_argument("--against", metavar="COMMIT", required=True, help="the earlier commit")
     parser.add_argument("--turns", type=int, default=5, help="builds of each model at each commit (default 5)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     options = parser.parse_args(arguments)
     from benchmarks.common import print_table  # not in the earlier commits, with whose files this module is run too
 
-    return 1 if print_table(compare(options.against, options.turns)) else 0
+    return 1 if print_table(compare(options.against, options.turns, options.models)) else 0
 
 
 if __name__ == "__main__":

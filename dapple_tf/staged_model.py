@@ -158,7 +158,10 @@ def stage_model(
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
     # A trainable variable that no stage uses has no gradient, but may have averages: the first stage updates these.
-    owner = dict.fromkeys(captured.trainable, 0) | {name: users[0] for name, users in use.users}
+    # What the optimizer has belongs to its updates, also where the loss reads it, such as its learning rate.
+    own_of_optimizer = frozenset() if update is None else update.own
+    users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
+    owner = dict.fromkeys(captured.trainable, 0) | users
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
     return StagedModel(

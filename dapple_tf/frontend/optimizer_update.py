@@ -29,7 +29,8 @@ class TracedUpdate:
     ``constants``: by the name of their ``capture`` node. ``trained``: the variables as the optimizer knows them (Keras
     variables, where there are any). ``global_clipnorm``: the optimizer's option, which ``graph`` does not apply; None
     where it has none, or applies it itself. ``func_graph``: the TensorFlow graph that ``graph`` was read from.
-    ``counter``: the name of the step counter, ``optimizer.iterations``; "" where the update does not use it.
+    ``counter``: the name of the step counter, ``optimizer.iterations``; "" where the update does not use it. ``own``:
+    the names of the optimizer's own variables among ``variables``.
     """
 
     graph: Graph
@@ -39,6 +40,7 @@ class TracedUpdate:
     global_clipnorm: float | None
     func_graph: Any
     counter: str
+    own: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def trace_update(
     graph = open_conditions(read_graph(func_graph, inputs.nodes, "optimizer"), func_graph)
     steps = getattr(optimizer.iterations, "value", None)  # a tensor where gradients are accumulated over steps
     counter = next((name for name, v in inputs.variables.items() if v is steps), "")
-    return TracedUpdate(graph, inputs.variables, inputs.constants, trained, clip, func_graph, counter)
+    handles = {id(variable.value.handle) for variable in optimizer.variables}
+    own = frozenset(name for name, variable in inputs.variables.items() if id(variable.handle) in handles)
+    return TracedUpdate(graph, inputs.variables, inputs.constants, trained, clip, func_graph, counter, own)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -143,6 +143,28 @@ def test_constraints_of_layers_are_applied() -> None:
         assert np.linalg.norm(kernel, axis=0).max() <= 0.3 + 1e-6
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_a_loss_that_reads_its_optimizers_variables_equals_one_device(name: str) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(getattr(optimizers, name)(0.01))
+        made[-1].build(model.trainable_variables)
+        return made[-1]
+
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(3)]
+    model = keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *layers])
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        optimizer = made[-1]
+        decay = tf.cast(optimizer.learning_rate, tf.float64) * tf.reduce_sum(tf.square(layers[0].kernel))
+        return tf.reduce_mean(tf.square(model(x) - y)) * tf.cast(optimizer.iterations + 1, tf.float64) + decay
+
+    case = Problem.of_model(model, loss_fn, make)
+    check(case, made)
+
+
 def test_an_object_that_is_no_keras_optimizer_is_refused() -> None:
     case = problem(lambda: None)
     with pytest.raises(PlanError, match=r"object, not a keras\.optimizers\.Optimizer"):
